@@ -1,0 +1,105 @@
+"""The exceptions that mean something to a user of Temper.
+
+Each class is one outcome with a stable ``code``; services map the tree to HTTP (gateway/errors.py) and to gRPC
+(engine/errors.py) in one place each. Anything that is not a TemperError is a bug and is reported as `internal_error`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TemperError(Exception):
+    """An outcome that the caller can understand and act on.
+
+    Args:
+        message: names the field, the limit and the way out.
+        param: the request field at fault, if one is.
+    """
+
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(TemperError):
+    """The request can never succeed as it is."""
+
+    code = "invalid_request"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and requested tokens do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class PayloadTooLarge(TemperError):
+    """The request body is over the limit."""
+
+    code = "payload_too_large"
+
+
+class NotFound(TemperError):
+    """Something the request names does not exist."""
+
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """No such model, adapter or adapter version."""
+
+    code = "model_not_found"
+
+
+class Conflict(TemperError):
+    """The request contradicts the present state (a moved pointer, a reused idempotency key)."""
+
+    code = "conflict"
+
+
+class AdapterRejected(TemperError):
+    """An adapter's files are corrupt, foreign or do not bind to this base model."""
+
+    code = "adapter_rejected"
+
+
+class CheckpointRejected(TemperError):
+    """A model checkpoint is incomplete, misshaped or of an unknown architecture."""
+
+    code = "checkpoint_rejected"
+
+
+class DoesNotFit(InvalidRequest):
+    """A job needs more memory than the plan leaves for it; the message has the byte plan."""
+
+    code = "does_not_fit"
+
+
+class Overloaded(TemperError):
+    """The engine's queue is full. ``retry_after`` is in seconds."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(TemperError):
+    """Something Temper depends on is away (engine, Redis, object store). ``retry_after`` is in seconds."""
+
+    code = "unavailable"
+
+    def __init__(self, message: str, *, retry_after: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(TemperError):
+    """The request's deadline passed."""
+
+    code = "deadline_exceeded"

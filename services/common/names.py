@@ -1,0 +1,73 @@
+"""Names that users choose and that become object keys: adapters and their versions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from services.common.errors import InvalidRequest
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+BASE = "base"
+"""Reserved: the model without an adapter."""
+
+
+def check_adapter_name(name: str) -> str:
+    """Returns the name if it is safe as one path segment of an object key and a URL.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise InvalidRequest(
+            f"adapter name {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', start with a letter or digit "
+            "and not contain '..'",
+            param="adapter",
+        )
+    if name == BASE:
+        raise InvalidRequest(f"adapter name {BASE!r} is reserved for the model without an adapter", param="adapter")
+    return name
+
+
+def _pydantic_name(name: str) -> str:
+    try:
+        return check_adapter_name(name)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from error
+
+
+AdapterName = Annotated[str, AfterValidator(_pydantic_name)]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AdapterVersion:
+    """An immutable version, written "name@n" with n ≥ 1."""
+
+    name: str
+    version: int
+
+    def __post_init__(self) -> None:
+        check_adapter_name(self.name)
+        if self.version < 1:
+            raise InvalidRequest(f"adapter version must be at least 1, got {self.version}", param="adapter")
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+def parse_adapter_ref(text: str) -> tuple[str, int | None]:
+    """Splits "name" or "name@n" into the name and the version (None: the current one).
+
+    Raises:
+        InvalidRequest: the name or the number is malformed.
+    """
+    name, at, number = text.partition("@")
+    check_adapter_name(name)
+    if not at:
+        return name, None
+    if not number.isascii() or not number.isdigit() or not 1 <= int(number) < 2**53:
+        raise InvalidRequest(f"adapter version {number[:40]!r} must be a positive number", param="adapter")
+    return name, int(number)

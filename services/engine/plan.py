@@ -1,0 +1,88 @@
+"""What the scheduler tells the runner to do in one step, and what the runner answers. No torch here.
+
+The scheduler owns all bookkeeping (blocks, slots, positions); the runner turns a StepPlan into tensors, runs the
+model and the sampler, and returns a StepResult with one entry for every chunk that asked for a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+from services.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of consecutive tokens of one sequence that this step computes.
+
+    A decode is a chunk of one token that samples; a prefill chunk may be any length and samples only if it reaches
+    the end of the known tokens. ``blocks`` covers at least ``start + len(token_ids)`` positions.
+    """
+
+    request: Request
+    token_ids: SequenceABC[int]
+    start: int
+    """Position of the first token = number of tokens whose KV and state are already in the cache."""
+    blocks: SequenceABC[int]
+    """Block table of the sequence, never containing block 0 (scratch)."""
+    slot: int
+    """State slot, never 0 (scratch)."""
+    samples: bool
+    output_ids: SequenceABC[int]
+    """Tokens generated so far (for penalties, min_tokens and the seed's counter), oldest first."""
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or self.start < 0 or self.slot <= 0:
+            raise ValueError(f"malformed chunk of {self.request.request_id}: start {self.start}, slot {self.slot}")
+
+    @property
+    def is_decode(self) -> bool:
+        return self.samples and len(self.token_ids) == 1 and self.start > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Copy the recurrent and convolution state of all DeltaNet layers between slots."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration. Decodes come first in ``chunks``, then prefill chunks."""
+
+    chunks: SequenceABC[Chunk]
+    copies_before: SequenceABC[StateCopy] = ()
+    """Snapshots to restore into live slots before the model runs."""
+    copies_after: SequenceABC[StateCopy] = ()
+    """Live slots to snapshot after the model has run."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(chunk.is_decode for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sequence."""
+
+    token_id: int
+    sampling_logprob: float
+    """log softmax(logits / temperature)[token]; temperature 1 for greedy."""
+    logprob: float | None = None
+    """log softmax(logits)[token], if the request asked for logprobs."""
+    top_ids: SequenceABC[int] = ()
+    top_logprobs: SequenceABC[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens in the order of the plan's chunks that have ``samples`` set."""
+
+    tokens: SequenceABC[SampledToken]

@@ -1,0 +1,124 @@
+"""What the engine is asked to do: immutable requests and their sampling parameters. No torch here."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.common.errors import InvalidRequest
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Defaults are OpenAI's.
+
+    Raises:
+        InvalidRequest: a value is out of range; ``param`` names it.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 16
+    top_logprobs: int | None = None
+    """None: no raw log-probabilities; 0: of the sampled token only."""
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise InvalidRequest(f"{name} must be {rule}, got {getattr(self, name)!r}", param=name)
+
+        def within(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            check(name, math.isfinite(value) and low <= value <= high, f"between {low:g} and {high:g}")
+
+        within("temperature", 0.0, 100.0)
+        check("top_p", math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        check("top_k", self.top_k >= 0, "0 (off) or positive")
+        within("min_p", 0.0, 1.0)
+        within("presence_penalty", -2.0, 2.0)
+        within("frequency_penalty", -2.0, 2.0)
+        check(
+            "repetition_penalty",
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            "a positive number",
+        )
+        check("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1")
+        check("max_tokens", self.max_tokens >= 1, "at least 1")
+        check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        check("top_logprobs", self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "between 0 and 20")
+        check(
+            "logit_bias",
+            all(math.isfinite(bias) and -100 <= bias <= 100 for bias in self.logit_bias.values()),
+            "a map of token id to a bias between -100 and 100",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPin:
+    """The immutable adapter version that answers one request.
+
+    ``slot`` indexes the stacked LoRA buffers (0 is the base: no adapter). ``digest`` is part of every cache key, so
+    that KV of one version is never reused for another; the base has the empty digest.
+    """
+
+    version: str = ""
+    """"name@n", empty for the base."""
+    digest: str = ""
+    slot: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.slot == 0) != (self.version == "") or (self.slot == 0) != (self.digest == ""):
+            raise ValueError(f"slot 0 and only slot 0 is the base, got {self!r}")
+
+
+BASE_PIN = AdapterPin()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation, as the scheduler gets it: tokens, sampling and the adapter version already pinned."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    pin: AdapterPin = BASE_PIN
+    deadline: float | None = None
+    """In the loop's monotonic clock, seconds."""
+    cache_salt: str = ""
+    priority: int = 0
+    """Lower runs first."""
+    arrival: int = 0
+    """Ties of priority are served in this order."""
+
+    def __post_init__(self) -> None:
+        if not self.request_id:
+            raise InvalidRequest("request_id must not be empty", param="request_id")
+        if not self.prompt_token_ids:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")

@@ -1,0 +1,52 @@
+"""What the trainer needs from the engine it lives beside; the pod (services/pod) wires the two together."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from services.common.names import AdapterVersion
+from services.common.text.tokenizer import TextCodec
+from services.engine.model.qwen3_5 import Qwen3_5
+
+
+class ComputeGate(Protocol):
+    """Shares the device between decode steps and training slices."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Held while the trainer computes; entering waits for the engine's turn to end."""
+        ...
+
+    def give_way(self) -> None:
+        """Called inside training() between layers: lets waiting engine steps run first, within the latency budget."""
+        ...
+
+
+class PolicyHost(Protocol):
+    """The serving side of a pod, as the trainer sees it."""
+
+    @property
+    def model(self) -> Qwen3_5:
+        """The one copy of the frozen weights."""
+        ...
+
+    @property
+    def codec(self) -> TextCodec: ...
+
+    @property
+    def base_digest(self) -> str: ...
+
+    @property
+    def gate(self) -> ComputeGate: ...
+
+    @property
+    def max_train_tokens(self) -> int: ...
+
+    @property
+    def train_memory_bytes(self) -> int:
+        """What the memory plan leaves for a job: adapter, gradients, optimizer and activations."""
+        ...
+
+    def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
+        """Makes the engine read the pointers now; returns once it serves them (and ``version`` is loadable)."""
+        ...
