@@ -224,14 +224,16 @@ class GrpoJob(JobBase):
 
     @model_validator(mode="after")
     def _one_form(self) -> GrpoJob:
-        flat = (self.prompt, self.completions, self.rewards)
-        forms = [any(part is not None for part in flat), self.groups is not None, self.rollouts is not None]
+        forms = [
+            any(part is not None for part in (self.prompt, self.completions, self.rewards)),
+            self.groups is not None,
+            self.rollouts is not None,
+        ]
         if sum(forms) != 1:
             raise ValueError("give exactly one of prompt+completions+rewards, groups, rollouts")
         if forms[0]:
-            if any(part is None for part in flat):
+            if self.prompt is None or self.completions is None or self.rewards is None:
                 raise ValueError("prompt, completions and rewards go together")
-            assert self.completions is not None and self.rewards is not None
             if not self.completions:
                 raise ValueError("completions must not be empty")
             if len(self.completions) != len(self.rewards):

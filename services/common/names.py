@@ -23,8 +23,8 @@ def check_adapter_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or ".." in name:
         raise InvalidRequest(
-            f"adapter name {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', start with a letter or digit "
-            "and not contain '..'",
+            f"adapter name {name[:80]!r} must be 1 to 64 letters, digits, '.', '_' or '-', start with a letter or digit"
+            " and not contain '..'",
             param="adapter",
         )
     if name == BASE:
