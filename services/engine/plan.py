@@ -79,6 +79,8 @@ class SampledToken:
     """log softmax(logits)[token], if the request asked for logprobs."""
     top_ids: SequenceABC[int] = ()
     top_logprobs: SequenceABC[float] = ()
+    error: str | None = None
+    """Set when the row's logits were NaN or infinite: the request ends with this error and token_id means nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,122 @@
+"""The engine pod's one settings class: engine, adapters, gRPC server and the limits of its trainer thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field, model_validator
+
+from services.common.settings import CommonSettings
+
+_GIB = 1024**3
+
+
+class EngineSettings(CommonSettings):
+    """Environment: `TEMPER_` + the field name in capitals."""
+
+    # Model and device.
+    model: Path = Path("models/tiny")
+    """Directory of a Qwen3.5 checkpoint: config.json, safetensors, tokenizer files."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on cuda, float32 on cpu."""
+    torch_threads: int = Field(0, ge=0)
+    """CPU threads of one operator; 0: all cores of this process."""
+
+    # Memory.
+    block_size: int = Field(16, ge=1, le=1024)
+    """Tokens of one KV block."""
+    num_blocks: int = Field(0, ge=0)
+    """KV blocks, scratch block 0 included; 0: as many as fit kv_cache_bytes."""
+    kv_cache_bytes: ByteSize = Field(ByteSize(0), ge=0)
+    """Budget of the paged KV cache, e.g. "2GiB"; 0: 256 MiB on cpu, what the plan leaves on cuda."""
+    max_num_seqs: int = Field(64, ge=1, le=4096)
+    """Sequences that run at once: one state slot each."""
+    state_snapshots: int = Field(64, ge=0)
+    """State slots kept for the prefix cache."""
+    prefix_cache: bool = True
+    """Reuse KV and state of equal prompt beginnings."""
+    max_model_len: int = Field(0, ge=0)
+    """Longest prompt + completion in tokens; 0: the checkpoint's context, at most what the KV cache holds."""
+    token_budget: int = Field(512, ge=1)
+    """Most tokens of one step: decodes first, the rest prefill chunks."""
+    cuda_memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of the card that the memory plan may hand out."""
+
+    # Adapters.
+    adapter_slots: int = Field(8, ge=1, le=256)
+    """LoRA versions resident at once, the base not counted."""
+    max_lora_rank: int = Field(32, ge=1, le=256)
+    """Highest rank that fits an adapter slot."""
+    adapter_poll_seconds: float = Field(2.0, gt=0)
+    """How often the pointers in the object store are read; an event on Redis makes it sooner."""
+    adapter_wait_seconds: float = Field(30.0, gt=0)
+    """How long a request waits for its adapter to load or for a slot, if its deadline is not earlier."""
+
+    # Requests.
+    max_waiting: int = Field(256, ge=0)
+    """Requests that may wait for their first step; more are refused as overloaded."""
+    tpot_goal_ms: float = Field(50.0, gt=0)
+    """Time per output token that training slices may not push decodes beyond."""
+    rollouts_max: int = Field(4096, ge=0)
+    """Finished completions remembered for {completion_id, reward}."""
+    rollouts_ttl_seconds: float = Field(3600.0, gt=0)
+
+    # Training.
+    trainer: bool = True
+    """Run the trainer thread in this process."""
+    max_train_tokens: int = Field(4096, ge=1)
+    """Longest training example in tokens."""
+    train_memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
+    """What a training job may use; 0: 2 GiB on cpu, what the plan leaves on cuda."""
+    data_dir: Path = Path(".temper/engine")
+    """Local files of this engine: checkpoints of jobs while the object store is away."""
+
+    # Process.
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    """0: any free port (it is logged)."""
+    max_message_bytes: int = Field(64 * 1024 * 1024, ge=1024 * 1024)
+    """Longest gRPC message in either direction."""
+    drain_seconds: float = Field(30.0, ge=0)
+    """After SIGTERM, how long running requests may still finish."""
+    exit_with_parent: bool = False
+    """End when the process that started this one is gone, so that nothing is left behind."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineSettings:
+        if self.token_budget < self.max_num_seqs:
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence decodes one token a step"
+            )
+        if self.num_blocks == 1:
+            raise ValueError("num_blocks must be 0 (automatic) or at least 2: block 0 is scratch")
+        return self
+
+    def resolved_device(self, cuda_available: bool) -> Literal["cpu", "cuda"]:
+        """The device to use.
+
+        Raises:
+            ValueError: cuda is asked for and there is none.
+        """
+        if self.device == "auto":
+            return "cuda" if cuda_available else "cpu"
+        if self.device == "cuda" and not cuda_available:
+            raise ValueError("TEMPER_DEVICE=cuda, but torch sees no GPU; use TEMPER_DEVICE=auto or cpu")
+        return self.device
+
+    def resolved_dtype(self, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
+        if self.dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.dtype
+
+    @property
+    def kv_bytes_on_cpu(self) -> int:
+        return int(self.kv_cache_bytes) or _GIB // 4
+
+    @property
+    def train_bytes_on_cpu(self) -> int:
+        return int(self.train_memory_bytes) or 2 * _GIB
