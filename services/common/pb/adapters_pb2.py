@@ -22,21 +22,24 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from services.common.pb import engine_pb2 as temper_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18temper/v1/adapters.proto\x12\ttemper.v1\"\r\n\x0bSyncRequest\"J\n\x0cSyncResponse\x12\x10\n\x08\x61ttached\x18\x01 \x01(\t\x12(\n\x06loaded\x18\x02 \x03(\x0b\x32\x18.temper.v1.LoadedAdapter\"P\n\rLoadedAdapter\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x10\n\x08requests\x18\x04 \x01(\r2C\n\x08\x41\x64\x61pters\x12\x37\n\x04Sync\x12\x16.temper.v1.SyncRequest\x1a\x17.temper.v1.SyncResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18temper/v1/adapters.proto\x12\ttemper.v1\x1a\x16temper/v1/engine.proto\"\r\n\x0bSyncRequest\"J\n\x0cSyncResponse\x12\x10\n\x08\x61ttached\x18\x01 \x01(\t\x12(\n\x06loaded\x18\x02 \x03(\x0b\x32\x18.temper.v1.LoadedAdapter\"P\n\rLoadedAdapter\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x10\n\x08requests\x18\x04 \x01(\r\"U\n\x10ValidateResponse\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.temper.v1.Error\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nparameters\x18\x03 \x01(\x04\x32\x84\x01\n\x08\x41\x64\x61pters\x12\x37\n\x04Sync\x12\x16.temper.v1.SyncRequest\x1a\x17.temper.v1.SyncResponse\x12?\n\x08Validate\x12\x14.temper.v1.FileChunk\x1a\x1b.temper.v1.ValidateResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'temper.v1.adapters_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SYNCREQUEST']._serialized_start=39
-  _globals['_SYNCREQUEST']._serialized_end=52
-  _globals['_SYNCRESPONSE']._serialized_start=54
-  _globals['_SYNCRESPONSE']._serialized_end=128
-  _globals['_LOADEDADAPTER']._serialized_start=130
-  _globals['_LOADEDADAPTER']._serialized_end=210
-  _globals['_ADAPTERS']._serialized_start=212
-  _globals['_ADAPTERS']._serialized_end=279
+  _globals['_SYNCREQUEST']._serialized_start=63
+  _globals['_SYNCREQUEST']._serialized_end=76
+  _globals['_SYNCRESPONSE']._serialized_start=78
+  _globals['_SYNCRESPONSE']._serialized_end=152
+  _globals['_LOADEDADAPTER']._serialized_start=154
+  _globals['_LOADEDADAPTER']._serialized_end=234
+  _globals['_VALIDATERESPONSE']._serialized_start=236
+  _globals['_VALIDATERESPONSE']._serialized_end=321
+  _globals['_ADAPTERS']._serialized_start=324
+  _globals['_ADAPTERS']._serialized_end=456
 # @@protoc_insertion_point(module_scope)

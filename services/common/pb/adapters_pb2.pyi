@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from services.common.pb import engine_pb2 as _engine_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -86,3 +87,31 @@ class LoadedAdapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadedAdapter: _TypeAlias = LoadedAdapter  # noqa: Y015
+
+@_typing.final
+class ValidateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    parameters: _builtins.int
+    @_builtins.property
+    def error(self) -> _engine_pb2.Error:
+        """Unset when the adapter binds; else ERROR_CODE_ADAPTER_REJECTED, with the tensor or field named in the message."""
+
+    def __init__(
+        self,
+        *,
+        error: _engine_pb2.Error | None = ...,
+        rank: _builtins.int = ...,
+        parameters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "parameters", b"parameters", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ValidateResponse: _TypeAlias = ValidateResponse  # noqa: Y015

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from services.common.pb import adapters_pb2 as temper_dot_v1_dot_adapters__pb2
+from services.common.pb import engine_pb2 as temper_dot_v1_dot_engine__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -40,6 +41,11 @@ class AdaptersStub:
                 request_serializer=temper_dot_v1_dot_adapters__pb2.SyncRequest.SerializeToString,
                 response_deserializer=temper_dot_v1_dot_adapters__pb2.SyncResponse.FromString,
                 _registered_method=True)
+        self.Validate = channel.stream_unary(
+                '/temper.v1.Adapters/Validate',
+                request_serializer=temper_dot_v1_dot_engine__pb2.FileChunk.SerializeToString,
+                response_deserializer=temper_dot_v1_dot_adapters__pb2.ValidateResponse.FromString,
+                _registered_method=True)
 
 
 class AdaptersServicer:
@@ -53,6 +59,14 @@ class AdaptersServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Validate(self, request_iterator, context):
+        """Binds the files of an adapter strictly to this engine's model, without loading or storing them: an upload is
+        checked by this before it becomes a version. Chunks of one name are concatenated in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdaptersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +74,11 @@ def add_AdaptersServicer_to_server(servicer, server):
                     servicer.Sync,
                     request_deserializer=temper_dot_v1_dot_adapters__pb2.SyncRequest.FromString,
                     response_serializer=temper_dot_v1_dot_adapters__pb2.SyncResponse.SerializeToString,
+            ),
+            'Validate': grpc.stream_unary_rpc_method_handler(
+                    servicer.Validate,
+                    request_deserializer=temper_dot_v1_dot_engine__pb2.FileChunk.FromString,
+                    response_serializer=temper_dot_v1_dot_adapters__pb2.ValidateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +109,33 @@ class Adapters:
             '/temper.v1.Adapters/Sync',
             temper_dot_v1_dot_adapters__pb2.SyncRequest.SerializeToString,
             temper_dot_v1_dot_adapters__pb2.SyncResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Validate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/temper.v1.Adapters/Validate',
+            temper_dot_v1_dot_engine__pb2.FileChunk.SerializeToString,
+            temper_dot_v1_dot_adapters__pb2.ValidateResponse.FromString,
             options,
             channel_credentials,
             insecure,

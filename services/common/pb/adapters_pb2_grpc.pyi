@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from services.common.pb import adapters_pb2 as _adapters_pb2
+from services.common.pb import engine_pb2 as _engine_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -35,6 +36,10 @@ class AdaptersStub:
     def __new__(cls, channel: _aio.Channel) -> AdaptersAsyncStub: ...
     Sync: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.SyncRequest, _adapters_pb2.SyncResponse]
     """Reads the pointers again, loads what is new and returns after the flip."""
+    Validate: _grpc.StreamUnaryMultiCallable[_engine_pb2.FileChunk, _adapters_pb2.ValidateResponse]
+    """Binds the files of an adapter strictly to this engine's model, without loading or storing them: an upload is
+    checked by this before it becomes a version. Chunks of one name are concatenated in order.
+    """
 
 @_typing.type_check_only
 class AdaptersAsyncStub(AdaptersStub):
@@ -43,6 +48,10 @@ class AdaptersAsyncStub(AdaptersStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Sync: _aio.UnaryUnaryMultiCallable[_adapters_pb2.SyncRequest, _adapters_pb2.SyncResponse]  # type: ignore[assignment]
     """Reads the pointers again, loads what is new and returns after the flip."""
+    Validate: _aio.StreamUnaryMultiCallable[_engine_pb2.FileChunk, _adapters_pb2.ValidateResponse]  # type: ignore[assignment]
+    """Binds the files of an adapter strictly to this engine's model, without loading or storing them: an upload is
+    checked by this before it becomes a version. Chunks of one name are concatenated in order.
+    """
 
 class AdaptersServicer(metaclass=_abc_1.ABCMeta):
     """The adapters of one engine. The object store is the truth; these calls make an engine look at it now."""
@@ -54,5 +63,15 @@ class AdaptersServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.SyncResponse, _abc.Awaitable[_adapters_pb2.SyncResponse]]:
         """Reads the pointers again, loads what is new and returns after the flip."""
+
+    @_abc_1.abstractmethod
+    def Validate(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.FileChunk],
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapters_pb2.ValidateResponse, _abc.Awaitable[_adapters_pb2.ValidateResponse]]:
+        """Binds the files of an adapter strictly to this engine's model, without loading or storing them: an upload is
+        checked by this before it becomes a version. Chunks of one name are concatenated in order.
+        """
 
 def add_AdaptersServicer_to_server(servicer: AdaptersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16temper/v1/engine.proto\x12\ttemper.v1\"K\n\x05\x45rror\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.temper.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\xaf\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.temper.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0f\n\r_top_logprobs\"a\n\nAdapterRef\x12\x12\n\x08\x61ttached\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04\x62\x61se\x18\x02 \x01(\x08H\x00\x12(\n\x05named\x18\x03 \x01(\x0b\x32\x17.temper.v1.NamedAdapterH\x00\x42\x05\n\x03ref\"-\n\x0cNamedAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\xff\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.temper.v1.SamplingParams\x12&\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x15.temper.v1.AdapterRef\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x14\n\x0ckeep_rollout\x18\t \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"n\n\x0b\x43lientFrame\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.temper.v1.GenerateRequestH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.temper.v1.AbortRequestH\x00\x42\x07\n\x05\x66rame\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\x83\x02\n\x06Update\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x16.temper.v1.TopLogprobs\x12\x19\n\x11sampling_logprobs\x18\x05 \x03(\x02\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.temper.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x10.temper.v1.Error\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\"1\n\x0b\x45ngineFrame\x12\"\n\x07updates\x18\x01 \x03(\x0b\x32\x11.temper.v1.Update\"\x11\n\x0fGetModelRequest\"\xf6\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x12\n\nparameters\x18\x08 \x01(\x04\x12\x18\n\x10max_train_tokens\x18\t \x01(\r\x12\x15\n\rmax_lora_rank\x18\n \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"\x1a\n\x18GetTokenizerFilesRequest\"\'\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x12\n\x10GetStatusRequest\"\x85\x02\n\x0c\x45ngineStatus\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x15\n\rblocks_cached\x18\x05 \x01(\r\x12\x12\n\nslots_used\x18\x06 \x01(\r\x12\x13\n\x0bslots_total\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x0e\n\x06job_id\x18\t \x01(\t\x12\x17\n\x0floaded_adapters\x18\n \x03(\t\x12\x18\n\x10\x61ttached_adapter\x18\x0b \x01(\t\x12\x13\n\x0bmax_waiting\x18\x0c \x01(\r\",\n\x12GetRolloutsRequest\x12\x16\n\x0e\x63ompletion_ids\x18\x01 \x03(\t\"\xbe\x01\n\x07Rollout\x12\x15\n\rcompletion_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11sampling_logprobs\x18\x04 \x03(\x02\x12\x13\n\x0btemperature\x18\x05 \x01(\x02\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.temper.v1.FinishReason\"L\n\x13GetRolloutsResponse\x12$\n\x08rollouts\x18\x01 \x03(\x0b\x32\x12.temper.v1.Rollout\x12\x0f\n\x07missing\x18\x02 \x03(\t*\xa2\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\x1e\n\x1a\x45RROR_CODE_MODEL_NOT_FOUND\x10\x03\x12\x1f\n\x1b\x45RROR_CODE_ADAPTER_REJECTED\x10\x04\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x05\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x06\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x07\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x08*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xa0\x03\n\x06\x45ngine\x12<\n\x06Stream\x12\x16.temper.v1.ClientFrame\x1a\x16.temper.v1.EngineFrame(\x01\x30\x01\x12;\n\x08Generate\x12\x1a.temper.v1.GenerateRequest\x1a\x11.temper.v1.Update0\x01\x12\x38\n\x08GetModel\x12\x1a.temper.v1.GetModelRequest\x1a\x10.temper.v1.Model\x12P\n\x11GetTokenizerFiles\x12#.temper.v1.GetTokenizerFilesRequest\x1a\x14.temper.v1.FileChunk0\x01\x12\x41\n\tGetStatus\x12\x1b.temper.v1.GetStatusRequest\x1a\x17.temper.v1.EngineStatus\x12L\n\x0bGetRollouts\x12\x1d.temper.v1.GetRolloutsRequest\x1a\x1e.temper.v1.GetRolloutsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16temper/v1/engine.proto\x12\ttemper.v1\"K\n\x05\x45rror\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.temper.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\xaf\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.temper.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0f\n\r_top_logprobs\"a\n\nAdapterRef\x12\x12\n\x08\x61ttached\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04\x62\x61se\x18\x02 \x01(\x08H\x00\x12(\n\x05named\x18\x03 \x01(\x0b\x32\x17.temper.v1.NamedAdapterH\x00\x42\x05\n\x03ref\"-\n\x0cNamedAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\xff\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.temper.v1.SamplingParams\x12&\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x15.temper.v1.AdapterRef\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\x05 \x01(\x03\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x14\n\x0ckeep_rollout\x18\t \x01(\x08\"7\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0bkeep_tokens\x18\x02 \x01(\r\"n\n\x0b\x43lientFrame\x12,\n\x06submit\x18\x01 \x01(\x0b\x32\x1a.temper.v1.GenerateRequestH\x00\x12(\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x17.temper.v1.AbortRequestH\x00\x42\x07\n\x05\x66rame\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\x83\x02\n\x06Update\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x16.temper.v1.TopLogprobs\x12\x19\n\x11sampling_logprobs\x18\x05 \x03(\x02\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.temper.v1.FinishReason\x12\x1f\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x10.temper.v1.Error\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\"1\n\x0b\x45ngineFrame\x12\"\n\x07updates\x18\x01 \x03(\x0b\x32\x11.temper.v1.Update\"\x11\n\x0fGetModelRequest\"\xf6\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x12\n\nparameters\x18\x08 \x01(\x04\x12\x18\n\x10max_train_tokens\x18\t \x01(\r\x12\x15\n\rmax_lora_rank\x18\n \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\"\x1a\n\x18GetTokenizerFilesRequest\"\'\n\tFileChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x12\n\x10GetStatusRequest\"\x85\x02\n\x0c\x45ngineStatus\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x15\n\rblocks_cached\x18\x05 \x01(\r\x12\x12\n\nslots_used\x18\x06 \x01(\r\x12\x13\n\x0bslots_total\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x0e\n\x06job_id\x18\t \x01(\t\x12\x17\n\x0floaded_adapters\x18\n \x03(\t\x12\x18\n\x10\x61ttached_adapter\x18\x0b \x01(\t\x12\x13\n\x0bmax_waiting\x18\x0c \x01(\r\",\n\x12GetRolloutsRequest\x12\x16\n\x0e\x63ompletion_ids\x18\x01 \x03(\t\"\xbe\x01\n\x07Rollout\x12\x15\n\rcompletion_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11sampling_logprobs\x18\x04 \x03(\x02\x12\x13\n\x0btemperature\x18\x05 \x01(\x02\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.temper.v1.FinishReason\"L\n\x13GetRolloutsResponse\x12$\n\x08rollouts\x18\x01 \x03(\x0b\x32\x12.temper.v1.Rollout\x12\x0f\n\x07missing\x18\x02 \x03(\t*\xa2\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12&\n\"ERROR_CODE_CONTEXT_LENGTH_EXCEEDED\x10\x02\x12\x1e\n\x1a\x45RROR_CODE_MODEL_NOT_FOUND\x10\x03\x12\x1f\n\x1b\x45RROR_CODE_ADAPTER_REJECTED\x10\x04\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x05\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x06\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x07\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x08*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xa0\x03\n\x06\x45ngine\x12<\n\x06Stream\x12\x16.temper.v1.ClientFrame\x1a\x16.temper.v1.EngineFrame(\x01\x30\x01\x12;\n\x08Generate\x12\x1a.temper.v1.GenerateRequest\x1a\x11.temper.v1.Update0\x01\x12\x38\n\x08GetModel\x12\x1a.temper.v1.GetModelRequest\x1a\x10.temper.v1.Model\x12P\n\x11GetTokenizerFiles\x12#.temper.v1.GetTokenizerFilesRequest\x1a\x14.temper.v1.FileChunk0\x01\x12\x41\n\tGetStatus\x12\x1b.temper.v1.GetStatusRequest\x1a\x17.temper.v1.EngineStatus\x12L\n\x0bGetRollouts\x12\x1d.temper.v1.GetRolloutsRequest\x1a\x1e.temper.v1.GetRolloutsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORCODE']._serialized_start=2404
-  _globals['_ERRORCODE']._serialized_end=2694
-  _globals['_FINISHREASON']._serialized_start=2697
-  _globals['_FINISHREASON']._serialized_end=2842
+  _globals['_ERRORCODE']._serialized_start=2425
+  _globals['_ERRORCODE']._serialized_end=2715
+  _globals['_FINISHREASON']._serialized_start=2718
+  _globals['_FINISHREASON']._serialized_end=2863
   _globals['_ERROR']._serialized_start=37
   _globals['_ERROR']._serialized_end=112
   _globals['_SAMPLINGPARAMS']._serialized_start=115
@@ -50,33 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=695
   _globals['_GENERATEREQUEST']._serialized_end=950
   _globals['_ABORTREQUEST']._serialized_start=952
-  _globals['_ABORTREQUEST']._serialized_end=986
-  _globals['_CLIENTFRAME']._serialized_start=988
-  _globals['_CLIENTFRAME']._serialized_end=1098
-  _globals['_TOPLOGPROBS']._serialized_start=1100
-  _globals['_TOPLOGPROBS']._serialized_end=1150
-  _globals['_UPDATE']._serialized_start=1153
-  _globals['_UPDATE']._serialized_end=1412
-  _globals['_ENGINEFRAME']._serialized_start=1414
-  _globals['_ENGINEFRAME']._serialized_end=1463
-  _globals['_GETMODELREQUEST']._serialized_start=1465
-  _globals['_GETMODELREQUEST']._serialized_end=1482
-  _globals['_MODEL']._serialized_start=1485
-  _globals['_MODEL']._serialized_end=1731
-  _globals['_GETTOKENIZERFILESREQUEST']._serialized_start=1733
-  _globals['_GETTOKENIZERFILESREQUEST']._serialized_end=1759
-  _globals['_FILECHUNK']._serialized_start=1761
-  _globals['_FILECHUNK']._serialized_end=1800
-  _globals['_GETSTATUSREQUEST']._serialized_start=1802
-  _globals['_GETSTATUSREQUEST']._serialized_end=1820
-  _globals['_ENGINESTATUS']._serialized_start=1823
-  _globals['_ENGINESTATUS']._serialized_end=2084
-  _globals['_GETROLLOUTSREQUEST']._serialized_start=2086
-  _globals['_GETROLLOUTSREQUEST']._serialized_end=2130
-  _globals['_ROLLOUT']._serialized_start=2133
-  _globals['_ROLLOUT']._serialized_end=2323
-  _globals['_GETROLLOUTSRESPONSE']._serialized_start=2325
-  _globals['_GETROLLOUTSRESPONSE']._serialized_end=2401
-  _globals['_ENGINE']._serialized_start=2845
-  _globals['_ENGINE']._serialized_end=3261
+  _globals['_ABORTREQUEST']._serialized_end=1007
+  _globals['_CLIENTFRAME']._serialized_start=1009
+  _globals['_CLIENTFRAME']._serialized_end=1119
+  _globals['_TOPLOGPROBS']._serialized_start=1121
+  _globals['_TOPLOGPROBS']._serialized_end=1171
+  _globals['_UPDATE']._serialized_start=1174
+  _globals['_UPDATE']._serialized_end=1433
+  _globals['_ENGINEFRAME']._serialized_start=1435
+  _globals['_ENGINEFRAME']._serialized_end=1484
+  _globals['_GETMODELREQUEST']._serialized_start=1486
+  _globals['_GETMODELREQUEST']._serialized_end=1503
+  _globals['_MODEL']._serialized_start=1506
+  _globals['_MODEL']._serialized_end=1752
+  _globals['_GETTOKENIZERFILESREQUEST']._serialized_start=1754
+  _globals['_GETTOKENIZERFILESREQUEST']._serialized_end=1780
+  _globals['_FILECHUNK']._serialized_start=1782
+  _globals['_FILECHUNK']._serialized_end=1821
+  _globals['_GETSTATUSREQUEST']._serialized_start=1823
+  _globals['_GETSTATUSREQUEST']._serialized_end=1841
+  _globals['_ENGINESTATUS']._serialized_start=1844
+  _globals['_ENGINESTATUS']._serialized_end=2105
+  _globals['_GETROLLOUTSREQUEST']._serialized_start=2107
+  _globals['_GETROLLOUTSREQUEST']._serialized_end=2151
+  _globals['_ROLLOUT']._serialized_start=2154
+  _globals['_ROLLOUT']._serialized_end=2344
+  _globals['_GETROLLOUTSRESPONSE']._serialized_start=2346
+  _globals['_GETROLLOUTSRESPONSE']._serialized_end=2422
+  _globals['_ENGINE']._serialized_start=2866
+  _globals['_ENGINE']._serialized_end=3282
 # @@protoc_insertion_point(module_scope)

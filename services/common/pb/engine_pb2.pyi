@@ -302,15 +302,21 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KEEP_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    keep_tokens: _builtins.int
+    """0: the client is gone, nothing is kept. Otherwise the gateway ended the text here (a stop string): the request
+    counts as finished with FINISH_REASON_STOP after this many tokens, and its rollout is kept cut to them.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        keep_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_tokens", b"keep_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,6 +537,8 @@ Global___GetTokenizerFilesRequest: _TypeAlias = GetTokenizerFilesRequest  # noqa
 
 @_typing.final
 class FileChunk(_message.Message):
+    """A piece of a file (at most 1 MiB). Chunks of one name follow each other and are concatenated."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
