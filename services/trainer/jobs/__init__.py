@@ -1,0 +1,31 @@
+"""One module a kind of job; `prepare_run` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from services.common.jobs import GrpoJob, SftJob
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.base import JobRun
+
+
+def prepare_run(spec: SftJob | GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> JobRun:
+    """Tokenizes, validates and sizes a job; touches nothing that is being served.
+
+    Args:
+        spec: the job, with rollouts of completion ids already resolved to token ids by the gateway.
+        host: the pod the job runs in.
+        parent: files of the adapter version to continue from, None for a new adapter.
+
+    Raises:
+        InvalidRequest: the data cannot be trained on; the message names the example or field.
+        DoesNotFit: the job needs more memory than the host's plan leaves; the message has the numbers.
+        AdapterRejected: the parent's files do not bind to this base model.
+    """
+    # Imported here so that a worker can be imported without loading torch models it may never need.
+    from services.trainer.jobs.grpo import GrpoRun
+    from services.trainer.jobs.sft import SftRun
+
+    if isinstance(spec, SftJob):
+        return SftRun.prepare(spec, host, parent)
+    return GrpoRun.prepare(spec, host, parent)

@@ -1,0 +1,69 @@
+"""What the worker drives: one training job, step by step, resumable at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from services.engine.model.lora import LoraParams
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything a resumed run needs to continue as if it had never stopped.
+
+    ``tensors`` are detached copies on the CPU (float32 masters, optimizer moments, generator state), so a checkpoint
+    may be written while the run goes on. ``data`` is JSON (step, data cursor, counters).
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def _uninterrupted() -> None:
+    """The default interrupt: never ends a step."""
+
+
+class JobRun(Protocol):
+    """A prepared job. One thread drives it: ``for i in range(start, run.total_steps): run.step(i)``."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole job, at least 1."""
+        ...
+
+    @property
+    def lora(self) -> LoraParams:
+        """The adapter as it is now; publish ``lora.to_files(...)`` after the last step."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about the prepared data (examples dropped, groups skipped): log events."""
+        ...
+
+    def step(self, index: int, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:
+        """Runs optimizer step ``index`` (from 0, in order) and returns its metrics.
+
+        Takes the host's compute gate itself. Metrics of an evaluation that fell on this step have the prefix
+        ``eval_``. ``interrupt`` is called between microbatches and may raise (cancelled, draining, job lost): the
+        exception passes through, and nothing of the step has been applied, so ``state()`` is still that of the
+        last finished step.
+        """
+        ...
+
+    def state(self) -> RunState:
+        """A checkpoint that resumes after the last finished step."""
+        ...
+
+    def load_state(self, state: RunState) -> int:
+        """Restores a checkpoint of the same spec and returns the index of the next step to run.
+
+        Raises:
+            InvalidRequest: the checkpoint belongs to another spec or shape.
+        """
+        ...
