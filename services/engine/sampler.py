@@ -130,7 +130,7 @@ class Sampler:
             rest = (~(values[:, -1:] < threshold)).squeeze(1).nonzero().squeeze(1)
             if len(rest):
                 tokens[rest] = self._filtered(
-                    logits[rest], keys[rest], top_k[rest], top_p[rest], log_min_p[rest], logits.shape[1]
+                    logits[rest], keys[rest], top_k[rest], top_p[rest], log_min_p[rest], 8 * size
                 )
         return tokens
 

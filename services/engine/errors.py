@@ -1,0 +1,41 @@
+"""The error tree as gRPC: `Error` messages inside frames, status codes for whole calls. One place for both."""
+
+from __future__ import annotations
+
+import grpc
+
+from services.common import errors
+from services.common.pb import engine_pb2 as pb
+
+_KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode, grpc.StatusCode], ...] = (
+    # Subclasses before their bases.
+    (errors.ContextLengthExceeded, pb.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.InvalidRequest, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.PayloadTooLarge, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.Conflict, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.NotFound, pb.ERROR_CODE_MODEL_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+    (errors.AdapterRejected, pb.ERROR_CODE_ADAPTER_REJECTED, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Overloaded, pb.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.Unavailable, pb.ERROR_CODE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineExceeded, pb.ERROR_CODE_DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
+
+INTERNAL_MESSAGE = "the engine failed on this request; its log has the details"
+"""What a client learns of a bug: nothing about our insides."""
+
+
+def error_code(error: BaseException) -> pb.ErrorCode:
+    """The wire code of an error; anything outside the tree is internal."""
+    return next((code for kind, code, _ in _KINDS if isinstance(error, kind)), pb.ERROR_CODE_INTERNAL)
+
+
+def status_code(error: BaseException) -> grpc.StatusCode:
+    """The gRPC status of an error that ends a whole call."""
+    return next((status for kind, _, status in _KINDS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def to_message(error: BaseException) -> pb.Error:
+    """The error as part of a frame."""
+    if isinstance(error, errors.TemperError):
+        return pb.Error(code=error_code(error), message=error.message, param=error.param or "")
+    return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=INTERNAL_MESSAGE)

@@ -1,0 +1,156 @@
+"""Turns a StepPlan into the buffers of one model step, runs the model and samples.
+
+All integers of a step go to the device in one buffer; the model's tensors are slices of it. Block tables are kept as
+rows of one table, by state slot, so that a decode step writes only the blocks that are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.engine.model.batch import CacheBuffers, ForwardBatch
+from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
+from services.engine.sampler import Sampler
+
+if TYPE_CHECKING:
+    from services.engine.model.lora import LoraSlots
+    from services.engine.model.qwen3_5 import Qwen3_5
+
+
+class BlockTables:
+    """The block table of every state slot, as rows of one array."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._table: npt.NDArray[np.int64] = np.zeros((num_slots, 16), dtype=np.int64)
+        self._known: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def rows(self, slots: Sequence[int], blocks: Sequence[Sequence[int]], width: int) -> npt.NDArray[np.int64]:
+        """The tables of some slots, [S, width], padded with block 0.
+
+        Args:
+            blocks: the blocks of each slot; what a slot had before is forgotten if it is not a prefix of them.
+        """
+        if width > self._table.shape[1]:
+            grown = np.zeros((len(self._known), max(width, 2 * self._table.shape[1])), dtype=np.int64)
+            grown[:, : self._table.shape[1]] = self._table
+            self._table = grown
+        for slot, wanted in zip(slots, blocks, strict=True):
+            self._write(slot, wanted)
+        return self._table[slots, :width]
+
+    def _write(self, slot: int, wanted: Sequence[int]) -> None:
+        known = self._known[slot]
+        count = len(known)
+        size = min(len(wanted), self._table.shape[1])
+        if count > size or list(wanted[:count]) != known:
+            self._table[slot, :count] = 0
+            known.clear()
+            count = 0
+        if count < size:
+            fresh = wanted[count:size]
+            self._table[slot, count:size] = fresh
+            known.extend(fresh)
+
+
+class ModelRunner:
+    """Runs steps. Used by the loop thread only.
+
+    Args:
+        cache: allocated by the model; the scheduler owns which blocks and slots mean what.
+        lora: stacked adapter slots; slot 0 is the base.
+        num_slots: state slots of the cache.
+        eos_token_ids: what min_tokens masks.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3_5,
+        cache: CacheBuffers,
+        lora: LoraSlots,
+        *,
+        num_slots: int,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._lora = lora
+        self._tables = BlockTables(num_slots)
+        self._sampler = Sampler(eos_token_ids, model.device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes all chunks and samples one token for each chunk that asks for it."""
+        self._copy(plan.copies_before)
+        batch = self._batch(plan.chunks)
+        hidden = self._model.forward(batch, self._cache, self._lora if batch.has_adapters else None)
+        self._copy(plan.copies_after)
+        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        if not sampling:
+            return StepResult(())
+        return StepResult(self._sampler.sample(self._model.logits(hidden), sampling))
+
+    def _copy(self, copies: Sequence[StateCopy]) -> None:
+        if copies:
+            self._model.copy_state(self._cache, [copy.source for copy in copies], [copy.target for copy in copies])
+
+    def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        block_size = self._cache.block_size
+        starts = [chunk.start for chunk in chunks]
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        slots = [chunk.slot for chunk in chunks]
+        adapters = [chunk.request.pin.slot for chunk in chunks]
+        decodes = 0
+        while decodes < len(chunks) and lengths[decodes] == 1 and starts[decodes] > 0:
+            decodes += 1
+        total = sum(lengths)
+        width = max((start + length - 1) // block_size + 1 for start, length in zip(starts, lengths, strict=True))
+        tables = self._tables.rows(slots, [chunk.blocks for chunk in chunks], width)
+
+        sequences = len(chunks)
+        ends = np.cumsum(np.array(lengths, dtype=np.int64))
+        sampled = np.array([chunk.samples for chunk in chunks], dtype=bool)
+        logit_rows = ends[sampled] - 1
+        buffer = np.empty(3 * total + 2 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
+        tokens, positions, kv_slots = buffer[: 3 * total].reshape(3, total)
+        tokens[:decodes] = [chunk.token_ids[0] for chunk in chunks[:decodes]]
+        positions[:decodes] = starts[:decodes]
+        rows = np.arange(decodes)
+        kv_slots[:decodes] = tables[rows, positions[:decodes] // block_size]
+        at = decodes
+        for index in range(decodes, sequences):
+            end = at + lengths[index]
+            tokens[at:end] = chunks[index].token_ids
+            positions[at:end] = np.arange(starts[index], starts[index] + lengths[index])
+            kv_slots[at:end] = tables[index, positions[at:end] // block_size]
+            at = end
+        kv_slots *= block_size
+        kv_slots += positions % block_size
+        rest = 3 * total
+        buffer[rest : rest + sequences] = slots
+        buffer[rest + sequences : rest + 2 * sequences] = adapters
+        rest += 2 * sequences
+        buffer[rest : rest + len(logit_rows)] = logit_rows
+        buffer[rest + len(logit_rows) :] = tables.reshape(-1)
+
+        tensor = torch.from_numpy(buffer)
+        if self._model.device.type == "cuda":
+            tensor = tensor.pin_memory().to(self._model.device, non_blocking=True)
+        parts = tensor.split([total] * 3 + [sequences] * 2 + [len(logit_rows), sequences * width])
+        return ForwardBatch(
+            token_ids=parts[0],
+            positions=parts[1],
+            kv_slots=parts[2],
+            block_tables=parts[6].view(sequences, width),
+            state_slots=parts[3],
+            adapter_slots=parts[4],
+            has_adapters=any(adapters),
+            num_decodes=decodes,
+            lengths=lengths,
+            starts=starts,
+            logit_rows=parts[5],
+        )
