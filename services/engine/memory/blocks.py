@@ -1,0 +1,136 @@
+"""Which KV block belongs to whom: a free list and reference counts. Block 0 is scratch and never handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.engine.memory.integrity import IntegrityError
+
+
+class BlockPool:
+    """Reference-counted KV blocks.
+
+    A block is held by the sequences that read it and, at most once, by the prefix cache. Blocks that only the cache
+    holds count as ``idle``: a live sequence may have them for the asking.
+
+    Args:
+        num_blocks: blocks in the KV buffers, scratch block 0 included.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (block 0 is scratch), got {num_blocks}")
+        self._references = [0] * num_blocks
+        self._cached = bytearray(num_blocks)
+        # A stack: the lowest numbers first, and what was freed last is reused first, while it may still be in a cache.
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._idle = 0
+
+    @property
+    def total(self) -> int:
+        """Usable blocks."""
+        return len(self._references) - 1
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    @property
+    def idle(self) -> int:
+        """Blocks that only the prefix cache holds."""
+        return self._idle
+
+    @property
+    def used(self) -> int:
+        """Blocks that live sequences hold."""
+        return self.total - self.free - self._idle
+
+    def take(self, count: int) -> list[int]:
+        """Hands out free blocks with one reference each.
+
+        Raises:
+            IntegrityError: fewer are free; callers look at ``free`` first.
+        """
+        if count > len(self._free):
+            raise IntegrityError(f"{count} blocks asked for, {len(self._free)} are free")
+        if count == 0:
+            return []
+        taken = self._free[-count:][::-1]
+        del self._free[-count:]
+        for block in taken:
+            self._references[block] = 1
+        return taken
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds a sequence's reference to blocks that are held already."""
+        for block in blocks:
+            if self._references[block] < 1:
+                raise IntegrityError(f"block {block} is shared but nobody holds it")
+            if self._cached[block] and self._references[block] == 1:
+                self._idle -= 1
+            self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drops a sequence's references; blocks without any are free again."""
+        for block in blocks:
+            left = self._references[block] - 1
+            if left < self._cached[block]:
+                raise IntegrityError(f"block {block} is released by a sequence that does not hold it")
+            self._references[block] = left
+            if left == 0:
+                self._free.append(block)
+            elif left == 1 and self._cached[block]:
+                self._idle += 1
+
+    def cache(self, block: int) -> None:
+        """Adds the prefix cache's reference to a block that a sequence holds."""
+        if self._references[block] < 1 or self._cached[block]:
+            raise IntegrityError(f"block {block} cannot be cached: {self._references[block]} references")
+        self._references[block] += 1
+        self._cached[block] = 1
+
+    def uncache(self, block: int) -> None:
+        """Drops the prefix cache's reference."""
+        if not self._cached[block]:
+            raise IntegrityError(f"block {block} is not cached")
+        self._cached[block] = 0
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._idle -= 1
+            self._free.append(block)
+
+    def check(self, held: Iterable[int], cached: Iterable[int]) -> None:
+        """Compares the books with what the holders say.
+
+        Args:
+            held: every block of every live sequence, once for each sequence that holds it.
+            cached: every block of the prefix cache.
+
+        Raises:
+            IntegrityError: a block is leaked, lost or counted wrongly.
+        """
+        expected = [0] * len(self._references)
+        for block in held:
+            expected[block] += 1
+        in_cache = bytearray(len(self._references))
+        for block in cached:
+            if in_cache[block]:
+                raise IntegrityError(f"block {block} is in the prefix cache twice")
+            in_cache[block] = 1
+            expected[block] += 1
+        if expected[0]:
+            raise IntegrityError("scratch block 0 is in use")
+        if expected != self._references or in_cache != self._cached:
+            wrong = [
+                block
+                for block, count in enumerate(expected)
+                if count != self._references[block] or in_cache[block] != self._cached[block]
+            ]
+            raise IntegrityError(f"references of blocks {wrong[:8]} differ from what sequences and cache hold")
+        free = [block for block, count in enumerate(expected) if count == 0 and block]
+        if sorted(self._free) != free:
+            raise IntegrityError(f"the free list has {len(self._free)} blocks, {len(free)} are unreferenced")
+        idle = sum(1 for block, count in enumerate(expected) if count == 1 and in_cache[block])
+        if idle != self._idle:
+            raise IntegrityError(f"{self._idle} blocks are counted as idle, {idle} are")

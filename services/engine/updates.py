@@ -1,0 +1,53 @@
+"""What the scheduler tells the outside about a request after each step. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+from services.common.errors import TemperError
+from services.engine.plan import SampledToken
+from services.engine.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request's whole answer, once it has ended for whatever reason."""
+
+    request: Request
+    output_ids: SequenceABC[int]
+    """A stop token, if one was sampled, is the last."""
+    sampling_logprobs: array[float]
+    """float32, one per output token: log softmax(logits / temperature)[token]."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+    preemptions: int
+    scheduled_at: float | None
+    """When it first ran, in the loop's clock; None if it never did."""
+    first_token_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What one step added to one request.
+
+    The last update of a request, and only it, has a ``finish_reason``. ABORT: the client asked for it. ERROR: ``error``
+    says why (DeadlineExceeded, a failed step, a request that was refused after it was queued).
+    """
+
+    request_id: str
+    token: SampledToken | None = None
+    finish_reason: FinishReason | None = None
+    error: TemperError | None = None
+    cached_tokens: int | None = None
+    """On the first update of a request that ran."""
+    adapter: str | None = None
+    """On the first update: the pinned version "name@n", empty for the base."""
+    finished: Finished | None = None
+    """On the last update of a request that the scheduler had."""
+
+    def __post_init__(self) -> None:
+        if (self.finish_reason is FinishReason.ERROR) != (self.error is not None):
+            raise ValueError(f"finish reason {self.finish_reason} does not go with error {self.error!r}")

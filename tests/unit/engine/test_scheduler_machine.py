@@ -1,0 +1,237 @@
+"""The scheduler under arbitrary traffic: whatever is added, aborted, expired or failed in whatever order, nothing
+leaks, nobody starves, and every answer is the one the request would have got alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.engine.limits import SchedulerConfig
+from services.engine.plan import StepPlan
+from services.engine.request import AdapterPin, FinishReason
+from services.engine.scheduler import Scheduler
+from services.engine.updates import SequenceUpdate
+from tests.unit.engine.machine import ToyRunner, reference, request
+
+PINS = [AdapterPin(), AdapterPin("a@1", "digest-a", 1)]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        max_num_seqs=st.integers(1, 5),
+        extra_budget=st.integers(0, 20),
+        block_size=st.integers(1, 5),
+        num_blocks=st.integers(2, 30),
+        extra_slots=st.integers(1, 5),
+        max_model_len=st.integers(2, 40),
+        prefix_cache=st.booleans(),
+    )
+    def start(
+        self,
+        max_num_seqs: int,
+        extra_budget: int,
+        block_size: int,
+        num_blocks: int,
+        extra_slots: int,
+        max_model_len: int,
+        prefix_cache: bool,
+    ) -> None:
+        self.config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            token_budget=max_num_seqs + extra_budget,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_slots=max_num_seqs + extra_slots,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({7, 13}),
+            prefix_cache=prefix_cache,
+        )
+        self.scheduler = Scheduler(self.config)
+        self.runner = ToyRunner(self.config)
+        self.requests = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.live: set[str] = set()
+        self.now = 0.0
+        self.added = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 24),
+        tail=st.lists(st.integers(1, 3), max_size=6),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        stop=st.sets(st.integers(1, 49), max_size=3),
+        priority=st.integers(-1, 1),
+        patience=st.none() | st.floats(0.0, 20.0),
+        pin=st.sampled_from(PINS),
+        salt=st.sampled_from(["", "x"]),
+        copies=st.integers(1, 4),
+    )
+    def add(
+        self, family, shared, tail, max_tokens, min_tokens, ignore_eos, stop, priority, patience, pin, salt, copies
+    ):
+        prompt = (*(family * 10 + position % 4 for position in range(shared)), *tail) or (1,)
+        for _ in range(copies):
+            self.added += 1
+            added = request(
+                f"r{self.added}",
+                prompt,
+                max_tokens=max_tokens,
+                min_tokens=min(min_tokens, max_tokens),
+                ignore_eos=ignore_eos,
+                stop_token_ids=frozenset(stop),
+                priority=priority,
+                deadline=None if patience is None else self.now + patience,
+                pin=pin,
+                cache_salt=salt,
+                arrival=self.added,
+            )
+            size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
+            if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
+                with pytest.raises(InvalidRequest):
+                    self.scheduler.add(added)
+                return
+            self.scheduler.add(added)
+            self.requests[added.request_id] = added
+            self.outputs[added.request_id] = []
+            self.live.add(added.request_id)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.live:
+            self._abort(data.draw(st.sampled_from(sorted(self.live))))
+
+    @rule(passed=st.floats(0.0, 5.0))
+    def wait(self, passed: float) -> None:
+        self.now += passed
+
+    @rule()
+    def step(self) -> None:
+        plan = self._schedule()
+        if plan is not None:
+            self._take(self.scheduler.update(plan, self.runner.execute(plan), self.now))
+
+    @rule(data=st.data())
+    def step_with_aborts_in_flight(self, data: st.DataObject) -> None:
+        plan = self._schedule()
+        if plan is None:
+            return
+        result = self.runner.execute(plan)
+        for request_id in data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True, max_size=3)):
+            self._abort(request_id)
+            self.scheduler.check_integrity()
+        self._take(self.scheduler.update(plan, result, self.now))
+
+    @rule()
+    def failing_step(self) -> None:
+        plan = self._schedule()
+        if plan is None:
+            return
+        updates = self.scheduler.fail(plan, TemperError("the step failed"))
+        assert {update.request_id for update in updates} == {chunk.request.request_id for chunk in plan.chunks}
+        self._take(updates)
+
+    @rule()
+    def run_dry(self) -> None:
+        """With no new arrivals every request ends, within a bound that no starving scheduler meets."""
+        total = sum(
+            len(self.requests[name].prompt_token_ids) + self.requests[name].sampling.max_tokens for name in self.live
+        )
+        for _ in range(10 + total * (len(live) + 2)):
+            if not self.live:
+                break
+            self.step()
+        assert not self.live
+        counts = self.scheduler.counts()
+        assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
+        assert not self.scheduler.has_work
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            assert self.scheduler.has_work == bool(self.live)
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.run_dry()
+            self.scheduler.clear_cache()
+            self.scheduler.check_integrity()
+            counts = self.scheduler.counts()
+            assert counts.blocks_cached == counts.slots_cached == 0
+
+    def _schedule(self) -> StepPlan | None:
+        decoding = {s.request.request_id for s in self.scheduler._running if s.output_ids and s.known - s.computed == 1}
+        preemptions = self.scheduler.counts().preemptions
+        plan = self.scheduler.schedule(self.now)
+        expired = self.scheduler.take_expired()
+        for update in expired:
+            assert isinstance(update.error, DeadlineExceeded)
+        self._take(expired)
+        for name in self.live:
+            deadline = self.requests[name].deadline
+            assert deadline is None or deadline > self.now
+        assert (plan is None) == (not self.live)
+        if plan is None:
+            return None
+        planned = {chunk.request.request_id for chunk in plan.chunks}
+        if self.scheduler.counts().preemptions == preemptions:
+            assert decoding & self.live <= planned, "a decode was left out"
+        running = {s.request.request_id: s for s in self.scheduler._running}
+        waiting = self.scheduler._waiting
+        assert planned <= running.keys()
+        # The best-ranked sequence of all always makes progress, so nobody waits forever.
+        best = min([*self.scheduler._running, *waiting], key=lambda s: s.rank)
+        assert best.request.request_id in planned or best in waiting or len(planned) > 0
+        if best.request.request_id in running:
+            assert best.request.request_id in planned or plan.num_tokens == self.config.token_budget
+        return plan
+
+    def _abort(self, request_id: str) -> None:
+        update = self.scheduler.abort(request_id)
+        assert update is not None
+        assert update.finish_reason is FinishReason.ABORT
+        assert self.scheduler.abort(request_id) is None
+        self._take([update])
+
+    def _take(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            name = update.request_id
+            assert name in self.live, "an update after the last one"
+            asked, output = self.requests[name], self.outputs[name]
+            if update.token is not None:
+                output.append(update.token.token_id)
+                assert output[-1:] == reference((*asked.prompt_token_ids, *output[:-1]), 1)
+            if update.finish_reason is None:
+                assert update.token is not None
+                assert not self._stops(name)
+                continue
+            self.live.remove(name)
+            assert update.finished is not None
+            assert list(update.finished.output_ids) == output
+            assert len(update.finished.sampling_logprobs) == len(output)
+            assert update.finished.cached_tokens < len(asked.prompt_token_ids)
+            if update.finish_reason is FinishReason.STOP:
+                assert self._stops(name)
+            if update.finish_reason is FinishReason.LENGTH:
+                room = self.config.max_model_len - len(asked.prompt_token_ids)
+                assert len(output) == min(asked.sampling.max_tokens, room)
+                assert not self._stops(name)
+
+    def _stops(self, name: str) -> bool:
+        sampling, output = self.requests[name].sampling, self.outputs[name]
+        if len(output) <= sampling.min_tokens:
+            return False
+        return output[-1] in sampling.stop_token_ids or (
+            output[-1] in self.config.eos_token_ids and not sampling.ignore_eos
+        )
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
