@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         total = sum(
             len(self.requests[name].prompt_token_ids) + self.requests[name].sampling.max_tokens for name in self.live
         )
-        for _ in range(10 + total * (len(live) + 2)):
+        for _ in range(10 + total * (len(self.live) + 2)):
             if not self.live:
                 break
             self.step()
