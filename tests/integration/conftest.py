@@ -1,0 +1,64 @@
+"""Real servers for the integration tests: one Valkey and one S3 server for the session, clean state for each test."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import redis
+from pydantic import SecretStr
+
+from cli.local_stores import free_ports, s3_server, valkey_server
+from services.common.registry import AdapterRegistry
+from services.common.settings import CommonSettings
+from services.common.store import ObjectStore
+from tests.integration.servers import RunningServer
+
+ACCESS_KEY = "temper"
+SECRET_KEY = "temper-secret"
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    server = RunningServer(valkey_server(tmp_path_factory.mktemp("valkey"), free_ports(1)[0]))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("s3")
+    server = RunningServer(s3_server(directory, free_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest) -> CommonSettings:
+    """Settings of the real servers that the test also asks for; a bucket of its own."""
+    values: dict[str, object] = {"s3_bucket": f"test-{uuid.uuid4().hex[:12]}"}
+    if "s3" in request.fixturenames:
+        server: RunningServer = request.getfixturevalue("s3")
+        values |= {"s3_endpoint": server.address, "s3_access_key": SecretStr(ACCESS_KEY)}
+        values |= {"s3_secret_key": SecretStr(SECRET_KEY)}
+    if "valkey" in request.fixturenames:
+        url = f"redis://{request.getfixturevalue('valkey').address}/0"
+        values["redis_url"] = SecretStr(url)
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+    return CommonSettings(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(s3: RunningServer, settings: CommonSettings) -> ObjectStore:
+    store = ObjectStore(settings)
+    store.check()
+    return store
+
+
+@pytest.fixture
+def registry(store: ObjectStore, settings: CommonSettings) -> AdapterRegistry:
+    return AdapterRegistry(store, settings.served_model_name)

@@ -1,0 +1,164 @@
+"""The object store against a real S3 server."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from pydantic import SecretStr
+
+from services.common.errors import Unavailable
+from services.common.settings import CommonSettings
+from services.common.store import ObjectNotFound, ObjectStore, PreconditionFailed, StoreRejected
+from tests.integration.servers import RunningServer
+
+
+def test_objects_round_trip(store: ObjectStore) -> None:
+    etag = store.put("a/b/one", b"1")
+    assert store.get("a/b/one").data == b"1"
+    assert store.get("a/b/one").etag == etag == store.head("a/b/one")
+    store.put("a/two", b"")
+    assert store.get("a/two").data == b""
+    assert store.list("a/") == ["a/b/one", "a/two"]
+    assert store.list("a/", recursive=False) == ["a/two"]
+    assert store.list_dirs("a/") == ["b"]
+    store.delete("a/two")
+    store.delete("a/two")
+    store.delete_prefix("a/b")
+    assert store.list("") == []
+    assert store.head("a/b/one") is None
+    with pytest.raises(ObjectNotFound):
+        store.get("a/b/one")
+
+
+def test_names_that_need_quoting(store: ObjectStore) -> None:
+    for key in ("x/qwen%2F3.5", "x/a b+c", "x/é"):
+        store.put(key, key.encode())
+        assert store.get(key).data == key.encode()
+    assert len(store.list("x/")) == 3
+
+
+def test_large_object(store: ObjectStore) -> None:
+    data = os.urandom(1 << 20) * 24
+    store.put("big", data, if_absent=True)
+    assert hashlib.sha256(store.get("big").data).digest() == hashlib.sha256(data).digest()
+
+
+def test_conditional_writes(store: ObjectStore) -> None:
+    first = store.put("k", b"1", if_absent=True)
+    with pytest.raises(PreconditionFailed):
+        store.put("k", b"2", if_absent=True)
+    second = store.put("k", b"2", if_match=first)
+    with pytest.raises(PreconditionFailed):
+        store.put("k", b"3", if_match=first)
+    with pytest.raises(PreconditionFailed):
+        store.put("none", b"3", if_match=first)
+    assert store.get("k").data == b"2"
+    assert store.head("k") == second
+
+
+def test_one_of_many_concurrent_creators_wins(store: ObjectStore) -> None:
+    def create(key: str, number: int) -> bool:
+        try:
+            store.put(key, str(number).encode(), if_absent=True)
+        except PreconditionFailed:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        for round_number in range(4):
+            wins = list(pool.map(lambda n, key=f"race/{round_number}": create(key, n), range(8)))
+            assert wins.count(True) == 1
+            assert store.get(f"race/{round_number}").data == str(wins.index(True)).encode()
+
+
+def test_compare_and_swap_loses_no_update(store: ObjectStore) -> None:
+    store.put("counter", b"0")
+
+    def increment(_: int) -> None:
+        while True:
+            now = store.get("counter")
+            try:
+                store.put("counter", str(int(now.data) + 1).encode(), if_match=now.etag)
+                return
+            except PreconditionFailed:
+                continue
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(increment, range(30)))
+    assert store.get("counter").data == b"30"
+
+
+def test_frozen_server_is_unavailable_within_seconds(store: ObjectStore, s3: RunningServer) -> None:
+    store.put("k", b"1")
+    with s3.frozen():
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            store.get("k")
+        assert time.monotonic() - began < 8
+    assert store.get("k").data == b"1"
+
+
+def test_restarted_server_keeps_objects(store: ObjectStore, s3: RunningServer) -> None:
+    store.put("k", b"1")
+    with s3.down():
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="is away"):
+            store.get("k")
+        assert time.monotonic() - began < 8
+    assert store.get("k").data == b"1"
+    store.put("k", b"2")
+    assert store.get("k").data == b"2"
+
+
+def test_wrong_secret_names_the_settings(s3: RunningServer, settings: CommonSettings) -> None:
+    wrong = ObjectStore(settings.model_copy(update={"s3_secret_key": SecretStr("wrong")}))
+    with pytest.raises(Unavailable, match="TEMPER_S3_SECRET_KEY"):
+        wrong.check()
+
+
+class _IgnoresConditions(BaseHTTPRequestHandler):
+    """An S3 server that takes every write, as some gateways do."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(204 if self.command == "DELETE" else 200)
+        self.send_header("ETag", '"00"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_PUT = do_HEAD = do_DELETE = do_GET = _answer  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silence."""
+
+
+@pytest.fixture
+def careless_endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _IgnoresConditions)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_store_without_conditional_writes_is_refused(careless_endpoint: str) -> None:
+    store = ObjectStore(CommonSettings(s3_endpoint=careless_endpoint))
+    with pytest.raises(StoreRejected, match="ignores If-None-Match"):
+        store.check()
+
+
+def test_nobody_listens(settings: CommonSettings) -> None:
+    store = ObjectStore(settings.model_copy(update={"s3_endpoint": "127.0.0.1:1"}))
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 is away"):
+        store.check()
