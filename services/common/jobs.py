@@ -10,7 +10,15 @@ import enum
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from services.common.names import AdapterName
 
@@ -55,6 +63,11 @@ class LoraSettings(StrictModel):
     target_modules: list[str] | None = None
     """None: every linear layer."""
     seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # What was given explicitly must agree with a continued adapter, and must survive the queue's JSON as such.
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
 
 class OptimizerSettings(StrictModel):
@@ -106,6 +119,8 @@ class SftExample(StrictModel):
     prompt: str | list[Message] | None = None
     completion: str | None = None
     messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template."""
 
     @model_validator(mode="after")
     def _one_form(self) -> SftExample:
@@ -170,6 +185,8 @@ class GrpoGroup(StrictModel):
     prompt: str | list[Message] | None = None
     messages: list[Message] | None = None
     prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     completions: list[GrpoCompletion] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -180,6 +197,8 @@ class GrpoGroup(StrictModel):
             raise ValueError("give one of prompt, messages, prompt_token_ids")
         if not any(forms) and not all(by_id):
             raise ValueError("a group without a prompt needs completion_id in every completion")
+        if self.prompt_token_ids is not None and self.tools is not None:
+            raise ValueError("tools are part of prompt_token_ids already")
         return self
 
 
@@ -245,6 +264,14 @@ class GrpoJob(JobBase):
         if self.rollouts is not None and not self.rollouts:
             raise ValueError("rollouts must not be empty")
         return self
+
+    @property
+    def completion_ids(self) -> list[str]:
+        """The completion ids to resolve. The gateway replaces them by groups of `prompt_token_ids` and completions of
+        `token_ids`, `logprobs`, `temperature`, `truncated` and `adapter` before the job enters the queue."""
+        listed = [scored.completion_id for scored in self.rollouts or ()]
+        grouped = [rollout.completion_id for group in self.groups or () for rollout in group.completions]
+        return listed + [found for found in grouped if found is not None]
 
 
 JobSpec = Annotated[SftJob | GrpoJob, Field(discriminator="kind")]

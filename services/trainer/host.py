@@ -40,7 +40,14 @@ class PolicyHost(Protocol):
     def gate(self) -> ComputeGate: ...
 
     @property
-    def max_train_tokens(self) -> int: ...
+    def max_train_tokens(self) -> int:
+        """The longest document and the largest microbatch that a job may use."""
+        ...
+
+    @property
+    def max_lora_rank(self) -> int:
+        """What the engine's adapter slots hold; an adapter of a higher rank could be trained but never served."""
+        ...
 
     @property
     def train_memory_bytes(self) -> int:

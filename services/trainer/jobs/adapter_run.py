@@ -1,0 +1,188 @@
+"""What every job that trains one adapter shares: parameters, optimizer, accumulation, checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import JobBase, LoraSettings
+from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
+from services.trainer.data import Document, Microbatch, pack
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.base import RunState
+from services.trainer.memory import check_fits
+from services.trainer.optimizer import AdapterOptimizer
+
+
+def starting_adapter(spec: JobBase, host: PolicyHost, parent: Mapping[str, bytes] | None) -> LoraParams:
+    """A new adapter of the job's shape, or the parent's to continue.
+
+    Raises:
+        InvalidRequest: the engine could not serve the rank, or a lora field that was given explicitly contradicts
+            the parent.
+        AdapterRejected: the parent does not bind to this base model.
+    """
+    if parent is None:
+        if spec.lora.rank > host.max_lora_rank:
+            raise InvalidRequest(
+                f"lora.rank is {spec.lora.rank}, but the engine serves adapters up to rank {host.max_lora_rank}",
+                param="lora.rank",
+            )
+        return LoraParams.create(host.model.config, spec.lora, device=host.model.device)
+    bound = bind_adapter(parent, host.model.config, max_rank=host.max_lora_rank)
+    _check_agrees(spec.lora, bound)
+    return LoraParams.from_bound(bound, device=host.model.device)
+
+
+def _check_agrees(given: LoraSettings, parent: BoundAdapter) -> None:
+    for name in ("rank", "alpha", "use_rslora", "target_modules"):
+        if name not in given.model_fields_set or getattr(given, name) is None:
+            continue
+        asked, present = getattr(given, name), getattr(parent, name)
+        if name == "target_modules":
+            asked, present = sorted(set(asked)), sorted(set(present))
+        if asked != present:
+            raise InvalidRequest(
+                f"lora.{name} is {asked!r}, but the adapter this job continues has {present!r}: leave it out to "
+                'continue, or set start_from to "base" to start afresh',
+                param=f"lora.{name}",
+            )
+
+
+def token_limit(spec: JobBase, host: PolicyHost) -> int:
+    """The longest document, in tokens: what a microbatch may hold."""
+    return min(spec.max_tokens_per_microbatch, host.max_train_tokens)
+
+
+def spec_digest(spec: JobBase) -> str:
+    """Identifies the job whose checkpoint a state is."""
+    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+
+
+class AdapterRun(ABC):
+    """One adapter, one optimizer, gradients accumulated over packed microbatches.
+
+    There is no random state to save: dropout does not exist here, the adapter's initial values come from the
+    checkpoint, and the order of the data is a function of the seed and the step.
+
+    Args:
+        spec: the job.
+        host: the pod.
+        parent: files of the adapter to continue.
+        total_steps: optimizer steps of the whole job.
+        largest: inputs of the largest microbatch there will be.
+        notes: for the user.
+
+    Raises:
+        DoesNotFit: the host's memory plan leaves too little.
+        InvalidRequest, AdapterRejected: see `starting_adapter`.
+    """
+
+    def __init__(
+        self,
+        spec: JobBase,
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        *,
+        total_steps: int,
+        largest: int,
+        notes: Sequence[str],
+    ) -> None:
+        lora = starting_adapter(spec, host, parent)
+        parameters = lora.parameters()
+        check_fits(
+            host.model.config,
+            adapter_numbers=sum(parameter.numel() for parameter in parameters),
+            rank=lora.rank,
+            tokens=largest,
+            itemsize=host.model.dtype.itemsize,
+            checkpointing=spec.gradient_checkpointing,
+            budget=host.train_memory_bytes,
+        )
+        self._spec = spec
+        self._host = host
+        self._lora = lora
+        self._total_steps = total_steps
+        self._notes = tuple(notes)
+        self._limit = token_limit(spec, host)
+        self._optimizer = AdapterOptimizer(
+            parameters, spec.optimizer, peak=spec.effective_learning_rate, total_steps=total_steps
+        )
+        self._finished = 0
+        self._num_tokens = 0
+
+    @property
+    def total_steps(self) -> int:
+        return self._total_steps
+
+    @property
+    def lora(self) -> LoraParams:
+        return self._lora
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
+
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.step."""
+        if index != self._finished or index >= self._total_steps:
+            raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
+        started = time.perf_counter()
+        self._optimizer.zero_grad()
+        metrics, tokens = self._accumulate(index, interrupt)
+        with self._host.gate.training():
+            metrics |= self._optimizer.step(index)
+        self._optimizer.zero_grad()
+        self._finished = index + 1
+        self._num_tokens += tokens
+        metrics["num_tokens"] = float(self._num_tokens)
+        metrics["tokens_per_second"] = tokens / max(time.perf_counter() - started, 1e-9)
+        return metrics
+
+    def state(self) -> RunState:
+        """See JobRun.state."""
+        tensors = {f"lora.{name}": value.detach().to("cpu", copy=True) for name, value in self._lora.state().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
+        data = {"step": self._finished, "num_tokens": self._num_tokens, "spec": spec_digest(self._spec)}
+        return RunState(tensors, data)
+
+    def load_state(self, state: RunState) -> int:
+        """See JobRun.load_state."""
+        if state.data.get("spec") != spec_digest(self._spec):
+            raise InvalidRequest("the checkpoint belongs to another job")
+        self._lora.load_state(_under("lora.", state.tensors))
+        self._optimizer.load_state(_under("optimizer.", state.tensors))
+        self._finished = int(state.data["step"])
+        self._num_tokens = int(state.data["num_tokens"])
+        return self._finished
+
+    # -- for the jobs
+
+    @abstractmethod
+    def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
+        """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read."""
+
+    def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
+        return pack(documents, self._limit, self._host.model.device)
+
+    def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
+        """[N, hidden]: final hidden states of the rows whose next token is trained."""
+        hidden = self._host.model.forward_train(
+            microbatch.token_ids,
+            microbatch.lengths,
+            lora,
+            checkpointing=self._spec.gradient_checkpointing and torch.is_grad_enabled(),
+            give_way=self._host.gate.give_way,
+        )
+        return hidden.index_select(0, microbatch.rows)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,124 @@
+"""What a job needs beside the frozen weights, in bytes, before it allocates anything.
+
+The activation figures count the tensors that autograd keeps for the plain layers (tests compare them with what it
+really keeps); they are an upper bound, not a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.errors import DoesNotFit
+from services.engine.model.config import ModelConfig
+
+MASTER_BYTES = 16
+"""A trained number: float32 master, gradient, and AdamW's two moments."""
+LOGIT_ROWS = 256
+"""Rows whose logits exist at once."""
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Bytes of one job."""
+
+    adapter: int
+    """Masters, gradients and optimizer."""
+    activations: int
+    """Kept from forward to backward, at their peak."""
+    logits: int
+    """One tile of the head's output with its softmax, float32."""
+
+    @property
+    def total(self) -> int:
+        return self.adapter + self.activations + self.logits
+
+
+def estimate(
+    config: ModelConfig, *, adapter_numbers: int, rank: int, tokens: int, itemsize: int, checkpointing: bool
+) -> TrainingMemory:
+    """Bytes for a job whose largest microbatch has ``tokens`` inputs and whose activations take ``itemsize`` bytes."""
+    layers = [_layer_bytes(config, index, rank, itemsize) for index in range(config.num_layers)]
+    boundary = config.hidden_size * itemsize
+    # Checkpointing keeps each layer's input and one layer's activations; the final norm's are there in both cases.
+    per_token = config.num_layers * boundary + max(layers) if checkpointing else sum(layers)
+    per_token += config.hidden_size * (2 * itemsize + 8)
+    return TrainingMemory(
+        adapter=adapter_numbers * MASTER_BYTES,
+        activations=tokens * per_token,
+        logits=min(tokens, LOGIT_ROWS) * config.vocab_size * 4 * 3,
+    )
+
+
+def _layer_bytes(config: ModelConfig, layer: int, rank: int, itemsize: int) -> int:
+    """Bytes a token that one layer keeps."""
+    shapes = config.linear_shapes(layer)
+    outputs = sum(out for out, _ in shapes.values())
+    # Each linear map keeps its output, its low-rank intermediate and the scaled update; both norms keep a float32 copy.
+    kept = 2 * outputs * itemsize + len(shapes) * rank * itemsize
+    kept += 2 * config.hidden_size * (2 * itemsize + 8)
+    kept += 3 * config.intermediate_size * itemsize
+    if config.layer_types[layer] == "full_attention":
+        # Normed, rotated and gated queries and keys, values, output.
+        return kept + (7 * config.query_size + 6 * config.kv_size) * max(itemsize, 4)
+    heads, key, value = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
+    # Convolution; queries, keys and values per value head in float32 through the chunk form: decays, triangular
+    # solves, the states between chunks; output norm and gate.
+    kept += 4 * config.conv_dim * itemsize
+    kept += heads * (12 * key + 8 * value + 6 * CHUNK + 3 * key * value // CHUNK) * 4
+    return kept + heads * value * (3 * itemsize + 8)
+
+
+def check_fits(
+    config: ModelConfig,
+    *,
+    adapter_numbers: int,
+    rank: int,
+    tokens: int,
+    itemsize: int,
+    checkpointing: bool,
+    budget: int,
+) -> TrainingMemory:
+    """The estimate, if it is within ``budget`` bytes.
+
+    Raises:
+        DoesNotFit: it is not; the message has the numbers and what would fit.
+    """
+
+    def need(count: int, recompute: bool) -> TrainingMemory:
+        return estimate(
+            config,
+            adapter_numbers=adapter_numbers,
+            rank=rank,
+            tokens=count,
+            itemsize=itemsize,
+            checkpointing=recompute,
+        )
+
+    memory = need(tokens, checkpointing)
+    if memory.total <= budget:
+        return memory
+    if not checkpointing and need(tokens, True).total <= budget:
+        way_out = "set gradient_checkpointing to true"
+    else:
+        low, high = 0, tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if need(middle, True).total <= budget else (low, middle - 1)
+        if low >= 1:
+            way_out = f"set max_tokens_per_microbatch to at most {low} with gradient_checkpointing"
+        else:
+            way_out = (
+                "choose a lower lora.rank or fewer lora.target_modules, or give the engine more memory for training"
+            )
+    raise DoesNotFit(
+        f"the job needs {_mib(memory.total)} (adapter, gradients and optimizer {_mib(memory.adapter)}, activations of "
+        f"{tokens} tokens {_mib(memory.activations)}, logits {_mib(memory.logits)}), and the memory plan leaves "
+        f"{_mib(budget)} for training: {way_out}",
+        param="max_tokens_per_microbatch",
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

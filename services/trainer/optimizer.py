@@ -1,0 +1,110 @@
+"""AdamW over float32 masters with warm-up, schedule and clipping, and a state that resumes bit by bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import OptimizerSettings
+
+
+def learning_rate(settings: OptimizerSettings, peak: float, step: int, total_steps: int) -> float:
+    """Rate of optimizer step ``step`` (from 0): linear warm-up that reaches ``peak`` on its last step, then constant or
+    a half cosine towards 0. No step has rate 0."""
+    warmup = min(settings.warmup_steps, total_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if settings.schedule == "constant":
+        return peak
+    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
+
+
+class AdapterOptimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101; torch's implementation).
+
+    Args:
+        parameters: float32 tensors that require grad, always in the same order.
+        settings: the job's.
+        peak: the job's learning rate.
+        total_steps: of the whole job, for the schedule.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], settings: OptimizerSettings, *, peak: float, total_steps: int
+    ) -> None:
+        self._parameters = list(parameters)
+        self._settings = settings
+        self._peak = peak
+        self._total_steps = total_steps
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=peak,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            foreach=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forgets accumulated gradients, also those of an interrupted step."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def step(self, index: int) -> dict[str, float]:
+        """Clips the accumulated gradients to ``max_grad_norm`` (global L2 norm) and applies them.
+
+        Returns:
+            ``grad_norm`` before clipping, and ``learning_rate``.
+
+        Raises:
+            InvalidRequest: the gradient is not finite; nothing has been applied.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = float(nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            raise InvalidRequest(
+                f"training diverged at step {index}: the gradient norm is {norm}; lower the learning rate",
+                param="learning_rate",
+            )
+        nn.utils.clip_grads_with_norm_(
+            self._parameters, self._settings.max_grad_norm, torch.tensor(norm, device=self._parameters[0].device)
+        )
+        rate = learning_rate(self._settings, self._peak, index, self._total_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        return {"grad_norm": norm, "learning_rate": rate}
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments and step counts as copies on the CPU, named "<parameter index>.<name>"."""
+        return {
+            f"{index}.{name}": value.detach().to("cpu", copy=True)
+            for index, parameter in enumerate(self._parameters)
+            for name, value in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores ``state()``.
+
+        Raises:
+            InvalidRequest: it belongs to other parameters.
+        """
+        restored: dict[int, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            restored.setdefault(int(index), {})[name] = value
+        for number, values in restored.items():
+            fits = number < len(self._parameters) and all(
+                name == "step" or value.shape == self._parameters[number].shape for name, value in values.items()
+            )
+            if not fits:
+                raise InvalidRequest(f"the checkpoint's optimizer state {number} does not fit this job's adapter")
+            parameter = self._parameters[number]
+            self._adamw.state[parameter] = {
+                # AdamW keeps its step counts on the CPU.
+                name: value.clone() if name == "step" else value.to(parameter.device, copy=True)
+                for name, value in values.items()
+            }

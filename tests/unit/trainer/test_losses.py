@@ -1,0 +1,85 @@
+"""Losses against loops over tokens, written from the formulas."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from services.trainer.losses import group_advantages, negative_log_likelihood, policy_loss
+
+
+def test_negative_log_likelihood_is_a_mean_over_the_whole_step() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5])
+    whole = negative_log_likelihood(logprobs, 3)
+    parts = negative_log_likelihood(logprobs[:1], 3) + negative_log_likelihood(logprobs[1:], 3)
+    assert float(whole) == pytest.approx(3.5 / 3)
+    assert float(parts) == pytest.approx(float(whole))
+
+
+def test_advantages() -> None:
+    rewards = [1.0, 0.0, 0.25, 0.5]
+    mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+    assert group_advantages(rewards, scale=True) == pytest.approx([(r - mean) / (std + 1e-4) for r in rewards])
+    assert group_advantages(rewards, scale=False) == pytest.approx([r - mean for r in rewards])
+    assert group_advantages([0.3, 0.3, 0.3], scale=True) is None
+    assert group_advantages([0.3], scale=False) is None
+    assert group_advantages([0.1] * 10, scale=True) is None  # whose float mean is not exactly 0.1
+
+
+def reference_loss(
+    logprobs: list[float], behaviour: list[float], advantages: list[float], base: list[float] | None, beta: float
+) -> float:
+    total = 0.0
+    for index, (logp, old, advantage) in enumerate(zip(logprobs, behaviour, advantages, strict=True)):
+        ratio = math.exp(logp - old)
+        clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
+        total -= min(ratio * advantage, clipped * advantage)
+        if base is not None:
+            total += beta * (math.exp(base[index] - logp) - (base[index] - logp) - 1)
+    return total / 100
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_policy_loss_and_gradient(beta: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (-torch.rand(64, generator=generator) * 3).double().requires_grad_()
+    behaviour = logprobs.detach() + 0.5 * torch.randn(64, generator=generator).double()
+    advantages = torch.randn(64, generator=generator).double()
+    base = logprobs.detach() + 0.5 * torch.randn(64, generator=generator).double() if beta else None
+
+    def brute(values: list[float]) -> float:
+        return reference_loss(
+            values, behaviour.tolist(), advantages.tolist(), base.tolist() if base is not None else None, beta
+        )
+
+    result = policy_loss(
+        logprobs, behaviour, advantages, clip_low=0.2, clip_high=0.28, total_tokens=100, reference=base, beta=beta
+    )
+    values = logprobs.tolist()
+    assert float(result.loss.detach()) == pytest.approx(brute(values), rel=1e-9)
+    result.loss.backward()
+    assert logprobs.grad is not None
+    for index in range(0, 64, 7):
+        up, down = list(values), list(values)
+        up[index] += 1e-6
+        down[index] -= 1e-6
+        assert float(logprobs.grad[index]) == pytest.approx((brute(up) - brute(down)) / 2e-6, abs=1e-7)
+    ratios = (logprobs.detach() - behaviour).exp()
+    assert float(result.ratio) == pytest.approx(float(ratios.sum()))
+    assert float(result.clipped_low) == sum((a < 0) and (r < 0.8) for a, r in zip(advantages, ratios, strict=True))
+    assert float(result.clipped_high) == sum((a > 0) and (r > 1.28) for a, r in zip(advantages, ratios, strict=True))
+    assert float(result.drift) == pytest.approx(float((ratios - 1 - ratios.log()).sum()))
+    assert (float(result.kl) > 0) == (beta > 0)
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    result = policy_loss(
+        logprobs, logprobs.detach(), torch.tensor([1.0, -0.5]), clip_low=0.2, clip_high=0.28, total_tokens=2
+    )
+    result.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, 0.25]

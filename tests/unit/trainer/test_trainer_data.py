@@ -1,0 +1,200 @@
+"""Documents and masks: exactly what a generation would have sampled is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import SftExample, SftJob
+from services.common.text.tokenizer import TextCodec
+from services.trainer.data import (
+    Document,
+    Microbatch,
+    apply_limit,
+    example_documents,
+    pack,
+    shuffled,
+    split_evaluation,
+)
+
+CPU = torch.device("cpu")
+
+
+def job(**fields: Any) -> SftJob:
+    return SftJob(adapter="a", **{"examples": [{"prompt": "x", "completion": "y"}], **fields})
+
+
+def documents(codec: TextCodec, example: dict[str, Any], **fields: Any) -> list[Document]:
+    return example_documents(codec, job(**fields), SftExample.model_validate(example), 7)
+
+
+def trained_text(codec: TextCodec, document: Document) -> str:
+    return codec.decode(
+        [token for token, flag in zip(document.token_ids, document.trained, strict=True) if flag], skip_special=False
+    )
+
+
+def test_prompt_and_completion_follow_the_chat_endpoint(codec: TextCodec) -> None:
+    [document] = documents(codec, {"prompt": "What is 1 + 1?", "completion": "2"})
+    prompt = codec.encode_chat([{"role": "user", "content": "What is 1 + 1?"}])
+    assert list(document.token_ids[: len(prompt)]) == prompt
+    assert codec.decode(prompt, skip_special=False).endswith("<think>\n\n</think>\n\n")
+    assert trained_text(codec, document) == "2<|im_end|>"
+    assert document.source == 7
+
+
+def test_template_options_reach_the_prompt(codec: TextCodec) -> None:
+    example = {"prompt": "q", "completion": "hm\n</think>\n\na", "tools": [{"name": "lookup"}]}
+    [document] = documents(codec, example, chat_template_kwargs={"enable_thinking": True})
+    text = codec.decode(document.token_ids, skip_special=False)
+    assert '{"name": "lookup"}' in text
+    assert text.endswith("assistant\n<think>\nhm\n</think>\n\na<|im_end|>")
+    assert trained_text(codec, document) == "hm\n</think>\n\na<|im_end|>"
+    assert codec.token_id("</think>") in document.token_ids
+
+
+def test_raw_prompts_are_used_as_they_are(codec: TextCodec) -> None:
+    [document] = documents(codec, {"prompt": "1 + 1 =", "completion": " 2"}, prompt_format="raw")
+    assert list(document.token_ids) == [*codec.encode("1 + 1 ="), *codec.encode(" 2"), codec.eos_ids[0]]
+    assert trained_text(codec, document) == " 2<|im_end|>"
+
+
+def test_the_eos_token_in_a_completion_is_text(codec: TextCodec) -> None:
+    [document] = documents(codec, {"prompt": "q", "completion": "a<|im_end|>b"})
+    assert list(document.token_ids).count(codec.eos_ids[0]) == 2  # the user turn's and the end
+    assert trained_text(codec, document) == "a<|im_end|>b<|im_end|>"
+
+
+def test_one_assistant_turn(codec: TextCodec) -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+    ]
+    [document] = documents(codec, {"messages": messages})
+    assert list(document.token_ids) == codec.encode_chat(messages, add_generation_prompt=False)[:-1]  # template's "\n"
+    assert trained_text(codec, document) == "hello<|im_end|>"
+
+
+def test_several_turns_in_one_document_when_the_template_keeps_them(codec: TextCodec) -> None:
+    # A tool loop: all assistant turns are behind the last user query, so all keep their thinking block.
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "let me see", "tool_calls": [call]},
+        {"role": "tool", "content": "21", "tool_call_id": "1"},
+        {"role": "assistant", "content": "it is 21"},
+    ]
+    [document] = documents(codec, {"messages": messages})
+    call_text = "let me see\n\n<tool_call>\n<function=f>\n</function>\n</tool_call><|im_end|>"
+    assert trained_text(codec, document) == call_text + "it is 21<|im_end|>"
+
+
+def test_turns_that_the_template_rewrites_become_documents_of_their_own(codec: TextCodec) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "see you"},
+        {"role": "user", "content": "ignored: nothing follows"},
+    ]
+    first, second = documents(codec, {"messages": messages})
+    assert trained_text(codec, first) == "hello<|im_end|>"
+    assert trained_text(codec, second) == "see you<|im_end|>"
+    assert list(first.token_ids)[:-2] != list(second.token_ids)[: first.length - 2]
+    for document, turns in ((first, messages[:1]), (second, messages[:3])):
+        prompt = codec.encode_chat(turns)
+        assert list(document.token_ids[: len(prompt)]) == prompt
+
+
+def test_tokens_that_would_merge_at_the_seam_are_split_there(codec: TextCodec) -> None:
+    # The generation prompt ends in "<think>\n", the whole turn has "<think>\n\n</think>".
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    [document] = documents(codec, {"messages": messages}, chat_template_kwargs={"enable_thinking": True})
+    prompt = codec.encode_chat(messages[:1], enable_thinking=True)
+    assert list(document.token_ids[: len(prompt)]) == prompt
+    assert trained_text(codec, document) == "\n</think>\n\nhello<|im_end|>"
+
+
+def test_a_turn_that_cannot_be_generated_is_refused(codec: TextCodec) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello", "reasoning_content": "a greeting"},
+    ]
+    with pytest.raises(InvalidRequest, match=r"examples\[7\]: .*enable_thinking"):
+        documents(codec, {"messages": messages})
+    [document] = documents(codec, {"messages": messages}, chat_template_kwargs={"enable_thinking": True})
+    assert trained_text(codec, document) == "a greeting\n</think>\n\nhello<|im_end|>"
+    with pytest.raises(InvalidRequest, match="first turn"):
+        documents(codec, {"messages": [messages[1]]})
+
+
+def make(length: int, source: int = 0) -> Document:
+    return Document(tuple(range(length)), (False,) + (True,) * (length - 1), source)
+
+
+def test_overlong_policies() -> None:
+    long = Document(tuple(range(10)), (False,) * 3 + (True,) * 7, 4)
+    late = Document(tuple(range(10)), (False,) * 9 + (True,), 5)
+    short = make(8, 6)
+    with pytest.raises(InvalidRequest, match=r"examples\[4\] has 10 tokens, over the limit of 8"):
+        apply_limit([short, long], job(), 8)
+    kept, notes = apply_limit([long, short, late], job(overlong="drop"), 8)
+    assert kept == [short]
+    assert notes == ["2 documents over 8 tokens dropped: examples 4, 5"]
+    kept, notes = apply_limit([long, short, late], job(overlong="truncate"), 8)
+    assert [document.length for document in kept] == [8, 8]
+    assert len(notes) == 2
+    with pytest.raises(InvalidRequest, match="none of the examples"):
+        apply_limit([long], job(overlong="drop"), 8)
+
+
+@given(st.lists(st.integers(2, 33), min_size=1, max_size=40))
+def test_packing_loses_nothing_and_keeps_the_limit(lengths: list[int]) -> None:
+    packed = pack([make(length, index) for index, length in enumerate(lengths)], 32, CPU)
+    assert sorted(document.source for batch in packed for document in batch.documents) == list(range(len(lengths)))
+    assert all(batch.num_tokens <= 32 and len(batch.token_ids) == batch.num_tokens for batch in packed)
+    # Best fit decreasing: no two microbatches would fit into one.
+    sizes = sorted(batch.num_tokens for batch in packed)
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > 32
+
+
+def test_rows_point_at_the_token_before_their_target() -> None:
+    first = Document((10, 11, 12, 13), (False, False, True, True), 0)
+    second = Document((20, 21, 22), (False, True, False), 1)
+    batch = Microbatch.of([first, second], CPU)
+    assert batch.token_ids.tolist() == [10, 11, 12, 20, 21]
+    assert batch.lengths == (3, 2)
+    assert batch.rows.tolist() == [1, 2, 3]
+    assert batch.targets.tolist() == [12, 13, 21]
+    assert batch.row_documents.tolist() == [0, 0, 1]
+
+
+def test_documents_check_themselves() -> None:
+    for tokens, trained in (((1,), (True,)), ((1, 2), (True, True)), ((1, 2), (False, False)), ((1, 2), (False,))):
+        with pytest.raises(ValueError):
+            Document(tokens, trained, 0)
+    with pytest.raises(ValueError, match="over 3"):
+        pack([make(5)], 3, CPU)
+
+
+def test_shuffling_depends_on_seed_and_epoch_only() -> None:
+    assert shuffled(50, seed=1, epoch=0) == shuffled(50, seed=1, epoch=0)
+    assert sorted(shuffled(50, seed=1, epoch=0)) == list(range(50))
+    assert len({tuple(shuffled(50, seed=seed, epoch=epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_evaluation_split() -> None:
+    train, held = split_evaluation(10, 0.25, 3)
+    assert (len(train), len(held)) == (7, 3)
+    assert sorted(train + held) == list(range(10))
+    assert split_evaluation(2, 0.01, 0)[1] != []
+    assert len(split_evaluation(3, 0.99, 0)[0]) == 1
+    assert split_evaluation(5, 0.0, 0) == ([0, 1, 2, 3, 4], [])
+    with pytest.raises(InvalidRequest, match="at least 2"):
+        split_evaluation(1, 0.5, 0)
