@@ -1,0 +1,5 @@
+"""`python -m cli` is `temper`."""
+
+from cli.main import run
+
+run()

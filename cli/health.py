@@ -1,0 +1,89 @@
+"""Health checks of the services that `temper up` starts. Each returns None when ready, else the reason."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Any
+
+import grpc
+import redis
+import urllib3
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from minio import Minio
+from minio.error import MinioException
+
+from cli.supervisor import HealthCheck
+
+_TIMEOUT = 1.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""No proxy of the environment stands between this machine and itself."""
+
+
+def redis_ready(url: str) -> HealthCheck:
+    """PING with the credentials of the URL; a server that is still loading its AOF is not ready."""
+
+    def check() -> str | None:
+        client = redis.Redis.from_url(url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT)
+        try:
+            client.ping()
+        except redis.RedisError as error:
+            return str(error)
+        finally:
+            client.close()
+        return None
+
+    return check
+
+
+def s3_ready(endpoint: str, access_key: str, secret_key: str) -> HealthCheck:
+    """A signed request is answered: the server is up and knows the credentials."""
+    pool = urllib3.PoolManager(timeout=_TIMEOUT, retries=False)
+    client = Minio(
+        endpoint=endpoint,
+        access_key=access_key,
+        secret_key=secret_key,
+        secure=False,
+        region="us-east-1",
+        http_client=pool,
+    )
+
+    def check() -> str | None:
+        try:
+            client.list_buckets()
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            return f"S3 on {endpoint}: {error}"
+        return None
+
+    return check
+
+
+def http_ready(url: str) -> HealthCheck:
+    """GET answers 200."""
+
+    def check() -> str | None:
+        try:
+            with _DIRECT.open(url, timeout=_TIMEOUT) as response:
+                return None if response.status == 200 else f"{url} answers {response.status}"
+        except urllib.error.HTTPError as error:
+            return f"{url} answers {error.code}: {error.read(300).decode('utf-8', 'replace').strip()}"
+        except OSError as error:
+            return f"{url}: {error}"
+
+    return check
+
+
+def grpc_ready(address: str, service: str) -> HealthCheck:
+    """The standard gRPC health service says SERVING for ``service``."""
+
+    def check() -> str | None:
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT)
+            except grpc.RpcError as error:
+                status: Any = error  # the subclass that carries the status is private to grpcio
+                return f"{address}: {status.code().name.lower()}"
+        return None if answer.status == health_pb2.HealthCheckResponse.SERVING else f"{service} is not serving yet"
+
+    return check

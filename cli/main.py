@@ -1,0 +1,75 @@
+"""The `temper` command. Each command's work is in a module of its own, imported only when it is used."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="temper",
+    help="Serve Qwen3.5 and keep learning while serving.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Device(enum.StrEnum):
+    """Where the engine computes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(enum.StrEnum):
+    """Element type of weights and activations."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@app.command()
+def up(
+    model: Annotated[Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients put in `model`.", show_default="qwen3.5")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535)] = 8420,
+    device: Annotated[Device, typer.Option(help="auto: cuda if there is one.")] = Device.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.")] = Dtype.AUTO,
+    data_dir: Annotated[Path, typer.Option(help="Stores, logs and checkpoints live here.")] = Path(".temper"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
+) -> None:
+    """Start Valkey, S3, engine and gateway; stop them all with Ctrl-C."""
+    from cli.up import DEFAULT_MODEL, UpOptions, run_up
+
+    options = UpOptions(
+        model=model or DEFAULT_MODEL,
+        served_model_name=served_model_name,
+        host=host,
+        port=port,
+        device=device.value,
+        dtype=dtype.value,
+        data_dir=data_dir,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_up(options))
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    typer.echo(installed("temper"))
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,114 @@
+"""Small things about processes: a death signal, a lock on a directory, free ports, the end of a log."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Self
+
+from services.common.errors import Conflict
+
+_PR_SET_PDEATHSIG = 1
+_INTERNAL_PORTS = range(20000, 32000)
+"""Below Linux' ephemeral range (32768 and up), so that no outgoing connection takes one between choice and use."""
+
+
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """A preexec_fn after which the kernel kills the child when its parent ends, however that ends (Linux; else None).
+
+    Args:
+        parent: pid of the caller: if it ended between fork and the call, the child ends at once.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
+            os._exit(127)
+
+    return ask
+
+
+class DirectoryLock:
+    """Holds an exclusive lock on a directory until closed; a dead owner's lock is free by itself (flock)."""
+
+    def __init__(self, directory: Path) -> None:
+        """Takes the lock.
+
+        Raises:
+            Conflict: another process holds it.
+        """
+        path = directory / "lock"
+        self._file: IO[str] = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            self._file.close()
+            raise Conflict(
+                f"the data directory {directory} is in use by another `temper up` (process {owner}): stop that one or "
+                "choose another directory with --data-dir"
+            ) from error
+        self._file.truncate(0)
+        self._file.write(f"{os.getpid()}\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now (as a server would: TIME_WAIT does not count)."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError:
+                return False
+    return True
+
+
+def choose_port(taken: Iterable[int], *, with_grpc: bool = False) -> int:
+    """A free port on 127.0.0.1 that is not in ``taken``; ``with_grpc``: port + 10000 is free too (SeaweedFS)."""
+    avoid = set(taken)
+    for port in random.sample(_INTERNAL_PORTS, k=len(_INTERNAL_PORTS)):
+        if port in avoid or not port_is_free("127.0.0.1", port):
+            continue
+        if not with_grpc or port_is_free("127.0.0.1", port + 10000):
+            return port
+    raise Conflict(f"no free port between {_INTERNAL_PORTS.start} and {_INTERNAL_PORTS.stop} on 127.0.0.1")
+
+
+def tail(path: Path, *, lines: int, offset: int = 0) -> list[str]:
+    """The last lines of a text file, looking only at what was written after ``offset`` bytes."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(offset, file.tell() - 64 * 1024))
+            text = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def rotate_log(path: Path, *, limit: int = 32 * 1024 * 1024) -> None:
+    """Moves a log over ``limit`` bytes aside, so that a data directory does not grow with every restart."""
+    if path.exists() and path.stat().st_size > limit:
+        path.replace(path.with_suffix(".1.log"))

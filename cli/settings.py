@@ -1,0 +1,41 @@
+"""What the CLI reads from the environment. Options on the command line win over it."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class CliSettings(BaseSettings):
+    """Environment: `TEMPER_` + the field name in capitals."""
+
+    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
+
+    url: str = "http://localhost:8420"
+    """The gateway that the client commands talk to."""
+    api_key: SecretStr | None = None
+    """Sent as a bearer token, if set."""
+    request_timeout: float = Field(60.0, gt=0)
+    """Seconds that a request which is not streamed may take."""
+
+
+class UpSettings(BaseSettings):
+    """Stores that `temper up` uses instead of starting its own. Environment: `TEMPER_` + the field name in capitals."""
+
+    model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
+
+    redis_url: SecretStr | None = None
+    """An external Redis or Valkey (turn its AOF on); unset: `temper up` starts Valkey."""
+    s3_endpoint: str | None = None
+    """host:port of an external S3 server with conditional writes; unset: `temper up` starts SeaweedFS."""
+    s3_access_key: SecretStr | None = None
+    """Required with s3_endpoint."""
+    s3_secret_key: SecretStr | None = None
+    """Required with s3_endpoint."""
+
+
+def inherited_environment() -> dict[str, str]:
+    """The environment that child processes start from."""
+    return dict(os.environ)

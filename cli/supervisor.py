@@ -1,0 +1,361 @@
+"""Keeps a few processes running: starts them in order, checks their health, restarts what dies, stops all in order.
+
+Generic on purpose: what the processes are is the business of cli/up.py. One loop in the caller's main thread, because a
+child asks the kernel to be killed when the *thread* that forked it ends (PR_SET_PDEATHSIG), and because signal
+handlers run there.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from cli.process import die_with_parent, tail
+
+HealthCheck = Callable[[], str | None]
+"""None when the service is ready, else why it is not. Must return within about a second and must not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a process that died is started again, and when to give up.
+
+    Args:
+        first_delay: seconds before the first restart; doubles with each failure in a row.
+        longest_delay: the upper end of that.
+        stable_after: a process that was ready for this many seconds has a clean record again.
+        give_up_after: failures in a row.
+        start_attempts: failures before it was ever ready; a process that cannot start has a reason that a retry
+            does not cure.
+    """
+
+    first_delay: float = 0.5
+    longest_delay: float = 10.0
+    stable_after: float = 30.0
+    give_up_after: int = 6
+    start_attempts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_delay <= self.longest_delay:
+            raise ValueError("first_delay must be between 0 and longest_delay")
+        if self.give_up_after < 1 or self.start_attempts < 1:
+            raise ValueError("give_up_after and start_attempts must be at least 1")
+
+    def delay(self, failures: int) -> float:
+        """Seconds to wait after this many failures in a row."""
+        return min(self.longest_delay, self.first_delay * 2.0 ** min(failures - 1, 30))
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process.
+
+    Args:
+        name: for people and for the log's file name.
+        argv: the command; never a shell.
+        log: file that gets stdout and stderr, appended.
+        health: asked until it says ready.
+        env: variables on top of the caller's own environment.
+        cwd: working directory; None: the caller's.
+        after: names that must be ready before this one is started.
+        stop_stage: services with a higher stage are stopped first; equal ones together.
+        start_timeout: seconds to become ready.
+        stop_timeout: seconds between SIGTERM and SIGKILL.
+        cleanup: called after the process is gone (left-over sockets).
+    """
+
+    name: str
+    argv: Sequence[str]
+    log: Path
+    health: HealthCheck
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
+    after: tuple[str, ...] = ()
+    stop_stage: int = 0
+    start_timeout: float = 60.0
+    stop_timeout: float = 10.0
+    restart: RestartPolicy = RestartPolicy()
+    cleanup: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.argv:
+            raise ValueError(f"service {self.name} has an empty command")
+
+
+class Phase(enum.StrEnum):
+    """Where a service is."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something for the log of the supervisor. ``seconds`` is the time since that service was started."""
+
+    service: str
+    phase: Phase
+    pid: int | None
+    seconds: float
+    detail: str = ""
+
+
+class ServiceFailed(Exception):
+    """A service cannot be kept running. The message has its last log lines."""
+
+
+class _Runner:
+    """The state of one service."""
+
+    def __init__(self, service: Service, base_env: Mapping[str, str]) -> None:
+        self.service = service
+        self.phase = Phase.WAITING
+        self.process: subprocess.Popen[bytes] | None = None
+        self.failures = 0
+        self.was_ready = False
+        self.since = 0.0
+        self.retry_at = 0.0
+        self.log_offset = 0
+        self._env = {**base_env, **service.env}
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process is not None and self.process.returncode is None else None
+
+    def start(self, now: float) -> None:
+        self.service.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.service.log.open("ab") as log:
+            self.log_offset = log.tell()
+            self.process = subprocess.Popen(
+                list(self.service.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                cwd=self.service.cwd,
+                # A terminal's Ctrl-C goes to the whole foreground group; only the supervisor may act on it.
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+        self.phase, self.since = Phase.STARTING, now
+
+    def describe_exit(self) -> str:
+        code = self.process.returncode if self.process is not None else None
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with status {code}"
+        return f"{self.service.name} {how}"
+
+    def last_words(self) -> str:
+        lines = tail(self.service.log, lines=8, offset=self.log_offset)
+        return "".join(f"\n  {line}" for line in lines) + f"\n  (all of it: {self.service.log})"
+
+
+class Supervisor:
+    """Runs services until asked to stop or until one cannot be kept running.
+
+    Args:
+        services: in any order; ``after`` names must exist and not form a circle.
+        base_env: environment of every child, below the service's own.
+        report: gets every change of phase.
+    """
+
+    def __init__(
+        self, services: Iterable[Service], *, base_env: Mapping[str, str], report: Callable[[Event], None]
+    ) -> None:
+        self._runners = {service.name: _Runner(service, base_env) for service in services}
+        self._report = report
+        self._stopping = False
+        self._hurry = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        _check_order([runner.service for runner in self._runners.values()])
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of what runs now."""
+        return {name: runner.pid for name, runner in self._runners.items() if runner.pid is not None}
+
+    def request_stop(self) -> None:
+        """Makes `run` stop everything and return; a second call makes it kill instead of asking. Signal-safe."""
+        self._hurry = self._stopping
+        self._stopping = True
+        self._wake()
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Starts everything, calls ``on_ready`` once when all are ready, and returns after an orderly stop.
+
+        Must be called in the main thread: SIGINT, SIGTERM and SIGHUP stop, SIGCHLD wakes the loop.
+
+        Raises:
+            ServiceFailed: one cannot be kept running; all others have been stopped.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._close)
+            stack.enter_context(_Signals(self))
+            stack.callback(self._stop_all)
+            announced = False
+            while not self._stopping:
+                self._advance(time.monotonic())
+                if not announced and all(runner.phase is Phase.READY for runner in self._runners.values()):
+                    announced = True
+                    on_ready()
+                self._sleep(self._pause())
+
+    def _advance(self, now: float) -> None:
+        for runner in self._runners.values():
+            if self._stopping:
+                return
+            if self._is_due(runner, now):
+                self._start(runner, now)
+            elif runner.phase in (Phase.STARTING, Phase.READY):
+                self._watch(runner, now)
+
+    def _is_due(self, runner: _Runner, now: float) -> bool:
+        if runner.phase is Phase.RESTARTING:
+            return now >= runner.retry_at
+        ready = all(self._runners[name].phase is Phase.READY for name in runner.service.after)
+        return runner.phase is Phase.WAITING and ready
+
+    def _start(self, runner: _Runner, now: float) -> None:
+        try:
+            runner.start(now)
+        except OSError as error:
+            raise ServiceFailed(f"cannot start {runner.service.name}: {error}") from error
+        self._emit(runner)
+
+    def _watch(self, runner: _Runner, now: float) -> None:
+        process = runner.process
+        if process is None or process.poll() is not None:
+            self._died(runner, now, runner.describe_exit())
+        elif runner.phase is Phase.STARTING:
+            problem = runner.service.health()
+            if problem is None:
+                self._emit(runner, phase=Phase.READY)
+                runner.was_ready, runner.since = True, now
+            elif now - runner.since > runner.service.start_timeout:
+                _kill(process)
+                limit = f"{runner.service.start_timeout:.0f} s"
+                self._died(runner, now, f"{runner.service.name} was not ready after {limit}: {problem}")
+
+    def _died(self, runner: _Runner, now: float, reason: str) -> None:
+        service, policy = runner.service, runner.service.restart
+        if runner.phase is Phase.READY and now - runner.since >= policy.stable_after:
+            runner.failures = 0
+        runner.failures += 1
+        if service.cleanup is not None:
+            service.cleanup()
+        limit = policy.give_up_after if runner.was_ready else policy.start_attempts
+        if runner.failures >= limit:
+            times = "" if runner.failures == 1 else f" ({runner.failures} times in a row)"
+            raise ServiceFailed(f"{reason}{times}; its last words:{runner.last_words()}")
+        delay = policy.delay(runner.failures)
+        runner.retry_at = now + delay
+        self._emit(runner, phase=Phase.RESTARTING, detail=f"{reason}; starting it again in {delay:.1f} s")
+
+    def _stop_all(self) -> None:
+        stages = sorted({runner.service.stop_stage for runner in self._runners.values()}, reverse=True)
+        for stage in stages:
+            group = [r for r in self._runners.values() if r.service.stop_stage == stage and r.pid is not None]
+            for runner in group:
+                _send(runner.process, signal.SIGTERM)
+            started = time.monotonic()
+            for runner in group:
+                self._await_end(runner, started)
+
+    def _await_end(self, runner: _Runner, started: float) -> None:
+        process = runner.process
+        if process is None:
+            return
+        detail = ""
+        while process.poll() is None:
+            if self._hurry or time.monotonic() - started > runner.service.stop_timeout:
+                detail = "killed: it did not stop in time"
+                _kill(process)
+                break
+            self._sleep(0.05)
+        if runner.service.cleanup is not None:
+            runner.service.cleanup()
+        self._emit(runner, phase=Phase.STOPPED, detail=detail)
+
+    def _emit(self, runner: _Runner, *, phase: Phase | None = None, detail: str = "") -> None:
+        runner.phase = phase or runner.phase
+        self._report(
+            Event(runner.service.name, runner.phase, runner.pid, time.monotonic() - runner.since, detail=detail)
+        )
+
+    def _pause(self) -> float:
+        phases = {runner.phase for runner in self._runners.values()}
+        return 0.05 if phases & {Phase.STARTING, Phase.WAITING} else 0.2 if Phase.RESTARTING in phases else 5.0
+
+    def _sleep(self, seconds: float) -> None:
+        """Until the time is over, a child ends, or somebody asks for a stop."""
+        readable, _, _ = select.select([self._wake_read], [], [], seconds)
+        if readable:
+            self._wake_read.recv(4096)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_write.send(b"\0")
+        except BlockingIOError:
+            return  # the buffer is full of wake-ups already
+
+    def _close(self) -> None:
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+class _Signals(AbstractContextManager[None]):
+    """Stop signals ask the supervisor to stop, a child's end wakes it; the old handlers come back afterwards."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._old: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._old[number] = signal.signal(number, self._stop)
+        self._old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._child)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self._supervisor.request_stop()
+
+    def _child(self, _number: int, _frame: FrameType | None) -> None:
+        self._supervisor._wake()
+
+
+def _check_order(services: Sequence[Service]) -> None:
+    """Raises ValueError if an ``after`` is unknown or the order has a circle."""
+    placed: set[str] = set()
+    left = list(services)
+    while left:
+        free = [service for service in left if placed.issuperset(service.after)]
+        if not free:
+            raise ValueError(f"services cannot be ordered: {', '.join(service.name for service in left)}")
+        placed.update(service.name for service in free)
+        left = [service for service in left if service.name not in placed]
+
+
+def _send(process: subprocess.Popen[bytes] | None, number: signal.Signals) -> None:
+    if process is not None and process.poll() is None:
+        process.send_signal(number)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

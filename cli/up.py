@@ -1,0 +1,209 @@
+"""`temper up`: the whole system on one machine, one process a part.
+
+Standard output gets exactly one line, when everything is ready; progress and trouble go to standard error, the
+output of the parts to <data dir>/logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+
+from cli.health import grpc_ready, http_ready
+from cli.process import DirectoryLock, port_is_free, rotate_log
+from cli.settings import UpSettings, inherited_environment
+from cli.stores import Ports, Secrets, redis_url, seaweed, valkey
+from cli.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
+from services.common.errors import Conflict, InvalidRequest, TemperError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_MODEL = ROOT / "models" / "tiny"
+EXIT_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """The command line of `temper up`. ``host``/``port``: where the gateway listens; the rest stays on 127.0.0.1."""
+
+    model: Path = DEFAULT_MODEL
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8420
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    data_dir: Path = Path(".temper")
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise InvalidRequest(f"port must be 1 to 65535, got {self.port}", param="port")
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the gateway."""
+        host = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "localhost", "": "localhost"}.get(
+            self.host, self.host
+        )
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def run_up(options: UpOptions) -> int:
+    """Runs until a stop signal (returns 0) or until a part cannot be kept running (returns 1)."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        _check_model(options.model)
+        data_dir = options.data_dir.absolute()
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with DirectoryLock(data_dir):
+            _check_port(options)
+            return _run(options, data_dir, console)
+    except (TemperError, ServiceFailed) as error:
+        message = error.message if isinstance(error, TemperError) else str(error)
+        console.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+        return EXIT_FAILED
+    except OSError as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return EXIT_FAILED
+
+
+def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
+    for log in (data_dir / "logs").glob("*.log"):
+        rotate_log(log)
+    services, ports = compose(options, data_dir, UpSettings())
+    state_file = data_dir / "state.json"
+
+    def report(event: Event) -> None:
+        colour = {Phase.READY: "green", Phase.RESTARTING: "yellow"}.get(event.phase, "dim")
+        seconds = f" {event.seconds:.1f} s" if event.phase in (Phase.READY, Phase.STOPPED) else ""
+        detail = f" {escape(event.detail)}" if event.detail else ""
+        console.print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}", soft_wrap=True)
+        write_state()
+
+    supervisor = Supervisor(services, base_env=inherited_environment(), report=report)
+
+    def write_state() -> None:
+        state = {"url": options.url, "pid": os.getpid(), "ports": ports, "pids": supervisor.pids()}
+        scratch = state_file.with_suffix(".tmp")
+        scratch.write_text(json.dumps(state, indent=1) + "\n")
+        scratch.replace(state_file)
+
+    def announce() -> None:
+        line = {"url": options.url, "data_dir": str(data_dir), "pids": supervisor.pids()}
+        sys.stdout.write((json.dumps(line) if options.as_json else f"Temper is ready on {options.url}") + "\n")
+        sys.stdout.flush()
+
+    try:
+        supervisor.run(announce)
+    finally:
+        state_file.unlink(missing_ok=True)
+    return 0
+
+
+def compose(options: UpOptions, data_dir: Path, external: UpSettings) -> tuple[list[Service], dict[str, int]]:
+    """The services of one machine and the internal ports they use.
+
+    Raises:
+        InvalidRequest: an external store is named without its credentials.
+    """
+    ports = Ports.load_or_choose(data_dir / "ports.json")
+    credentials = Secrets.load_or_create(data_dir / "secrets.json")
+    services: list[Service] = []
+    used = {"gateway": options.port, "engine": ports.engine}
+    env: dict[str, str] = {}
+    if options.served_model_name is not None:
+        env["TEMPER_SERVED_MODEL_NAME"] = options.served_model_name
+    if external.redis_url is None:
+        services.append(valkey(data_dir, ports, credentials))
+        used["redis"] = ports.redis
+        env["TEMPER_REDIS_URL"] = redis_url(ports, credentials)
+    if external.s3_endpoint is None:
+        services.append(seaweed(data_dir, ports, credentials))
+        used["s3"] = ports.s3
+        env |= {
+            "TEMPER_S3_ENDPOINT": f"127.0.0.1:{ports.s3}",
+            "TEMPER_S3_ACCESS_KEY": credentials.s3_access_key,
+            "TEMPER_S3_SECRET_KEY": credentials.s3_secret_key,
+            "TEMPER_S3_SECURE": "false",
+        }
+    elif external.s3_access_key is None or external.s3_secret_key is None:
+        raise InvalidRequest("TEMPER_S3_ENDPOINT needs TEMPER_S3_ACCESS_KEY and TEMPER_S3_SECRET_KEY as well")
+    stores = tuple(service.name for service in services)
+    services.append(_engine(options, data_dir, ports.engine, env, stores))
+    services.append(_gateway(options, data_dir, ports.engine, env, stores))
+    return services, used
+
+
+def _engine(options: UpOptions, data_dir: Path, port: int, env: Mapping[str, str], stores: tuple[str, ...]) -> Service:
+    return Service(
+        name="engine",
+        argv=[sys.executable, "-m", "services.pod"],
+        log=data_dir / "logs" / "engine.log",
+        health=grpc_ready(f"127.0.0.1:{port}", "engine"),
+        env={
+            **env,
+            "TEMPER_MODEL": str(options.model.absolute()),
+            "TEMPER_DEVICE": options.device,
+            "TEMPER_DTYPE": options.dtype,
+            "TEMPER_DATA_DIR": str(data_dir / "engine"),
+            "TEMPER_GRPC_HOST": "127.0.0.1",
+            "TEMPER_GRPC_PORT": str(port),
+        },
+        cwd=ROOT,
+        after=stores,
+        stop_stage=1,
+        start_timeout=600.0,
+        stop_timeout=45.0,
+    )
+
+
+def _gateway(
+    options: UpOptions, data_dir: Path, engine: int, env: Mapping[str, str], stores: tuple[str, ...]
+) -> Service:
+    return Service(
+        name="gateway",
+        argv=[sys.executable, "-m", "services.gateway"],
+        log=data_dir / "logs" / "gateway.log",
+        health=http_ready(f"{_local_url(options)}/readyz"),
+        env={
+            **env,
+            "TEMPER_ENGINES": f"127.0.0.1:{engine}",
+            "TEMPER_HOST": options.host,
+            "TEMPER_PORT": str(options.port),
+        },
+        cwd=ROOT,
+        after=stores,
+        stop_stage=2,
+        start_timeout=600.0,
+        stop_timeout=20.0,
+        restart=RestartPolicy(start_attempts=2),
+    )
+
+
+def _local_url(options: UpOptions) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(
+        options.host, options.host
+    )
+    return f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
+
+
+def _check_model(model: Path) -> None:
+    if not (model / "config.json").is_file():
+        raise InvalidRequest(
+            f"{model} is not a checkpoint directory (it has no config.json): name one with --model", param="model"
+        )
+
+
+def _check_port(options: UpOptions) -> None:
+    if not port_is_free(options.host, options.port):
+        raise Conflict(
+            f"port {options.port} on {options.host} is in use or cannot be bound: stop what listens there or choose "
+            "another with --port"
+        )

@@ -1,0 +1,181 @@
+"""The supervisor against real, small processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
+
+SLEEPER = "import pathlib,sys,time; pathlib.Path(sys.argv[1]).write_text('up'); time.sleep(60)"
+
+
+def python(code: str, *args: object) -> list[str]:
+    return [sys.executable, "-S", "-c", code, *map(str, args)]
+
+
+def exists(path: Path) -> Callable[[], str | None]:
+    return lambda: None if path.exists() else f"{path.name} is not there"
+
+
+def sleeper(tmp_path: Path, name: str, **kwargs: object) -> Service:
+    flag = tmp_path / f"{name}.flag"
+    options: dict[str, object] = {"stop_timeout": 5.0, "start_timeout": 20.0} | kwargs
+    return Service(
+        name=name,
+        argv=python(SLEEPER, flag),
+        log=tmp_path / f"{name}.log",
+        health=exists(flag),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def supervise(*services: Service) -> tuple[Supervisor, list[Event]]:
+    events: list[Event] = []
+    return Supervisor(services, base_env=dict(os.environ), report=events.append), events
+
+
+def order(events: list[Event], phase: Phase) -> list[str]:
+    return [event.service for event in events if event.phase is phase]
+
+
+def test_starts_in_order_says_ready_once_and_stops_by_stage(tmp_path: Path) -> None:
+    supervisor, events = supervise(
+        sleeper(tmp_path, "front", after=("store",), stop_stage=2),
+        sleeper(tmp_path, "engine", after=("store",), stop_stage=1),
+        sleeper(tmp_path, "store"),
+    )
+    ready: list[dict[str, int]] = []
+
+    def on_ready() -> None:
+        ready.append(supervisor.pids())
+        supervisor.request_stop()
+
+    supervisor.run(on_ready)
+    assert len(ready) == 1
+    assert set(ready[0]) == {"front", "engine", "store"}
+    assert order(events, Phase.STARTING)[0] == "store"
+    assert order(events, Phase.STOPPED) == ["front", "engine", "store"]
+    assert not any(psutil.pid_exists(pid) for pid in ready[0].values())
+
+
+def test_restarts_what_dies(tmp_path: Path) -> None:
+    service = sleeper(tmp_path, "phoenix", restart=RestartPolicy(first_delay=0.01, longest_delay=0.05))
+    supervisor, events = supervise(service)
+    first: list[int] = []
+
+    def on_ready() -> None:
+        first.append(supervisor.pids()["phoenix"])
+        (tmp_path / "phoenix.flag").unlink()
+        os.kill(first[0], signal.SIGKILL)
+        threading.Thread(target=stop_when_back, daemon=True).start()
+
+    def stop_when_back() -> None:
+        while not (tmp_path / "phoenix.flag").exists():
+            time.sleep(0.02)
+        time.sleep(0.2)
+        supervisor.request_stop()
+
+    supervisor.run(on_ready)
+    assert order(events, Phase.READY) == ["phoenix", "phoenix"]
+    restart = next(event for event in events if event.phase is Phase.RESTARTING)
+    assert "killed by signal 9" in restart.detail
+
+
+def test_gives_up_at_once_on_what_cannot_start_and_stops_the_rest(tmp_path: Path) -> None:
+    broken = Service(
+        name="broken",
+        argv=python("import sys; sys.exit('no such checkpoint')"),
+        log=tmp_path / "broken.log",
+        health=lambda: "never",
+        after=("store",),
+    )
+    supervisor, events = supervise(sleeper(tmp_path, "store"), broken)
+    with pytest.raises(ServiceFailed, match="exited with status 1") as failure:
+        supervisor.run(lambda: pytest.fail("never ready"))
+    assert "no such checkpoint" in str(failure.value)
+    assert order(events, Phase.STOPPED) == ["store"]
+
+
+def test_gives_up_after_repeated_failures(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    service = Service(
+        name="flaky",
+        argv=python("import pathlib,sys,time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1); sys.exit(3)", flag),
+        log=tmp_path / "flaky.log",
+        health=exists(flag),
+        restart=RestartPolicy(first_delay=0.01, longest_delay=0.01, give_up_after=3, start_attempts=3),
+    )
+    supervisor, events = supervise(service)
+    with pytest.raises(ServiceFailed, match="3 times in a row"):
+        supervisor.run(lambda: None)
+    assert order(events, Phase.STARTING) == ["flaky"] * 3
+
+
+def test_what_is_never_ready_is_killed_with_the_reason(tmp_path: Path) -> None:
+    service = Service(
+        name="mute",
+        argv=python("import time; time.sleep(60)"),
+        log=tmp_path / "mute.log",
+        health=lambda: "still loading",
+        start_timeout=0.3,
+    )
+    supervisor, _ = supervise(service)
+    with pytest.raises(ServiceFailed, match="not ready after 0 s: still loading"):
+        supervisor.run(lambda: None)
+
+
+def test_kills_what_ignores_the_stop_signal(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    code = (
+        "import pathlib,signal,sys,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    service = Service(
+        name="stubborn",
+        argv=python(code, flag),
+        log=tmp_path / "stubborn.log",
+        health=exists(flag),
+        stop_timeout=0.3,
+    )
+    supervisor, events = supervise(service)
+    started = time.monotonic()
+    supervisor.run(supervisor.request_stop)
+    assert time.monotonic() - started < 10
+    assert "killed" in events[-1].detail
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent death signal")
+def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    code = f"""
+import os, pathlib, sys
+sys.path[:0] = {sys.path!r}
+from tests.unit.cli.test_supervisor import sleeper, supervise
+supervisor, _ = supervise(sleeper(pathlib.Path({str(tmp_path)!r}), "child"))
+supervisor.run(lambda: print(supervisor.pids()["child"], flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert child.wait(timeout=10) is None or not child.is_running()
+
+
+@pytest.mark.parametrize("after", [("nobody",), ("self",)])
+def test_refuses_an_order_that_cannot_be(tmp_path: Path, after: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot be ordered"):
+        supervise(sleeper(tmp_path, "self", after=after))
+
+
+def test_backoff_doubles_up_to_its_limit() -> None:
+    policy = RestartPolicy(first_delay=0.5, longest_delay=10.0)
+    assert [policy.delay(n) for n in (1, 2, 3, 10, 1000)] == [0.5, 1.0, 2.0, 10.0, 10.0]
