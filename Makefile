@@ -1,0 +1,56 @@
+# Needs only Python 3.11 to 3.13 and make. Everything lands in .venv; nothing outside the repository is touched.
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python,$(shell \
+	$(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $(p))))
+BIN := .venv/bin
+STAMP := .venv/installed
+CACHE := $(CURDIR)/.venv/cache
+
+# Tools keep their caches inside .venv, so that a run leaves the working tree as it was.
+export PYTHONPYCACHEPREFIX := $(CACHE)/pyc
+export MYPY_CACHE_DIR := $(CACHE)/mypy
+export RUFF_CACHE_DIR := $(CACHE)/ruff
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CACHE)/hypothesis
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help setup up demo test lint proto bench clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## create .venv with everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "error: Temper needs Python 3.11, 3.12 or 3.13, and found none of them on PATH." >&2; \
+		echo "       Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv (about a minute and 2 GB the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gateway,engine,cli,local,dev]'
+	@touch $@
+
+up: setup ## start everything on http://localhost:8420
+	@$(BIN)/temper up
+
+demo: setup ## start everything, watch the model learn, stop
+	@$(BIN)/temper demo
+
+lint: setup ## style, types, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+
+test: lint ## lint, then all tests; 15 minutes at most on 2 cores
+	@scratch=$$(mktemp -d) && status=0 && \
+	$(BIN)/python -m pytest --basetemp="$$scratch/pytest" $(ARGS) || status=$$?; \
+	if [ $$status -eq 0 ]; then rm -rf "$$scratch"; else echo "left for inspection: $$scratch" >&2; fi; exit $$status
+
+proto: setup ## regenerate the protobuf stubs
+	$(BIN)/python proto/generate.py
+
+bench: setup ## speed on this machine, written to benchmarks/results
+	$(BIN)/python -m benchmarks.bench
+
+clean: ## remove .venv and local data
+	rm -rf .venv .temper build *.egg-info

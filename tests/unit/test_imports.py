@@ -1,0 +1,126 @@
+"""Imports point one way (docs/decisions and the README name the layers); the gateway and the CLI never load torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("services", "kernels", "cli", "models", "benchmarks", "tests", "proto")
+
+# Package → what of ours it may import besides itself. Longest prefix wins.
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "kernels": (),
+    "services.common": (),
+    "services.gateway": ("services.common",),
+    "services.engine": ("kernels", "services.common"),
+    "services.trainer": ("services.engine.model", "kernels", "services.common"),
+    "services.pod": ("services.engine", "services.trainer", "services.common"),
+    "cli": ("services.common",),
+    "proto": (),
+    "models": ("services", "kernels", "cli"),
+}
+
+TORCH = ("torch", "triton", "transformers", "peft", "safetensors.torch")
+# Plain Python by design: a gateway image carries no torch, the scheduling policy is testable without it.
+NO_TORCH = (
+    "services.common",
+    "services.gateway",
+    "cli",
+    "services.engine.scheduler",
+    "services.engine.plan",
+    "services.engine.request",
+    "services.engine.settings",
+    "services.engine.memory",
+)
+# The CLI renders settings of every service into the configuration guide without running any of them.
+EXTRA: dict[str, tuple[str, ...]] = {
+    "cli.settings_docs": ("services.gateway.settings", "services.engine.settings"),
+}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for top in ALLOWED:
+        if "." in top and top.split(".")[0] != "services":
+            continue
+        directory = ROOT / top.replace(".", "/")
+        for path in sorted(directory.rglob("*.py")):
+            relative = path.relative_to(ROOT).with_suffix("")
+            yield ".".join(part for part in relative.parts if part != "__init__"), path
+
+
+def imported(path: Path, module: str) -> Iterator[tuple[str, int, bool]]:
+    """(name, line, at type-checking time only) of every import, `from x import y` as both x and x.y."""
+    tree = ast.parse(path.read_text(), str(path))
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in typing_only
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            yield node.module or "", node.lineno, id(node) in typing_only
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, id(node) in typing_only
+
+
+MODULES = list(modules())
+
+
+def test_every_module_is_under_a_rule() -> None:
+    for package in (ROOT / "services").iterdir():
+        if package.is_dir() and package.name != "__pycache__":
+            assert f"services.{package.name}" in ALLOWED, f"give services.{package.name} its import directions"
+
+
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name for name, _ in MODULES])
+def test_imports_point_one_way(module: str, path: Path) -> None:
+    home = max((top for top in ALLOWED if within(module, top)), key=len)
+    allowed = (home, *ALLOWED[home], *EXTRA.get(module, ()))
+    wrong = [
+        f"line {line}: {name}"
+        for name, line, _ in imported(path, module)
+        if name.split(".")[0] in OURS
+        # `from services import x` yields "services" and "services.x": only the second says anything.
+        and name != "services"
+        and not any(within(name, target) for target in allowed)
+    ]
+    assert not wrong, f"{module} may import {allowed} only"
+
+
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [(module, path) for module, path in MODULES if any(within(module, home) for home in NO_TORCH)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_torch_where_none_belongs(module: str, path: Path) -> None:
+    wrong = [
+        f"line {line}: {name}"
+        for name, line, typing_only in imported(path, module)
+        if any(within(name, heavy) for heavy in TORCH) and not typing_only
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ["services.engine.scheduler", "cli.main", "cli.up"])
+def test_nothing_loads_torch_behind_our_back(module: str) -> None:
+    """Also through third parties: what counts is what is in memory after the import."""
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
