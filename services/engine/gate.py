@@ -1,0 +1,151 @@
+"""Sharing the device between decode steps and training: who computes now, and for how long.
+
+The engine takes the gate for each step; the trainer holds it while it computes and offers it back between layers. A
+busy engine still lets the trainer have a slice after each step, so long as the step and the wait for the slice stay
+within the goal for the time per output token, and a minimal share of the step's time even if the goal is out of reach.
+A layer can overrun its slice; the overrun is a debt that later slices pay. An idle engine leaves the device to the
+trainer and gets it back at the next layer.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class _Turn(enum.Enum):
+    NOBODY = enum.auto()
+    ENGINE = enum.auto()
+    TRAINER = enum.auto()
+
+
+class SliceGate:
+    """Implements trainer.host.ComputeGate for one trainer thread, and its counterpart for the one engine loop thread.
+
+    Args:
+        tpot_goal_seconds: what a step and the training slice before it may take together.
+        minimal_share: of each step's duration, granted to training whatever the goal says.
+        synchronize: waits until the device has done what the trainer queued (CUDA); None where calls return when
+            the work is done.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tpot_goal_seconds: float,
+        *,
+        minimal_share: float = 0.1,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if tpot_goal_seconds <= 0 or not 0 < minimal_share <= 1:
+            raise ValueError(
+                f"tpot_goal_seconds {tpot_goal_seconds} must be positive and minimal_share {minimal_share} in (0, 1]"
+            )
+        self._goal = tpot_goal_seconds
+        self._share = minimal_share
+        self._synchronize = synchronize
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._turn = _Turn.NOBODY
+        self._engine_idle = True
+        self._engine_waits_since: float | None = None
+        self._trainer_waits = False
+        self._trainer: int | None = None
+        """Thread that is inside training()."""
+        self._credit = 0.0
+        """Seconds that the trainer may make the engine wait; negative: it has overrun."""
+
+    @contextmanager
+    def engine_step(self) -> Iterator[None]:
+        """Held by the loop thread while a step computes; entering waits for the trainer's slice to end."""
+        with self._changed:
+            if self._turn is _Turn.ENGINE or self._engine_waits_since is not None:
+                raise RuntimeError("two engine steps at the same time")
+            self._engine_idle = False
+            self._engine_waits_since = self._clock()
+            try:
+                while self._turn is not _Turn.NOBODY:
+                    self._changed.wait()
+                self._turn = _Turn.ENGINE
+            finally:
+                self._engine_waits_since = None
+        started = self._clock()
+        try:
+            yield
+        finally:
+            with self._changed:
+                step = self._clock() - started
+                grant = max(self._goal - step, self._share * step)
+                self._credit = min(self._credit + grant, grant)
+                # Straight into the trainer's hands: otherwise the next step could be faster than its thread.
+                self._turn = _Turn.TRAINER if self._trainer_waits and self._credit > 0 else _Turn.NOBODY
+                self._changed.notify_all()
+
+    def engine_idle(self) -> None:
+        """Told by the loop thread before it goes to sleep: training is unhindered until the next step, which then has
+        to wait for one layer only."""
+        with self._changed:
+            self._engine_idle = True
+            self._credit = 0.0
+            self._changed.notify_all()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Held by the trainer thread while it computes; entering waits for the engine's turn to end."""
+        me = threading.get_ident()
+        with self._changed:
+            if self._trainer is not None:
+                raise RuntimeError("training() is entered twice")
+            self._trainer = me
+            self._await_turn()
+        try:
+            yield
+        finally:
+            try:
+                self._finish_work()
+            finally:
+                with self._changed:
+                    self._trainer = None
+                    self._end_slice()
+
+    def give_way(self) -> None:
+        """Called inside training() between layers: lets a waiting engine step run when the slice is used up."""
+        if self._trainer != threading.get_ident():
+            raise RuntimeError("give_way() is called outside training()")
+        if self._engine_idle:
+            return
+        self._finish_work()
+        with self._changed:
+            since = self._engine_waits_since
+            if since is None or self._clock() - since < self._credit:
+                return
+            self._end_slice()
+            self._await_turn()
+
+    def _finish_work(self) -> None:
+        if self._synchronize is not None:
+            self._synchronize()
+
+    def _await_turn(self) -> None:
+        self._trainer_waits = True
+        try:
+            while not self._trainer_may_run():
+                self._changed.wait()
+            self._turn = _Turn.TRAINER
+        finally:
+            self._trainer_waits = False
+
+    def _trainer_may_run(self) -> bool:
+        if self._turn is not _Turn.NOBODY:
+            return self._turn is _Turn.TRAINER
+        return self._engine_waits_since is None and (self._engine_idle or self._credit > 0)
+
+    def _end_slice(self) -> None:
+        if self._engine_waits_since is not None:
+            self._credit -= self._clock() - self._engine_waits_since
+        self._turn = _Turn.NOBODY
+        self._changed.notify_all()

@@ -1,0 +1,142 @@
+"""What the engine loop takes in and what it needs of the parts around it. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from services.common.errors import InvalidRequest
+from services.engine.limits import Counts
+from services.engine.plan import StepPlan, StepResult
+from services.engine.request import AdapterPin, Request, SamplingParams
+from services.engine.updates import Finished, SequenceUpdate
+
+if TYPE_CHECKING:
+    from services.engine.wire import AdapterChoice
+
+Sink = Callable[[list[SequenceUpdate]], None]
+"""Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it
+only hands them on (loop.call_soon_threadsafe) and never blocks. Sinks are told apart by equality."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request before its adapter is pinned, which happens on the loop thread, between two steps."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: AdapterChoice
+    deadline: float | None = None
+    """On the loop's clock (time.monotonic), seconds."""
+    cache_salt: str = ""
+    priority: int = 0
+    """Lower runs first."""
+    keep_rollout: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.request_id:
+            raise InvalidRequest("request_id must not be empty", param="request_id")
+        if not self.prompt_token_ids:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+
+    def pinned(self, pin: AdapterPin, arrival: int) -> Request:
+        """The scheduler's request."""
+        return Request(
+            self.request_id,
+            self.prompt_token_ids,
+            self.sampling,
+            pin,
+            self.deadline,
+            self.cache_salt,
+            self.priority,
+            arrival,
+        )
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes one step; any exception ends the requests of the step."""
+        ...
+
+
+class AdapterResolver(Protocol):
+    """Called on the loop thread only; neither method blocks."""
+
+    def pin(self, choice: AdapterChoice) -> AdapterPin | None:
+        """The version that answers a request, held until ``release``.
+
+        Returns:
+            None while it is being loaded; the loop asks again after ``EngineLoop.retry_adapters`` or a boundary call.
+
+        Raises:
+            TemperError: there is no such adapter, or it cannot be loaded.
+        """
+        ...
+
+    def release(self, pin: AdapterPin) -> None:
+        """The request has ended; called once for each pin."""
+        ...
+
+
+class EngineGate(Protocol):
+    """The engine's side of the compute gate."""
+
+    def engine_step(self) -> AbstractContextManager[None]: ...
+
+    def engine_idle(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step, for metrics."""
+
+    seconds: float
+    """With the wait for the training slice before it."""
+    compute_seconds: float
+    decodes: int
+    prefill_tokens: int
+    counts: Counts
+    """After the step."""
+    waiting_for_adapters: int
+
+
+class LoopObserver(Protocol):
+    """Metrics. Called on the loop thread; never blocks."""
+
+    def step_done(self, stats: StepStats) -> None: ...
+
+    def step_failed(self, error: Exception) -> None: ...
+
+    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+        """Times are on the loop's clock."""
+        ...
+
+
+class NoObserver:
+    """Where nobody measures."""
+
+    def step_done(self, stats: StepStats) -> None:
+        """Ignores it."""
+
+    def step_failed(self, error: Exception) -> None:
+        """Ignores it."""
+
+    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+        """Ignores it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStatus:
+    """The loop as seen from outside after its latest step."""
+
+    counts: Counts
+    waiting_for_adapters: int
+    healthy: bool
+    """False after several failed steps in a row, until one succeeds."""
+    accepting: bool
+    """False while draining and after stop()."""
+    steps: int
+    failed_steps: int

@@ -1,0 +1,488 @@
+"""The engine loop on a toy model: real threads, no sleeps; tests wait for updates, never for time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+
+import pytest
+
+from services.common.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TemperError,
+    Unavailable,
+)
+from services.engine.gate import SliceGate
+from services.engine.limits import SchedulerConfig
+from services.engine.loop import EngineLoop
+from services.engine.plan import StepPlan, StepResult
+from services.engine.ports import NoObserver, StepStats, Submission
+from services.engine.request import BASE_PIN, AdapterPin, FinishReason, SamplingParams
+from services.engine.rollouts import RolloutMemory
+from services.engine.updates import Finished, SequenceUpdate
+from services.engine.wire import AdapterChoice
+from tests.unit.engine.machine import ToyRunner, reference
+
+CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=16, block_size=4, num_blocks=40, num_slots=8, max_model_len=64)
+TIMEOUT = 30.0
+
+
+class Adapters:
+    """A resolver with one adapter, "a", that may be loading."""
+
+    def __init__(self) -> None:
+        self.loaded = True
+        self.error: TemperError | None = None
+        self.pins: list[AdapterPin] = []
+
+    def pin(self, choice: AdapterChoice) -> AdapterPin | None:
+        if choice.name is None:
+            pin = BASE_PIN
+        elif choice.name != "a":
+            raise ModelNotFound(f"no adapter {choice.name}")
+        elif self.error is not None:
+            raise self.error
+        elif not self.loaded:
+            return None
+        else:
+            pin = AdapterPin("a@1", "digest", 1)
+        self.pins.append(pin)
+        return pin
+
+    def release(self, pin: AdapterPin) -> None:
+        self.pins.remove(pin)
+
+
+class Client:
+    """A sink whose updates a test can wait for."""
+
+    def __init__(self) -> None:
+        self.frames: SimpleQueue[list[SequenceUpdate]] = SimpleQueue()
+
+    def __call__(self, updates: list[SequenceUpdate]) -> None:
+        self.frames.put(updates)
+
+    def wait(self, *names: str) -> dict[str, list[SequenceUpdate]]:
+        """The updates so far, once all named requests have ended."""
+        updates: dict[str, list[SequenceUpdate]] = {}
+        open_names = set(names)
+        while open_names:
+            for update in self.frames.get(timeout=TIMEOUT):
+                updates.setdefault(update.request_id, []).append(update)
+                if update.finish_reason is not None:
+                    open_names.discard(update.request_id)
+        return updates
+
+
+class StoppableRunner(ToyRunner):
+    """Waits for permission before each step when ``hold`` is set, and fails on demand."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.failures = 0
+        self.hold = False
+        self.entered: SimpleQueue[StepPlan] = SimpleQueue()
+        self.permits = threading.Semaphore(0)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.hold:
+            self.entered.put(plan)
+            assert self.permits.acquire(timeout=TIMEOUT)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("device lost")
+        return super().execute(plan)
+
+    def go_on(self) -> None:
+        self.hold = False
+        self.permits.release()
+
+
+class Recorder(NoObserver):
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+        self.done: list[Finished] = []
+
+    def step_done(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+        assert now >= submitted_at
+        self.done.append(finished)
+
+
+class Fixture:
+    def __init__(self, **options: object) -> None:
+        self.runner = StoppableRunner()
+        self.adapters = Adapters()
+        self.observer = Recorder()
+        self.loop = EngineLoop(
+            CONFIG,
+            self.runner,
+            self.adapters,
+            SliceGate(0.05),
+            RolloutMemory(100, 60.0),
+            observer=self.observer,
+            **options,
+        )
+        self.client = Client()
+
+    def submit(self, name: str, prompt: tuple[int, ...] = (1, 2, 3), client: Client | None = None, **changes: object):
+        sampling = SamplingParams(max_tokens=changes.pop("max_tokens", 5))
+        adapter = changes.pop("adapter", AdapterChoice())
+        self.loop.submit(Submission(name, prompt, sampling, adapter, **changes), client or self.client)
+
+    def settle(self) -> None:
+        """Returns when the loop is between two steps."""
+        self.loop.call_at_boundary(lambda: None).result(TIMEOUT)
+
+    def check_nothing_left(self) -> None:
+        self.loop.call_at_boundary(self.loop._scheduler.check_integrity).result(TIMEOUT)
+        counts = self.loop.call_at_boundary(lambda: self.loop._scheduler.counts()).result(TIMEOUT)
+        assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
+        assert self.adapters.pins == []
+        assert self.loop._live == {}
+
+
+@contextmanager
+def running(**options: object) -> Iterator[Fixture]:
+    fixture = Fixture(**options)
+    fixture.loop.start()
+    try:
+        yield fixture
+    finally:
+        fixture.runner.go_on()
+        fixture.loop.stop()
+    assert not fixture.loop._thread.is_alive()
+
+
+@pytest.fixture
+def engine() -> Iterator[Fixture]:
+    with running() as fixture:
+        yield fixture
+
+
+def tokens(updates: list[SequenceUpdate]) -> list[int]:
+    return [update.token.token_id for update in updates if update.token is not None]
+
+
+def test_answers_are_those_of_a_lone_request(engine: Fixture) -> None:
+    prompts = {f"r{n}": tuple(range(1, 2 + 3 * n)) for n in range(10)}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt)
+    updates = engine.client.wait(*prompts)
+    for name, prompt in prompts.items():
+        assert tokens(updates[name]) == reference(prompt, 5)
+        assert updates[name][-1].finish_reason is FinishReason.LENGTH
+        assert updates[name][0].adapter == ""
+        assert updates[name][0].cached_tokens is not None
+        assert all(update.adapter is update.cached_tokens is None for update in updates[name][1:])
+    engine.check_nothing_left()
+    assert len(engine.observer.done) == len(prompts)
+    assert sum(step.decodes + step.prefill_tokens for step in engine.observer.steps) == engine.runner.computed_tokens
+    assert engine.loop.status().steps == engine.runner.steps
+
+
+def test_one_call_per_step_and_sink(engine: Fixture) -> None:
+    engine.runner.hold = True
+    engine.submit("warm", max_tokens=1)
+    engine.runner.entered.get(timeout=TIMEOUT)
+    other = Client()
+    for n in range(3):
+        engine.submit(f"a{n}", max_tokens=2)
+    engine.submit("b", client=other, max_tokens=2)
+    engine.runner.go_on()
+    engine.client.wait("a0", "a1", "a2")
+    other.wait("b")
+    assert engine.client.frames.empty()
+    frames = Client()
+    engine.runner.hold = True
+    engine.submit("warm", client=other, max_tokens=1)
+    engine.runner.entered.get(timeout=TIMEOUT)
+    for n in range(3):
+        engine.submit(f"c{n}", client=frames, max_tokens=2)
+    engine.runner.go_on()
+    first, second = (frames.frames.get(timeout=TIMEOUT) for _ in range(2))
+    assert [update.request_id for update in first] == [update.request_id for update in second] == ["c0", "c1", "c2"]
+
+
+def test_refuses_what_never_fits_at_once(engine: Fixture) -> None:
+    with pytest.raises(ContextLengthExceeded, match="64"):
+        engine.submit("long", tuple(range(1, 65)))
+    with pytest.raises(InvalidRequest):
+        engine.submit("", (1,))
+    engine.check_nothing_left()
+
+
+def test_refuses_ids_in_use(engine: Fixture) -> None:
+    engine.runner.hold = True
+    engine.submit("same")
+    engine.runner.entered.get(timeout=TIMEOUT)
+    other = Client()
+    engine.submit("same", client=other)
+    engine.runner.go_on()
+    assert isinstance(other.wait("same")["same"][0].error, InvalidRequest)
+    assert tokens(engine.client.wait("same")["same"]) == reference((1, 2, 3), 5)
+    engine.check_nothing_left()
+
+
+def test_bounds_the_queue() -> None:
+    with running(max_waiting=2) as engine:
+        engine.runner.hold = True
+        engine.submit("r0")
+        engine.runner.entered.get(timeout=TIMEOUT)
+        for n in range(1, 6):
+            engine.submit(f"r{n}")
+        with pytest.raises(Overloaded, match="limit is 2"):
+            engine.submit("r6")
+        engine.runner.go_on()
+        engine.client.wait(*(f"r{n}" for n in range(6)))
+        engine.settle()
+        engine.submit("r6")
+        engine.client.wait("r6")
+        engine.check_nothing_left()
+
+
+def test_abort_frees_everything_and_says_so(engine: Fixture) -> None:
+    engine.runner.hold = True
+    engine.submit("gone", max_tokens=50)
+    engine.submit("stays")
+    engine.runner.entered.get(timeout=TIMEOUT)
+    engine.loop.abort("gone")
+    engine.loop.abort("never was")
+    engine.runner.go_on()
+    updates = engine.client.wait("gone", "stays")
+    assert updates["gone"][-1].finish_reason is FinishReason.ABORT
+    assert len(updates["gone"]) == 2
+    assert tokens(updates["stays"]) == reference((1, 2, 3), 5)
+    engine.check_nothing_left()
+
+
+def test_abort_all_ends_only_that_sink(engine: Fixture) -> None:
+    gone = Client()
+    engine.adapters.loaded = False
+    engine.runner.hold = True
+    engine.submit("g0", client=gone, max_tokens=50)
+    engine.submit("g1", client=gone, adapter=AdapterChoice(name="a"))
+    engine.submit("s0")
+    engine.runner.entered.get(timeout=TIMEOUT)
+    engine.loop.abort_all(gone)
+    engine.runner.go_on()
+    engine.client.wait("s0")
+    engine.settle()
+    assert all(update.finish_reason is None for update in gone.frames.get(timeout=TIMEOUT))
+    assert gone.frames.empty()
+    engine.check_nothing_left()
+
+
+def test_a_failing_sink_loses_only_its_own_requests(engine: Fixture) -> None:
+    calls = []
+
+    def broken(updates: list[SequenceUpdate]) -> None:
+        calls.append(updates)
+        raise ConnectionError("stream is gone")
+
+    engine.loop.submit(Submission("b", (1,), SamplingParams(max_tokens=50), AdapterChoice()), broken)
+    engine.submit("fine")
+    assert tokens(engine.client.wait("fine")["fine"]) == reference((1, 2, 3), 5)
+    engine.settle()
+    assert len(calls) == 1
+    engine.check_nothing_left()
+
+
+def test_a_failed_step_ends_its_requests_and_serving_goes_on(engine: Fixture) -> None:
+    engine.runner.failures = 1
+    engine.submit("unlucky")
+    last = engine.client.wait("unlucky")["unlucky"][-1]
+    assert last.error is not None
+    assert last.error.code == "internal_error"
+    assert "device lost" not in last.error.message
+    engine.submit("lucky")
+    assert tokens(engine.client.wait("lucky")["lucky"]) == reference((1, 2, 3), 5)
+    engine.check_nothing_left()
+    assert engine.loop.healthy
+
+
+def test_failures_in_a_row_make_it_unhealthy_until_a_step_succeeds(engine: Fixture) -> None:
+    engine.runner.failures = 3
+    for n in range(3):
+        engine.submit(f"r{n}")
+        engine.client.wait(f"r{n}")
+    engine.settle()
+    engine.settle()
+    assert not engine.loop.healthy
+    assert engine.loop.status().failed_steps == 3
+    engine.submit("good")
+    engine.client.wait("good")
+    engine.settle()
+    assert engine.loop.healthy
+    engine.check_nothing_left()
+
+
+def test_broken_books_end_all_requests_and_serving_goes_on(engine: Fixture) -> None:
+    engine.runner.hold = True
+    engine.submit("r0", max_tokens=20)
+    engine.runner.entered.get(timeout=TIMEOUT)
+
+    def break_books() -> None:
+        engine.loop._scheduler._slots.release(engine.loop._scheduler._running[0].slot)
+
+    engine.loop.call_at_boundary(break_books)
+    engine.loop.abort("r0")
+    engine.runner.go_on()
+    assert engine.client.wait("r0")["r0"][-1].error is not None
+    engine.submit("r1")
+    assert tokens(engine.client.wait("r1")["r1"]) == reference((1, 2, 3), 5)
+    engine.check_nothing_left()
+
+
+def test_waits_for_an_adapter_outside_the_scheduler(engine: Fixture) -> None:
+    engine.adapters.loaded = False
+    engine.submit("waits", adapter=AdapterChoice(name="a"))
+    engine.submit("passes")
+    engine.client.wait("passes")
+    engine.settle()
+    assert engine.loop.status().waiting_for_adapters == 1
+    engine.adapters.loaded = True
+    engine.loop.retry_adapters()
+    updates = engine.client.wait("waits")["waits"]
+    assert updates[0].adapter == "a@1"
+    assert tokens(updates) == reference((1, 2, 3), 5)
+    engine.check_nothing_left()
+
+
+def test_a_boundary_call_flips_adapters_for_waiting_requests(engine: Fixture) -> None:
+    engine.adapters.loaded = False
+    engine.submit("waits", adapter=AdapterChoice(name="a"))
+    engine.loop.call_at_boundary(lambda: setattr(engine.adapters, "loaded", True)).result(TIMEOUT)
+    assert engine.client.wait("waits")["waits"][0].adapter == "a@1"
+
+
+def test_unknown_and_unloadable_adapters_end_with_their_error(engine: Fixture) -> None:
+    engine.submit("unknown", adapter=AdapterChoice(name="nope"))
+    assert isinstance(engine.client.wait("unknown")["unknown"][0].error, ModelNotFound)
+    engine.adapters.loaded = False
+    engine.submit("waits", adapter=AdapterChoice(name="a"))
+    engine.settle()
+    engine.adapters.error = Unavailable("store away")
+    engine.loop.retry_adapters()
+    assert isinstance(engine.client.wait("waits")["waits"][0].error, Unavailable)
+    engine.check_nothing_left()
+
+
+def test_gives_up_waiting_for_an_adapter() -> None:
+    with running(adapter_wait_seconds=0.01) as engine:
+        engine.adapters.loaded = False
+        engine.submit("waits", adapter=AdapterChoice(name="a"))
+        assert isinstance(engine.client.wait("waits")["waits"][0].error, Unavailable)
+        engine.submit("late", adapter=AdapterChoice(name="a"), deadline=0.0)
+        assert isinstance(engine.client.wait("late")["late"][0].error, DeadlineExceeded)
+        engine.check_nothing_left()
+
+
+def test_deadline_ends_a_request(engine: Fixture) -> None:
+    engine.submit("late", deadline=0.0)
+    last = engine.client.wait("late")["late"][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert isinstance(last.error, DeadlineExceeded)
+    engine.check_nothing_left()
+
+
+def test_remembers_rollouts_that_were_asked_for(engine: Fixture) -> None:
+    engine.submit("kept", adapter=AdapterChoice(name="a"), keep_rollout=True)
+    engine.submit("not kept")
+    engine.client.wait("kept", "not kept")
+    found, missing = engine.loop.rollouts.get(["kept", "not kept"])
+    assert missing == ["not kept"]
+    assert list(found[0].prompt_token_ids) == [1, 2, 3]
+    assert list(found[0].token_ids) == reference((1, 2, 3), 5)
+    assert list(found[0].sampling_logprobs) == [-0.5] * 5
+    assert found[0].adapter == "a@1"
+
+
+def test_boundary_calls_return_and_raise(engine: Fixture) -> None:
+    assert engine.loop.call_at_boundary(lambda: 5).result(TIMEOUT) == 5
+    with pytest.raises(ZeroDivisionError):
+        engine.loop.call_at_boundary(lambda: 1 // 0).result(TIMEOUT)
+    nested = engine.loop.call_at_boundary(lambda: engine.loop.call_at_boundary(lambda: 6).result(0))
+    assert nested.result(TIMEOUT) == 6
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes(engine: Fixture) -> None:
+    engine.runner.hold = True
+    engine.submit("last")
+    engine.runner.entered.get(timeout=TIMEOUT)
+    assert not engine.loop.drain(0.0)
+    with pytest.raises(Unavailable):
+        engine.submit("too late")
+    engine.runner.go_on()
+    assert engine.loop.drain(TIMEOUT)
+    assert tokens(engine.client.wait("last")["last"]) == reference((1, 2, 3), 5)
+    assert not engine.loop.status().accepting
+
+
+def test_stop_answers_everything() -> None:
+    with ExitStack() as stack:
+        engine = stack.enter_context(running())
+        engine.runner.hold = True
+        engine.adapters.loaded = False
+        engine.submit("runs", max_tokens=60)
+        engine.submit("loads", adapter=AdapterChoice(name="a"))
+        engine.runner.entered.get(timeout=TIMEOUT)
+        engine.submit("queued", max_tokens=60)
+        stopper = threading.Thread(target=engine.loop.stop)
+        stopper.start()
+        while engine.loop._commands.qsize() < 2:
+            threading.Event().wait(0.001)
+        engine.runner.go_on()
+        stopper.join(TIMEOUT)
+        updates = engine.client.wait("runs", "loads", "queued")
+        assert all(isinstance(updates[name][-1].error, Unavailable) for name in ("runs", "loads", "queued"))
+        assert engine.adapters.pins == []
+        with pytest.raises(Unavailable):
+            engine.submit("after")
+        with pytest.raises(Unavailable):
+            engine.loop.call_at_boundary(lambda: None).result(TIMEOUT)
+        assert engine.loop.drain(0.0)
+        assert not engine.loop.healthy
+
+
+def test_two_hundred_clients_that_leave_at_random_leave_nothing(engine: Fixture) -> None:
+    """Submissions and departures from several threads while the loop runs."""
+
+    def crowd(first: int) -> None:
+        for n in range(first, first + 50):
+            client = Client()
+            prompt = tuple(1 + (n * k) % 7 for k in range(1 + n % 23))
+            engine.submit(f"c{n}", prompt, client=client, max_tokens=1 + n % 30)
+            if n % 3 == 0:
+                engine.loop.abort_all(client)
+            elif n % 3 == 1:
+                client.frames.get(timeout=TIMEOUT)
+                engine.loop.abort(f"c{n}")
+                client.wait(f"c{n}")
+            else:
+                updates = client.wait(f"c{n}")[f"c{n}"]
+                assert tokens(updates) == reference(prompt, 1 + n % 30)
+
+    failures: list[BaseException] = []
+
+    def guarded(first: int) -> None:
+        try:
+            crowd(first)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(50 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert not failures
+    engine.check_nothing_left()
