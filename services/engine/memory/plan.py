@@ -1,0 +1,182 @@
+"""Who gets how many bytes of the device, decided once at start. No torch here: bytes in, bytes out.
+
+What cannot fit is refused with the numbers before anything is allocated, so that nothing ends in an out-of-memory error
+in the middle of a request or a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.common.errors import DoesNotFit
+
+_TRAINING_SHARE = 0.25
+"""Of what weights, states, adapters and workspace leave, when nobody says what training gets; KV gets the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What the model needs of each thing, in bytes."""
+
+    weights: int
+    block: int
+    """KV of one block in all full-attention layers."""
+    slot: int
+    """Recurrent and convolution state of one sequence in all DeltaNet layers."""
+    adapter_slot: int
+    """One LoRA slot of the highest rank."""
+    workspace: int
+    """Activations and logits of the largest step, CUDA graphs, allocator slack."""
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "block", "slot", "adapter_slot", "workspace"):
+            value = getattr(self, name)
+            if value < 0 or (value == 0 and name == "block"):
+                raise ValueError(f"{name} must be a number of bytes, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The division of ``budget`` bytes."""
+
+    budget: int
+    weights: int
+    workspace: int
+    states: int
+    adapters: int
+    kv: int
+    training: int
+    num_blocks: int
+    """Scratch block 0 included."""
+    block_size: int
+
+    @property
+    def total(self) -> int:
+        return sum(bytes_ for _, bytes_ in self._parts())
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence whose KV fits, alone."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def model_len(self, context: int, wanted: int = 0) -> int:
+        """The longest prompt + output to accept.
+
+        Args:
+            context: what the checkpoint can do, tokens.
+            wanted: what the settings ask for; 0: as much as context and KV allow.
+
+        Raises:
+            DoesNotFit: ``wanted`` is more than that.
+        """
+        # The last output token is never fed back and needs no KV.
+        possible = min(context, self.capacity_tokens + 1)
+        if wanted > possible:
+            limit = "the checkpoint's context" if wanted > context else f"{self.num_blocks - 1} KV blocks"
+            raise DoesNotFit(
+                f"max_model_len {wanted} is over {limit}, which allows {possible} tokens: lower it or give KV "
+                f"more memory\n{self.table()}",
+                param="max_model_len",
+            )
+        return wanted or possible
+
+    def check_job(self, need: Mapping[str, int]) -> None:
+        """Refuses a training job that is larger than its share.
+
+        Args:
+            need: bytes by purpose, for the message.
+
+        Raises:
+            DoesNotFit: with both tables.
+        """
+        total = sum(need.values())
+        if total > self.training:
+            parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in need.items())
+            raise DoesNotFit(
+                f"the job needs {format_bytes(total)} ({parts}), the plan leaves {format_bytes(self.training)} for "
+                "training: shorten the examples, lower the rank, or raise train_memory_bytes"
+            )
+
+    def table(self) -> str:
+        """One line a purpose, for logs and error messages."""
+        rows = [*self._parts(), ("total", self.total), ("budget", self.budget)]
+        return "\n".join(f"{name:<10}{format_bytes(value):>12}" for name, value in rows)
+
+    def _parts(self) -> list[tuple[str, int]]:
+        return [
+            ("weights", self.weights),
+            ("workspace", self.workspace),
+            ("states", self.states),
+            ("adapters", self.adapters),
+            ("kv", self.kv),
+            ("training", self.training),
+        ]
+
+
+def plan_memory(
+    budget: int,
+    footprint: Footprint,
+    *,
+    block_size: int,
+    num_slots: int,
+    adapter_slots: int,
+    num_blocks: int = 0,
+    kv_bytes: int = 0,
+    training_bytes: int | None = None,
+    useful_blocks: int | None = None,
+) -> MemoryPlan:
+    """Divides the device.
+
+    Args:
+        budget: bytes that may be handed out in all.
+        num_slots: state slots, scratch and snapshots included.
+        adapter_slots: LoRA slots, the base's empty one included.
+        num_blocks: KV blocks, scratch included; 0: as many as fit ``kv_bytes``.
+        kv_bytes: 0: what is left over.
+        training_bytes: None: a quarter of what is left over.
+        useful_blocks: no more KV blocks than this when the number is chosen here.
+
+    Raises:
+        DoesNotFit: the parts are more than the budget, or no KV block fits.
+    """
+    states = num_slots * footprint.slot
+    adapters = adapter_slots * footprint.adapter_slot
+    left = budget - footprint.weights - footprint.workspace - states - adapters
+    training = max(0, int(left * _TRAINING_SHARE)) if training_bytes is None else training_bytes
+    if num_blocks == 0:
+        num_blocks = max(0, kv_bytes or left - training) // footprint.block
+        if useful_blocks is not None:
+            num_blocks = min(num_blocks, useful_blocks)
+    plan = MemoryPlan(
+        budget=budget,
+        weights=footprint.weights,
+        workspace=footprint.workspace,
+        states=states,
+        adapters=adapters,
+        kv=num_blocks * footprint.block,
+        training=training,
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+    if plan.total > budget:
+        raise DoesNotFit(
+            f"the device lacks {format_bytes(plan.total - budget)}: lower max_num_seqs, state_snapshots, "
+            f"adapter_slots, kv_cache_bytes or train_memory_bytes\n{plan.table()}"
+        )
+    if num_blocks < 2:
+        raise DoesNotFit(
+            f"no KV block of {format_bytes(footprint.block)} is left: lower max_num_seqs, state_snapshots, "
+            f"adapter_slots or train_memory_bytes, or raise kv_cache_bytes\n{plan.table()}"
+        )
+    return plan
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: "1.50 GiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
