@@ -7,7 +7,7 @@ import grpc
 from services.common import errors
 from services.common.pb import engine_pb2 as pb
 
-_KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode, grpc.StatusCode], ...] = (
+_KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode.ValueType, grpc.StatusCode], ...] = (
     # Subclasses before their bases.
     (errors.ContextLengthExceeded, pb.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequest, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
@@ -24,7 +24,7 @@ INTERNAL_MESSAGE = "the engine failed on this request; its log has the details"
 """What a client learns of a bug: nothing about our insides."""
 
 
-def error_code(error: BaseException) -> pb.ErrorCode:
+def error_code(error: BaseException) -> pb.ErrorCode.ValueType:
     """The wire code of an error; anything outside the tree is internal."""
     return next((code for kind, code, _ in _KINDS if isinstance(error, kind)), pb.ERROR_CODE_INTERNAL)
 

@@ -140,7 +140,7 @@ class ModelRunner:
         tensor = torch.from_numpy(buffer)
         if self._model.device.type == "cuda":
             tensor = tensor.pin_memory().to(self._model.device, non_blocking=True)
-        parts = tensor.split([total] * 3 + [sequences] * 2 + [len(logit_rows), sequences * width])
+        parts = torch.split(tensor, [total] * 3 + [sequences] * 2 + [len(logit_rows), sequences * width])
         return ForwardBatch(
             token_ids=parts[0],
             positions=parts[1],

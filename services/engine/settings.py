@@ -42,12 +42,12 @@ class EngineSettings(CommonSettings):
     """Longest prompt + completion in tokens; 0: the checkpoint's context, at most what the KV cache holds."""
     token_budget: int = Field(512, ge=1)
     """Most tokens of one step: decodes first, the rest prefill chunks."""
-    cuda_memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Share of the card that the memory plan may hand out."""
+    memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of the device's memory that the plan may hand out."""
 
     # Adapters.
-    adapter_slots: int = Field(8, ge=1, le=256)
-    """LoRA versions resident at once, the base not counted."""
+    adapter_slots: int = Field(8, ge=2, le=256)
+    """LoRA versions resident at once, the base not counted. A swap needs one beside the version it replaces."""
     max_lora_rank: int = Field(32, ge=1, le=256)
     """Highest rank that fits an adapter slot."""
     adapter_poll_seconds: float = Field(2.0, gt=0)
@@ -70,7 +70,7 @@ class EngineSettings(CommonSettings):
     max_train_tokens: int = Field(4096, ge=1)
     """Longest training example in tokens."""
     train_memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
-    """What a training job may use; 0: 2 GiB on cpu, what the plan leaves on cuda."""
+    """What a training job may use; 0: a quarter of what weights, states and adapters leave."""
     data_dir: Path = Path(".temper/engine")
     """Local files of this engine: checkpoints of jobs while the object store is away."""
 
@@ -116,7 +116,3 @@ class EngineSettings(CommonSettings):
     @property
     def kv_bytes_on_cpu(self) -> int:
         return int(self.kv_cache_bytes) or _GIB // 4
-
-    @property
-    def train_bytes_on_cpu(self) -> int:
-        return int(self.train_memory_bytes) or 2 * _GIB

@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.errors import InvalidRequest
 from services.common.names import check_adapter_name
 from services.common.pb import engine_pb2 as pb
+from services.engine.errors import to_message
+from services.engine.ports import Submission
 from services.engine.request import FinishReason, SamplingParams
+from services.engine.rollouts import Rollout
+from services.engine.updates import SequenceUpdate
 
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -18,13 +22,17 @@ FINISH_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and the engine can take."""
+_MAX_REQUEST_ID = 256
 
-    vocab_size: int
-    max_model_len: int
-    max_request_id: int = 256
+
+@dataclass(frozen=True, slots=True)
+class AdapterChoice:
+    """What a request asked for: attached, base (name is None) or a name with or without a version."""
+
+    attached: bool = False
+    name: str | None = None
+    version: int | None = None
+    """None: the current one."""
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
@@ -51,44 +59,38 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
-def check_request(message: pb.GenerateRequest, sampling: SamplingParams, limits: Limits) -> None:
-    """Refuses what can never be served.
+def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
+    """Reads a request. Whether it fits the context is for the loop to say.
 
     Raises:
-        InvalidRequest: an id is empty, too long or outside the vocabulary.
-        ContextLengthExceeded: prompt and max_tokens do not fit the context.
+        InvalidRequest: a value is out of range; ``param`` names it.
     """
-    if not message.request_id or len(message.request_id) > limits.max_request_id:
-        raise InvalidRequest(f"request_id must have 1 to {limits.max_request_id} characters", param="request_id")
+    sampling = sampling_params(message.sampling)
+    _check_ids(message, sampling, vocab_size)
+    return Submission(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling,
+        adapter=adapter_choice(message),
+        deadline=monotonic_deadline(message),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        keep_rollout=message.keep_rollout,
+    )
+
+
+def _check_ids(message: pb.GenerateRequest, sampling: SamplingParams, vocab_size: int) -> None:
+    if not message.request_id or len(message.request_id) > _MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id must have 1 to {_MAX_REQUEST_ID} characters", param="request_id")
     prompt = message.prompt_token_ids
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="prompt")
-    if max(prompt) >= limits.vocab_size:
-        raise InvalidRequest(
-            f"prompt token id {max(prompt)} is outside the vocabulary of {limits.vocab_size}", param="prompt"
-        )
+    if max(prompt) >= vocab_size:
+        raise InvalidRequest(f"prompt token id {max(prompt)} is outside the vocabulary of {vocab_size}", param="prompt")
     for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
-        wrong = [token for token in ids if token >= limits.vocab_size]
+        wrong = [token for token in ids if token >= vocab_size]
         if wrong:
-            raise InvalidRequest(
-                f"{name}: token id {wrong[0]} is outside the vocabulary of {limits.vocab_size}", param=name
-            )
-    if len(prompt) + sampling.max_tokens > limits.max_model_len:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}: together over the context "
-            f"of {limits.max_model_len} tokens; shorten the prompt or lower max_tokens",
-            param="prompt" if len(prompt) >= limits.max_model_len else "max_tokens",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterChoice:
-    """What a request asked for: attached, base (name is None) or a name with or without a version."""
-
-    attached: bool = False
-    name: str | None = None
-    version: int | None = None
-    """None: the current one."""
+            raise InvalidRequest(f"{name}: token id {wrong[0]} is outside the vocabulary of {vocab_size}", param=name)
 
 
 def adapter_choice(message: pb.GenerateRequest) -> AdapterChoice:
@@ -109,3 +111,37 @@ def monotonic_deadline(message: pb.GenerateRequest) -> float | None:
     if message.deadline_unix_ms <= 0:
         return None
     return time.monotonic() + message.deadline_unix_ms / 1000 - time.time()
+
+
+def update_message(update: SequenceUpdate) -> pb.Update:
+    """What one step added to one request, for the wire."""
+    message = pb.Update(request_id=update.request_id)
+    token = update.token
+    if token is not None:
+        message.token_ids.append(token.token_id)
+        message.sampling_logprobs.append(token.sampling_logprob)
+        if token.logprob is not None:
+            message.logprobs.append(token.logprob)
+            message.top_logprobs.add(token_ids=token.top_ids, logprobs=token.top_logprobs)
+    if update.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[update.finish_reason]
+    if update.error is not None:
+        message.error.CopyFrom(to_message(update.error))
+    if update.cached_tokens is not None:
+        message.cached_tokens = update.cached_tokens
+    if update.adapter is not None:
+        message.adapter = update.adapter
+    return message
+
+
+def rollout_message(rollout: Rollout) -> pb.Rollout:
+    """A remembered completion, for the wire."""
+    return pb.Rollout(
+        completion_id=rollout.completion_id,
+        prompt_token_ids=rollout.prompt_token_ids,
+        token_ids=rollout.token_ids,
+        sampling_logprobs=rollout.sampling_logprobs,
+        temperature=rollout.temperature,
+        adapter=rollout.adapter,
+        finish_reason=FINISH_REASONS[rollout.finish_reason],
+    )

@@ -1,0 +1,384 @@
+"""The adapter manager against a registry in memory; real threads, no torch."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from services.common.errors import (
+    AdapterRejected,
+    ModelNotFound,
+    Overloaded,
+    TemperError,
+    Unavailable,
+)
+from services.common.names import AdapterVersion
+from services.common.registry import Pointers
+from services.engine.adapter_slots import SlotTable
+from services.engine.adapters import AdapterLimits, AdapterManager
+from services.engine.request import BASE_PIN, AdapterPin
+from services.engine.wire import AdapterChoice
+
+ATTACHED = AdapterChoice(attached=True)
+
+
+@dataclass
+class FakeManifest:
+    digest: str
+    base_digest: str = "base"
+
+
+@dataclass
+class FakeRegistry:
+    """Names to version counts; versions listed in ``corrupt`` do not bind."""
+
+    current_versions: dict[str, int] = field(default_factory=dict)
+    attachment: AdapterVersion | None = None
+    corrupt: set[str] = field(default_factory=set)
+    foreign: set[str] = field(default_factory=set)
+    away: bool = False
+    calls: list[str] = field(default_factory=list)
+
+    def _touch(self, call: str) -> None:
+        self.calls.append(call)
+        if self.away:
+            raise Unavailable("the store is away")
+
+    def pointers(self) -> Pointers:
+        self._touch("pointers")
+        return Pointers(
+            self.attachment, dict(self.current_versions), repr((self.attachment, sorted(self.current_versions.items())))
+        )
+
+    def current(self, name: str) -> AdapterVersion:
+        self._touch(f"current {name}")
+        if name not in self.current_versions:
+            raise ModelNotFound("no")
+        return AdapterVersion(name, self.current_versions[name])
+
+    def manifest(self, version: AdapterVersion) -> FakeManifest:
+        self._touch(f"manifest {version}")
+        if version.version > self.current_versions.get(version.name, 0):
+            raise ModelNotFound("no")
+        return FakeManifest(f"digest {version}", "another" if str(version) in self.foreign else "base")
+
+    def files(self, version: AdapterVersion) -> dict[str, bytes]:
+        self._touch(f"files {version}")
+        return {"weights": str(version).encode()}
+
+
+class FakeLora:
+    def __init__(self) -> None:
+        self.slots: dict[int, str] = {}
+
+    def load(self, slot: int, bound: str) -> None:
+        self.slots[slot] = bound
+
+
+class FakeLoop:
+    """Runs boundary calls on its own thread, like the engine loop; counts retries."""
+
+    def __init__(self) -> None:
+        self.retries = threading.Semaphore(0)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def call_at_boundary(self, function: Callable[[], None]) -> None:
+        self._calls.put(function)
+
+    def retry_adapters(self) -> None:
+        self.retries.release()
+
+    def stop(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+
+class World:
+    def __init__(self, slots: int = 3, wait_seconds: float = 5.0) -> None:
+        self.registry = FakeRegistry()
+        self.lora = FakeLora()
+        self.loop = FakeLoop()
+        self.manager = AdapterManager(
+            cast(Any, self.registry),
+            None,
+            cast(Any, self.lora),
+            self._bind,
+            AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds),
+            base_digest="base",
+        )
+
+    def _bind(self, files: Mapping[str, bytes]) -> Any:
+        name = files["weights"].decode()
+        if name in self.registry.corrupt:
+            raise AdapterRejected("tensor x is missing")
+        return name
+
+    def start(self) -> World:
+        self.manager.start(self.loop)
+        return self
+
+    def pin(self, choice: AdapterChoice) -> AdapterPin:
+        """Pins like the engine loop does: asks again whenever it is told to."""
+        for _ in range(20):
+            pin = self.manager.pin(choice)
+            if pin is not None:
+                return pin
+            assert self.loop.retries.acquire(timeout=5.0), "never told to try again"
+        raise AssertionError("still loading after 20 tries")
+
+    def publish(self, name: str, *, attach: bool = True) -> AdapterVersion:
+        version = AdapterVersion(name, self.registry.current_versions.get(name, 0) + 1)
+        self.registry.current_versions[name] = version.version
+        if attach:
+            self.registry.attachment = version
+        return version
+
+    def sync(self, version: AdapterVersion | None = None, timeout: float = 5.0) -> None:
+        self.manager.sync(version, timeout)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.manager.stop()
+    world.loop.stop()
+
+
+def named(name: str, version: int | None = None) -> AdapterChoice:
+    return AdapterChoice(name=name, version=version)
+
+
+def test_nothing_attached_is_the_base(world: World) -> None:
+    world.start()
+    assert world.manager.pin(ATTACHED) == BASE_PIN
+    assert world.manager.pin(AdapterChoice()) == BASE_PIN
+
+
+def test_the_attached_version_serves_from_the_start(world: World) -> None:
+    world.publish("a")
+    world.start()
+    pin = world.manager.pin(ATTACHED)
+    assert pin is not None
+    assert (pin.version, pin.digest) == ("a@1", "digest a@1")
+    assert world.lora.slots[pin.slot] == "a@1"
+
+
+def test_a_swap_keeps_pinned_versions(world: World) -> None:
+    world.publish("a")
+    world.start()
+    old = world.pin(ATTACHED)
+    world.publish("a")
+    world.sync()
+    new = world.pin(ATTACHED)
+    assert (old.version, new.version) == ("a@1", "a@2")
+    assert world.lora.slots[old.slot] == "a@1"
+    assert world.pin(named("a")).version == "a@2"
+    assert world.pin(named("a", 1)) == old
+    loaded = {item.pin.version: item.requests for item in world.manager.snapshot().loaded}
+    assert loaded == {"a@1": 2, "a@2": 2}
+
+
+def test_a_corrupt_version_leaves_the_old_one_live(world: World) -> None:
+    world.publish("a")
+    world.start()
+    world.pin(named("a"))
+    bad = world.publish("a")
+    world.registry.corrupt.add(str(bad))
+    world.sync()
+    assert world.pin(ATTACHED).version == "a@1"
+    assert world.pin(named("a")).version == "a@1"
+    with pytest.raises(AdapterRejected, match="a@2: tensor x is missing"):
+        world.sync(bad)
+    with pytest.raises(AdapterRejected, match="tensor x"):
+        world.pin(named("a", 2))
+    world.publish("a")
+    world.sync()
+    assert world.pin(ATTACHED).version == "a@3"
+
+
+def test_an_adapter_of_another_base_is_refused(world: World) -> None:
+    world.start()
+    world.registry.foreign.add(str(world.publish("a", attach=False)))
+    with pytest.raises(AdapterRejected, match="another base model"):
+        world.pin(named("a"))
+
+
+def test_detach(world: World) -> None:
+    world.publish("a")
+    world.start()
+    world.registry.attachment = None
+    world.sync()
+    assert world.manager.pin(ATTACHED) == BASE_PIN
+    assert world.pin(named("a")).version == "a@1"
+
+
+def test_unknown_names_are_asked_for_once(world: World) -> None:
+    world.start()
+    for _ in range(3):
+        with pytest.raises(ModelNotFound, match="nobody"):
+            world.pin(named("nobody"))
+        with pytest.raises(ModelNotFound, match="nobody@7"):
+            world.pin(named("nobody", 7))
+    assert world.registry.calls.count("current nobody") == 1
+    assert world.registry.calls.count("manifest nobody@7") == 1
+
+
+def test_a_name_that_appears_after_a_miss(world: World) -> None:
+    world.start()
+    with pytest.raises(ModelNotFound):
+        world.pin(named("a"))
+    world.publish("a", attach=False)
+    world.sync()
+    assert world.pin(named("a")).version == "a@1"
+
+
+def test_least_recently_used_versions_make_room_but_never_pinned_or_attached_ones(world: World) -> None:
+    world.publish("a")
+    world.start()
+    world.publish("b", attach=False)
+    world.publish("c", attach=False)
+    world.publish("d", attach=False)
+    held = world.pin(named("b"))
+    world.manager.release(world.pin(named("c")))
+    assert world.pin(named("d")).slot not in {held.slot, world.pin(ATTACHED).slot}
+    assert {item.pin.version for item in world.manager.snapshot().loaded} == {"a@1", "b@1", "d@1"}
+    assert world.registry.calls.count("files a@1") == 1
+
+
+def test_no_free_slot_waits_for_a_request_to_end(world: World) -> None:
+    world.start()
+    pins = []
+    for name in "abc":
+        world.publish(name, attach=False)
+        pins.append(world.pin(named(name)))
+    world.publish("d", attach=False)
+    assert world.manager.pin(named("d")) is None
+    assert not world.loop.retries.acquire(timeout=0.2)
+    world.manager.release(pins[1])
+    assert world.pin(named("d")).slot == pins[1].slot
+
+
+def test_no_free_slot_for_too_long_is_overloaded() -> None:
+    world = World(slots=2, wait_seconds=0.0).start()
+    for name in "ab":
+        world.publish(name, attach=False)
+        world.pin(named(name))
+    world.publish("c", attach=False)
+    with pytest.raises(Overloaded, match="2 adapter slots"):
+        world.pin(named("c"))
+    world.manager.stop()
+    world.loop.stop()
+
+
+def test_a_swap_waits_for_a_slot_while_the_old_version_serves() -> None:
+    world = World(slots=2)
+    world.publish("a")
+    world.start()
+    first = world.pin(ATTACHED)
+    world.publish("a")
+    world.sync()
+    second = world.pin(ATTACHED)
+    world.publish("a")
+    with pytest.raises(Overloaded):
+        world.sync(timeout=0.2)
+    assert world.pin(ATTACHED).version == "a@2"
+    world.manager.release(first)
+    deadline = time.monotonic() + 5
+    while world.manager.snapshot().attached != "a@3":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert world.pin(ATTACHED).slot == first.slot != second.slot
+    world.manager.stop()
+    world.loop.stop()
+
+
+def test_an_outage_keeps_what_is_loaded(world: World) -> None:
+    world.publish("a")
+    world.start()
+    world.registry.away = True
+    with pytest.raises(Unavailable):
+        world.sync()
+    assert world.pin(ATTACHED).version == "a@1"
+    assert world.pin(named("a")).version == "a@1"
+    with pytest.raises(Unavailable):
+        world.pin(named("b"))
+    world.registry.away = False
+    world.publish("a")
+    world.sync()
+    assert world.pin(ATTACHED).version == "a@2"
+
+
+def test_an_outage_at_the_start_is_an_error(world: World) -> None:
+    world.registry.away = True
+    with pytest.raises(Unavailable):
+        world.start()
+
+
+def test_a_deleted_adapter_is_forgotten_when_its_last_request_ends(world: World) -> None:
+    world.start()
+    world.publish("a", attach=False)
+    pin = world.pin(named("a"))
+    del world.registry.current_versions["a"]
+    world.sync()
+    assert world.manager.snapshot().loaded == ()
+    with pytest.raises(ModelNotFound):
+        world.pin(named("a"))
+    world.manager.release(pin)
+    for name in "bcd":
+        world.publish(name, attach=False)
+        world.pin(named(name))
+
+
+def test_a_rollback_is_a_swap(world: World) -> None:
+    world.publish("a")
+    world.publish("a")
+    world.start()
+    assert world.pin(ATTACHED).version == "a@2"
+    world.registry.attachment = AdapterVersion("a", 1)
+    world.sync()
+    assert world.pin(ATTACHED).version == "a@1"
+
+
+def test_a_bug_in_the_store_client_does_not_end_the_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.start()
+
+    def broken() -> Pointers:
+        raise KeyError("bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.registry, "pointers", broken)
+        with pytest.raises(TemperError, match="KeyError"):
+            world.sync()
+    world.publish("a")
+    world.sync()
+    assert world.pin(ATTACHED).version == "a@1"
+
+
+def test_releasing_what_is_not_pinned_is_a_bug() -> None:
+    table = SlotTable(2)
+    slot = table.take(())
+    assert slot == 1
+    resident = table.put(AdapterVersion("a", 1), "d", slot)
+    with pytest.raises(ValueError, match="not pinned"):
+        table.release(resident.pin)
+    table.acquire(resident)
+    assert table.take(()) == 2
+    assert table.take(()) is None
+    table.give_back(2)
+    assert table.release(resident.pin)
+    assert table.take((resident.version,)) == 2
+    assert table.take((resident.version,)) is None
+    assert table.take(()) == 1
