@@ -1,0 +1,259 @@
+"""The architecture of one checkpoint, every number read from its config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from services.common.errors import CheckpointRejected
+
+LayerType = Literal["linear_attention", "full_attention"]
+_LAYER_TYPES: tuple[LayerType, ...] = ("linear_attention", "full_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a Qwen3.5 text model.
+
+    Raises:
+        CheckpointRejected: the numbers contradict each other; the message names the key of config.json.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[LayerType, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    linear_key_heads: int
+    linear_value_heads: int
+    linear_key_dim: int
+    linear_value_dim: int
+    conv_kernel: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, message: str) -> None:
+            if not ok:
+                raise CheckpointRejected(f"config.json: {message}")
+
+        check(self.num_heads % self.num_kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
+        check(
+            self.linear_value_heads % self.linear_key_heads == 0,
+            "linear_num_value_heads must be a multiple of linear_num_key_heads",
+        )
+        check(self.conv_kernel >= 2, f"linear_conv_kernel_dim must be at least 2, got {self.conv_kernel}")
+        check(
+            0 < self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
+            f"partial_rotary_factor gives {self.rotary_dim} of {self.head_dim} rotary dimensions: not an even number",
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def num_full_layers(self) -> int:
+        return sum(kind == "full_attention" for kind in self.layer_types)
+
+    @property
+    def num_linear_layers(self) -> int:
+        return self.num_layers - self.num_full_layers
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads of a full-attention layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads of a full-attention layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key (or query) heads of a DeltaNet layer."""
+        return self.linear_key_heads * self.linear_key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of all value heads of a DeltaNet layer."""
+        return self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of a DeltaNet layer's convolution: q | k | v."""
+        return 2 * self.key_size + self.value_size
+
+    def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Shapes [out, in] of a layer's linear maps by module path inside the layer, as transformers names them."""
+        hidden = self.hidden_size
+        shapes: dict[str, tuple[int, int]]
+        if self.layer_types[layer] == "full_attention":
+            shapes = {
+                "self_attn.q_proj": (2 * self.query_size, hidden),
+                "self_attn.k_proj": (self.kv_size, hidden),
+                "self_attn.v_proj": (self.kv_size, hidden),
+                "self_attn.o_proj": (hidden, self.query_size),
+            }
+        else:
+            shapes = {
+                "linear_attn.in_proj_qkv": (self.conv_dim, hidden),
+                "linear_attn.in_proj_z": (self.value_size, hidden),
+                "linear_attn.in_proj_b": (self.linear_value_heads, hidden),
+                "linear_attn.in_proj_a": (self.linear_value_heads, hidden),
+                "linear_attn.out_proj": (hidden, self.value_size),
+            }
+        return shapes | {
+            "mlp.gate_proj": (self.intermediate_size, hidden),
+            "mlp.up_proj": (self.intermediate_size, hidden),
+            "mlp.down_proj": (hidden, self.intermediate_size),
+        }
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint without its prefix ("embed_tokens.weight", "layers.0.…", "lm_head.weight")."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed_tokens.weight": (self.vocab_size, self.hidden_size),
+            "norm.weight": (self.hidden_size,),
+        }
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        for index, kind in enumerate(self.layer_types):
+            layer: dict[str, tuple[int, ...]] = {
+                "input_layernorm.weight": (self.hidden_size,),
+                "post_attention_layernorm.weight": (self.hidden_size,),
+            }
+            layer |= {f"{path}.weight": shape for path, shape in self.linear_shapes(index).items()}
+            if kind == "full_attention":
+                layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+            else:
+                layer |= {
+                    "linear_attn.conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
+                    "linear_attn.A_log": (self.linear_value_heads,),
+                    "linear_attn.dt_bias": (self.linear_value_heads,),
+                    "linear_attn.norm.weight": (self.linear_value_dim,),
+                }
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelConfig:
+        """Reads ``path/config.json``, flat (text model) or with a nested text_config (multimodal model).
+
+        Raises:
+            CheckpointRejected: no or malformed file, a missing key, or an architecture that this model is not.
+        """
+        file = Path(path) / "config.json"
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointRejected(f"{file} does not exist: the model directory needs a config.json") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointRejected(f"{file} is not readable JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise CheckpointRejected(f"{file} is not a JSON object")
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Same, from the parsed JSON."""
+        text = data.get("text_config", data)
+        if not isinstance(text, Mapping):
+            raise CheckpointRejected("config.json: text_config is not an object")
+        _refuse_foreign(data, text)
+        layer_types = _layer_types(text)
+        hidden, heads = _integer(text, "hidden_size"), _integer(text, "num_attention_heads")
+        head_dim = _integer(text, "head_dim") if text.get("head_dim") is not None else hidden // heads
+        theta, partial = _rope(text)
+        tied = text.get("tie_word_embeddings", data.get("tie_word_embeddings", False))
+        if "text_config" in data and "tie_word_embeddings" in data:
+            tied = data["tie_word_embeddings"]
+        if not isinstance(tied, bool):
+            raise CheckpointRejected(f"config.json: tie_word_embeddings must be true or false, got {tied!r}")
+        return cls(
+            vocab_size=_integer(text, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_integer(text, "intermediate_size"),
+            layer_types=layer_types,
+            num_heads=heads,
+            num_kv_heads=_integer(text, "num_key_value_heads"),
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * partial),
+            rope_theta=theta,
+            rms_norm_eps=_number(text, "rms_norm_eps"),
+            linear_key_heads=_integer(text, "linear_num_key_heads"),
+            linear_value_heads=_integer(text, "linear_num_value_heads"),
+            linear_key_dim=_integer(text, "linear_key_head_dim"),
+            linear_value_dim=_integer(text, "linear_value_head_dim"),
+            conv_kernel=_integer(text, "linear_conv_kernel_dim"),
+            max_position_embeddings=_integer(text, "max_position_embeddings"),
+            tie_word_embeddings=tied,
+        )
+
+
+def _require(text: Mapping[str, Any], key: str) -> Any:
+    if text.get(key) is None:
+        raise CheckpointRejected(f"config.json: {key} is missing")
+    return text[key]
+
+
+def _integer(text: Mapping[str, Any], key: str) -> int:
+    value = _require(text, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointRejected(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(text: Mapping[str, Any], key: str) -> float:
+    value = _require(text, key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise CheckpointRejected(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
+    count = _integer(text, "num_hidden_layers")
+    given = text.get("layer_types")
+    if given is None:
+        interval = _integer(text, "full_attention_interval") if "full_attention_interval" in text else 4
+        return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
+    if not isinstance(given, list) or len(given) != count or any(kind not in _LAYER_TYPES for kind in given):
+        raise CheckpointRejected(
+            f"config.json: layer_types must list num_hidden_layers={count} entries, each one of {list(_LAYER_TYPES)}"
+        )
+    return tuple(given)
+
+
+def _rope(text: Mapping[str, Any]) -> tuple[float, float]:
+    """Theta and the rotary share of a head, from rope_parameters or the older flat keys."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointRejected("config.json: rope_parameters is not an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):
+        raise CheckpointRejected(f"config.json: rope_parameters.rope_type {kind!r} is not supported, only 'default' is")
+    merged = {**text, **rope}
+    partial = _number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 0.25
+    return _number(merged, "rope_theta"), partial
+
+
+def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    kind = text.get("model_type", data.get("model_type"))
+    if kind not in ("qwen3_5_text", "qwen3_5"):
+        raise CheckpointRejected(f"config.json: model_type {kind!r} is neither qwen3_5 nor qwen3_5_text")
+    if text.get("attention_bias"):
+        raise CheckpointRejected("config.json: attention_bias=true is not supported")
+    if text.get("hidden_act", "silu") != "silu":
+        raise CheckpointRejected(f"config.json: hidden_act {text['hidden_act']!r} is not supported, only 'silu' is")
+    for source in (data, text):
+        if source.get("quantization_config") is not None:
+            raise CheckpointRejected("config.json: quantization_config is set: quantized weights are not supported")

@@ -1,0 +1,243 @@
+"""From a checkpoint directory to weights: sharded safetensors by mmap, strict about every tensor, and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.common.errors import CheckpointRejected
+from services.engine.model.config import ModelConfig
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+"""Multimodal class, its older spelling, text class."""
+_SKIPPED = ("mtp.", "model.visual.", "visual.", "model.language_model.rotary_emb.", "model.rotary_emb.")
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_MAX_HEADER = 100 * 2**20
+
+
+class _Shard(Protocol):
+    """What we use of safetensors' open file."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> Any: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def canonical_name(name: str) -> str | None:
+    """A tensor's name without its class prefix, or None if it is not part of the text model (vision, mtp)."""
+    if name.startswith(_SKIPPED):
+        return None
+    if name in ("lm_head.weight", "language_model.lm_head.weight"):
+        return "lm_head.weight"
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def query_row_order(config: ModelConfig) -> Tensor:
+    """[2 · query_size] int64: rows of q_proj ([query | gate] of each head) reordered: all gates, then all queries."""
+    rows = torch.arange(2 * config.query_size).view(config.num_heads, 2, config.head_dim)
+    return rows.transpose(0, 1).flip(0).reshape(-1)
+
+
+def load_checkpoint(
+    path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+) -> ModelWeights:
+    """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory.
+
+    Raises:
+        CheckpointRejected: no weights, a corrupt file, or a tensor that is missing, unknown, twice there or misshaped.
+    """
+    with ExitStack() as stack:
+        return _Builder(_open(Path(path), stack), config, dtype, torch.device(device)).build()
+
+
+class _Builder:
+    """Copies tensors out of the mapped shards into their places in the fused matrices."""
+
+    def __init__(
+        self, shards: Mapping[str, tuple[str, _Shard]], config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
+        expected = config.tensor_shapes()
+        for name in expected:
+            if name not in shards:
+                raise CheckpointRejected(f"tensor {name} is missing from the checkpoint")
+        allowed = expected.keys() | {"lm_head.weight"}
+        for name, (full_name, _) in shards.items():
+            if name not in allowed:
+                raise CheckpointRejected(f"tensor {full_name} is not part of the model that config.json describes")
+        for name, shape in expected.items():
+            full_name, shard = shards[name]
+            view = shard.get_slice(full_name)
+            if tuple(view.get_shape()) != shape:
+                raise CheckpointRejected(
+                    f"tensor {full_name} has shape {view.get_shape()}, config.json asks for {list(shape)}"
+                )
+            if view.get_dtype() not in _FLOATS:
+                raise CheckpointRejected(f"tensor {full_name} is {view.get_dtype()}: only plain floats are supported")
+
+    def build(self) -> ModelWeights:
+        layers = tuple(self._layer(index) for index in range(self._config.num_layers))
+        embedding = self._matrix("embed_tokens.weight")
+        head = embedding if self._config.tie_word_embeddings else self._matrix("lm_head.weight")
+        return ModelWeights(embedding, layers, self._norm("norm.weight"), head)
+
+    def _layer(self, index: int) -> LayerWeights:
+        prefix = f"layers.{index}."
+        full = self._config.layer_types[index] == "full_attention"
+        return LayerWeights(
+            input_norm=self._norm(prefix + "input_layernorm.weight"),
+            mixer=self._attention(prefix + "self_attn.") if full else self._delta_net(prefix + "linear_attn."),
+            post_norm=self._norm(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._stacked(self._read(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")),
+            down=self._matrix(prefix + "mlp.down_proj.weight"),
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        config = self._config
+        gates_queries = self._read(prefix + "q_proj.weight")[query_row_order(config)]
+        key, value = self._read(prefix + "k_proj.weight"), self._read(prefix + "v_proj.weight")
+        norms = [
+            self._norm(prefix + "q_norm.weight").expand(config.num_heads, -1),
+            self._norm(prefix + "k_norm.weight").expand(config.num_kv_heads, -1),
+        ]
+        return AttentionWeights(
+            in_proj=self._stacked(iter((gates_queries, key, value))),
+            qk_norm=torch.cat(norms).contiguous(),
+            out_proj=self._matrix(prefix + "o_proj.weight"),
+        )
+
+    def _delta_net(self, prefix: str) -> DeltaNetWeights:
+        conv = self._read(prefix + "conv1d.weight").squeeze(1).t().contiguous()
+        return DeltaNetWeights(
+            in_proj=self._stacked(self._read(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")),
+            conv=conv.to(self._device, self._dtype),
+            negative_a=-self._float(prefix + "A_log").exp(),
+            dt_bias=self._float(prefix + "dt_bias"),
+            norm=self._float(prefix + "norm.weight"),
+            out_proj=self._matrix(prefix + "out_proj.weight"),
+        )
+
+    def _read(self, name: str) -> Tensor:
+        full_name, shard = self._shards[name]
+        try:
+            return shard.get_tensor(full_name)
+        except SafetensorError as error:
+            raise CheckpointRejected(f"tensor {full_name} cannot be read: {error}") from error
+
+    def _matrix(self, name: str) -> Tensor:
+        # copy=True: a tensor that aliases the mapped file would change when the file does.
+        return self._read(name).to(self._device, self._dtype, copy=True)
+
+    def _stacked(self, parts: Iterator[Tensor]) -> Tensor:
+        return torch.cat([part.to(self._device, self._dtype) for part in parts])
+
+    def _float(self, name: str) -> Tensor:
+        return self._read(name).to(self._device, torch.float32, copy=True)
+
+    def _norm(self, name: str) -> Tensor:
+        return 1.0 + self._float(name)
+
+
+def _shard_files(path: Path) -> list[Path]:
+    """The files of the index if there is one, else every safetensors file.
+
+    Raises:
+        CheckpointRejected: no files, or the index names one that is not there.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointRejected(f"{path} has no *.safetensors file")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointRejected(f"{index} has no readable weight_map: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name or not (path / name).is_file():
+            raise CheckpointRejected(f"{index} names the shard {name!r}, which is not in {path}")
+    return [path / name for name in names]
+
+
+def _open(path: Path, stack: ExitStack) -> dict[str, tuple[str, _Shard]]:
+    """Canonical name → (name in the file, open shard)."""
+    found: dict[str, tuple[str, _Shard]] = {}
+    for file in _shard_files(path):
+        try:
+            shard = stack.enter_context(safe_open(file, framework="pt"))
+            names = list(shard.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error
+        for full_name in names:
+            name = canonical_name(full_name)
+            if name is None:
+                continue
+            if name in found:
+                raise CheckpointRejected(f"tensor {full_name} is in the checkpoint twice (also as {found[name][0]})")
+            found[name] = (full_name, shard)
+    return found
+
+
+def checkpoint_digest(path: str | Path) -> str:
+    """sha256 (hex) of the text model: its ModelConfig and each tensor's name, dtype, shape and bytes, in name order.
+
+    Neither sharding nor the class prefix nor vision weights change it. Tensors are hashed on several threads.
+
+    Raises:
+        CheckpointRejected: a file that cannot be read.
+    """
+    directory = Path(path)
+    config = ModelConfig.from_directory(directory)
+    total = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
+    with ExitStack() as stack, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        tensors: dict[str, tuple[str, memoryview]] = {}
+        for file in _shard_files(directory):
+            for full_name, header, data in _raw_tensors(file, stack):
+                name = canonical_name(full_name)
+                if name is not None and not (name == "lm_head.weight" and config.tie_word_embeddings):
+                    tensors[name] = (f"{name}\0{header['dtype']}\0{header['shape']}", data)
+        ordered = [tensors[name] for name in sorted(tensors)]
+        digests = list(pool.map(lambda item: hashlib.sha256(item[1]).digest(), ordered))
+        for (description, _), digest in zip(ordered, digests, strict=True):
+            total.update(description.encode() + b"\0" + digest)
+    return total.hexdigest()
+
+
+def _raw_tensors(file: Path, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any], memoryview]]:
+    """Each tensor's name, header entry and bytes; format: 8 bytes little-endian header size, JSON header, data
+    (https://huggingface.co/docs/safetensors)."""
+    try:
+        handle = stack.enter_context(file.open("rb"))
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        (size,) = struct.unpack("<Q", mapped[:8])
+        if size > min(_MAX_HEADER, len(mapped) - 8):
+            raise ValueError("the header is longer than the file")
+        header = json.loads(mapped[8 : 8 + size])
+        whole = memoryview(mapped)  # keeps the mapping alive until the last slice is gone
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= len(mapped) - 8 - size:
+                raise ValueError(f"tensor {name} lies outside the file")
+            yield name, entry, whole[8 + size + begin : 8 + size + end]
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error

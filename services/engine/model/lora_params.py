@@ -1,0 +1,153 @@
+"""A trainable adapter: float32 masters, their PEFT files, and their state for checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import LoraSettings
+from services.engine.model.config import ModelConfig
+from services.engine.model.lora_binding import CONFIG_FILE, KEY_PREFIX, WEIGHTS_FILE, BoundAdapter, lora_scale
+from services.engine.model.lora_targets import target_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableTarget:
+    """The adapter of one linear layer in training: y += scale · B (A x)."""
+
+    a: Tensor
+    """[rank, in] float32, requires grad."""
+    b: Tensor
+    """[out, rank] float32, requires grad."""
+    alpha: float
+    scale: float
+
+
+class LoraParams:
+    """The trainable tensors of one adapter, by path in the model ("layers.3.self_attn.q_proj")."""
+
+    def __init__(
+        self, targets: Mapping[str, TrainableTarget], *, use_rslora: bool, target_modules: tuple[str, ...]
+    ) -> None:
+        self.targets = dict(targets)
+        self.use_rslora = use_rslora
+        self.target_modules = target_modules
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any layer."""
+        return max(target.a.shape[0] for target in self.targets.values())
+
+    @classmethod
+    def create(cls, config: ModelConfig, settings: LoraSettings, *, device: torch.device | str = "cpu") -> LoraParams:
+        """A new adapter that adds nothing yet: A uniform as in PEFT (Kaiming with a = √5, i.e. ± 1/√in), B zero.
+
+        Raises:
+            InvalidRequest: target_modules names a module that is no linear layer of the model.
+        """
+        present = {path.rsplit(".", 1)[1] for path in target_shapes(config)}
+        chosen = present if settings.target_modules is None else set(settings.target_modules)
+        unknown = sorted(chosen - present)
+        if unknown or not chosen:
+            raise InvalidRequest(
+                f"lora.target_modules {unknown or 'is empty'}: choose from {sorted(present)}",
+                param="lora.target_modules",
+            )
+        generator = torch.Generator().manual_seed(settings.seed)
+        scale = lora_scale(settings.alpha, settings.rank, settings.use_rslora)
+        targets: dict[str, TrainableTarget] = {}
+        for path, (out_features, in_features) in target_shapes(config).items():
+            if path.rsplit(".", 1)[1] not in chosen:
+                continue
+            bound = 1.0 / math.sqrt(in_features)
+            a = torch.empty(settings.rank, in_features).uniform_(-bound, bound, generator=generator)
+            b = torch.zeros(out_features, settings.rank)
+            targets[path] = TrainableTarget(_master(a, device), _master(b, device), settings.alpha, scale)
+        return cls(targets, use_rslora=settings.use_rslora, target_modules=tuple(sorted(chosen)))
+
+    @classmethod
+    def from_bound(cls, bound: BoundAdapter, *, device: torch.device | str = "cpu") -> LoraParams:
+        """Continues an adapter: the same ranks, scales and targets."""
+        targets = {
+            path: TrainableTarget(_master(t.a, device), _master(t.b, device), t.alpha, t.scale)
+            for path, t in bound.targets.items()
+        }
+        return cls(targets, use_rslora=bound.use_rslora, target_modules=bound.target_modules)
+
+    def parameters(self) -> list[Tensor]:
+        """All masters, in a fixed order: A then B of each layer."""
+        return [tensor for target in self.targets.values() for tensor in (target.a, target.b)]
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """(name as in state(), master), in the order of parameters()."""
+        for path, target in self.targets.items():
+            yield f"{path}.lora_A", target.a
+            yield f"{path}.lora_B", target.b
+
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.parameters())
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the masters on the CPU."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named_parameters()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what state() gave.
+
+        Raises:
+            ValueError: it is the state of another adapter shape.
+        """
+        masters = dict(self.named_parameters())
+        if masters.keys() != state.keys():
+            raise ValueError(f"the state belongs to another adapter: {sorted(masters.keys() ^ state.keys())[:4]}")
+        for name, tensor in masters.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(f"{name} is {list(state[name].shape)} in the state, {list(tensor.shape)} here")
+            tensor.copy_(state[name])
+
+    def to_files(self, base_model_name: str) -> dict[str, bytes]:
+        """adapter_model.safetensors (float32, keys as vLLM's multimodal class wants them) and adapter_config.json."""
+        tensors = {f"{KEY_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in self.state().items()}
+        ranks = {path: target.a.shape[0] for path, target in self.targets.items()}
+        alphas = {path: target.alpha for path, target in self.targets.items()}
+        rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model_name,
+            "revision": None,
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": alpha,
+            "lora_dropout": 0.0,
+            "use_rslora": self.use_rslora,
+            "use_dora": False,
+            "target_modules": list(self.target_modules),
+            "modules_to_save": None,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "rank_pattern": {path: value for path, value in ranks.items() if value != rank},
+            "alpha_pattern": {path: value for path, value in alphas.items() if value != alpha},
+        }
+        return {
+            WEIGHTS_FILE: save_safetensors(tensors, metadata={"format": "pt"}),
+            CONFIG_FILE: json.dumps(config, indent=2, sort_keys=True).encode(),
+        }
+
+
+def _master(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return tensor.detach().to(device, torch.float32, copy=True).requires_grad_()
+
+
+def _most_common(values: Iterable[float]) -> float:
+    return Counter(values).most_common(1)[0][0]

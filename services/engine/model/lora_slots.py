@@ -1,0 +1,186 @@
+"""Adapters in serving: preallocated buffers of all slots, filled in place, and their part in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.lora import add_lora, add_lora_mixed, slot_rows
+from services.common.errors import AdapterRejected
+from services.engine.model.batch import ForwardBatch
+from services.engine.model.config import ModelConfig
+from services.engine.model.loader import query_row_order
+from services.engine.model.lora_binding import BoundAdapter
+from services.engine.model.lora_targets import Group, layer_groups
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupBuffers:
+    """The adapters of one group of linear layers."""
+
+    group: Group
+    a: Tensor
+    """[slots, targets, max_rank, in]; rows beyond an adapter's rank are zero."""
+    bs: tuple[Tensor, ...]
+    """Per target [slots, max_rank, out]: Bᵀ times the adapter's scale."""
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """The adapters one step uses."""
+
+    only: int | None
+    """The one slot of all rows, or None if rows differ."""
+    distinct: Tensor | None
+    """Slots to compute with; None: all of them."""
+    rows: Tensor | None
+    """[T, slots computed] mask."""
+
+
+class LoraLayer:
+    """The adapters of one layer in one step."""
+
+    def __init__(self, buffers: dict[str, _GroupBuffers], selection: _Selection) -> None:
+        self._buffers, self._selection = buffers, selection
+
+    def add(self, group: str, x: Tensor, out: Tensor) -> None:
+        """Adds each row's adapter to a group's fused output, in place.
+
+        Args:
+            group: "in", "out", "gate_up" or "down".
+            x: [T, in].
+            out: [T, all outputs of the group].
+        """
+        buffers, use = self._buffers[group], self._selection
+        if use.only is not None:
+            add_lora(x, buffers.a[use.only], [b[use.only] for b in buffers.bs], buffers.offsets, out)
+            return
+        a, bs = buffers.a, buffers.bs
+        if use.distinct is not None:
+            a = a.index_select(0, use.distinct)
+            bs = tuple(b.index_select(0, use.distinct) for b in bs)
+        if use.rows is not None:
+            add_lora_mixed(x, a, bs, buffers.offsets, use.rows, out)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraStep:
+    """The adapters of one step."""
+
+    layers: tuple[LoraLayer, ...]
+
+    def layer(self, index: int) -> LoraLayer:
+        return self.layers[index]
+
+
+class LoraSlots:
+    """Stacked A and B of every adapter slot; slot 0 is "no adapter" and stays zero.
+
+    The buffers are allocated once and only written in place: their addresses never change.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """``num_slots`` counts slot 0: num_slots - 1 adapters fit."""
+        if num_slots < 1 or max_rank < 1:
+            raise ValueError(f"num_slots and max_rank must be at least 1, got {num_slots} and {max_rank}")
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self._query_rows = query_row_order(config)
+        self._layers: list[dict[str, _GroupBuffers]] = []
+        for layer in range(config.num_layers):
+            groups: dict[str, _GroupBuffers] = {}
+            for group in layer_groups(config, layer):
+                a = torch.zeros(num_slots, len(group.targets), max_rank, group.in_features, dtype=dtype, device=device)
+                bs = tuple(
+                    torch.zeros(num_slots, max_rank, target.out_features, dtype=dtype, device=device)
+                    for target in group.targets
+                )
+                groups[group.name] = _GroupBuffers(group, a, bs, tuple(target.offset for target in group.targets))
+            self._layers.append(groups)
+
+    @staticmethod
+    def bytes_per_slot(config: ModelConfig, max_rank: int, dtype: torch.dtype) -> int:
+        """Bytes that one slot takes."""
+        elements = sum(
+            max_rank * (group.in_features + target.out_features)
+            for layer in range(config.num_layers)
+            for group in layer_groups(config, layer)
+            for target in group.targets
+        )
+        return elements * dtype.itemsize
+
+    @torch.inference_mode()
+    def load(self, slot: int, adapter: BoundAdapter) -> None:
+        """Writes an adapter into a slot that no running request uses.
+
+        Raises:
+            AdapterRejected: its rank is over max_rank.
+        """
+        if adapter.max_rank > self.max_rank:
+            raise AdapterRejected(f"the adapter's rank {adapter.max_rank} is over the limit of {self.max_rank}")
+        self.clear(slot)
+        for index, groups in enumerate(self._layers):
+            for buffers in groups.values():
+                for place, target in enumerate(buffers.group.targets):
+                    bound = adapter.targets.get(f"layers.{index}.{target.module}")
+                    if bound is None:
+                        continue
+                    b = bound.b.float() * bound.scale
+                    if target.module == "self_attn.q_proj":
+                        b = b[self._query_rows.to(b.device)]
+                    buffers.a[slot, place, : bound.rank].copy_(bound.a)
+                    buffers.bs[place][slot, : bound.rank].copy_(b.t())
+
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        """Makes a slot add nothing.
+
+        Raises:
+            ValueError: slot 0 or a slot out of range.
+        """
+        if not 0 < slot < self.num_slots:
+            raise ValueError(f"slot must be between 1 and {self.num_slots - 1}, got {slot}")
+        for groups in self._layers:
+            for buffers in groups.values():
+                buffers.a[slot].zero_()
+                for b in buffers.bs:
+                    b[slot].zero_()
+
+    def step(self, batch: ForwardBatch) -> LoraStep | None:
+        """The adapters of one batch, or None if no row has one."""
+        selection = self._select(batch)
+        if selection is None:
+            return None
+        return LoraStep(tuple(LoraLayer(groups, selection) for groups in self._layers))
+
+    def _select(self, batch: ForwardBatch) -> _Selection | None:
+        slots = batch.adapter_slots
+        dtype = self._layers[0]["in"].a.dtype
+        tokens = batch.token_ids.shape[0]
+        if slots.device.type == "cpu":
+            numbers = set(slots.tolist())
+            if numbers == {0}:
+                return None
+            if len(numbers) == 1:
+                return _Selection(numbers.pop(), None, None)
+            distinct = torch.tensor(sorted(numbers - {0}), dtype=torch.int64)
+            return _Selection(None, distinct, slot_rows(self._per_row(batch, tokens), distinct, dtype))
+        # Looking at the slots would wait for the device: compute with all of them. Slot 0 is zero and adds nothing.
+        everything = torch.arange(self.num_slots, device=slots.device)
+        return _Selection(None, None, slot_rows(self._per_row(batch, tokens), everything, dtype))
+
+    @staticmethod
+    def _per_row(batch: ForwardBatch, tokens: int) -> Tensor:
+        if batch.num_decodes == len(batch.lengths):
+            return batch.adapter_slots
+        counts = torch.tensor(batch.lengths, dtype=torch.int64).to(batch.adapter_slots.device)
+        return torch.repeat_interleave(batch.adapter_slots, counts, output_size=tokens)

@@ -1,0 +1,136 @@
+"""Qwen3.5: the hybrid of Gated DeltaNet and gated full attention, for serving and for training adapters on it.
+
+The executable reference is transformers' Qwen3_5ForCausalLM; tests/parity holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kernels.rms_norm import rms_norm
+from kernels.rope import inverse_frequencies
+from services.common.errors import InvalidRequest
+from services.engine.model.batch import CacheBuffers, ForwardBatch
+from services.engine.model.config import ModelConfig
+from services.engine.model.layers import decoder_layer
+from services.engine.model.loader import load_checkpoint
+from services.engine.model.lora_slots import LoraSlots
+from services.engine.model.step import Step
+from services.engine.model.weights import DeltaNetWeights, ModelWeights
+
+
+def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
+    """The dtype of a setting: "float32", "bfloat16", or "auto" (bfloat16 on CUDA, float32 on the CPU, where bfloat16
+    matrix products are slow).
+
+    Raises:
+        InvalidRequest: another name.
+    """
+    if name == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    if name not in ("float32", "bfloat16"):
+        raise InvalidRequest(f"dtype must be auto, float32 or bfloat16, got {name!r}", param="dtype")
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+class Qwen3_5:  # noqa: N801
+    """One copy of the frozen weights, used by the engine loop and the trainer thread alike. Nothing here changes after
+    construction, so both may call it at once; the caches belong to the caller."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self._inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @classmethod
+    def from_directory(cls, path: str | Path, *, dtype: torch.dtype | str, device: torch.device | str) -> Qwen3_5:
+        """Loads a checkpoint directory (config.json and safetensors).
+
+        Args:
+            dtype: a torch dtype or a name for resolve_dtype().
+
+        Raises:
+            CheckpointRejected: the directory is not a complete Qwen3.5 checkpoint.
+        """
+        config = ModelConfig.from_directory(path)
+        chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
+        return cls(config, load_checkpoint(path, config, chosen, device))
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of K and V of one block over all full-attention layers."""
+        return 2 * self.config.num_full_layers * block_size * self.config.kv_size * self.dtype.itemsize
+
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of convolution and recurrent state of one sequence over all DeltaNet layers."""
+        config = self.config
+        conv = config.conv_dim * (config.conv_kernel - 1) * self.dtype.itemsize
+        return config.num_linear_layers * (conv + 4 * config.value_size * config.linear_key_dim)
+
+    def allocate_cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
+        """Zeroed caches. Both numbers count the scratch block 0 and the scratch slot 0."""
+        config = self.config
+
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        pages = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        states = (num_slots, config.linear_value_heads, config.linear_key_dim, config.linear_value_dim)
+        full, linear = range(config.num_full_layers), range(config.num_linear_layers)
+        return CacheBuffers(
+            keys=[zeros(*pages) for _ in full],
+            values=[zeros(*pages) for _ in full],
+            # Channels are contiguous in memory: a decode step reads whole rows of them.
+            conv_states=[zeros(num_slots, config.conv_kernel - 1, config.conv_dim).transpose(1, 2) for _ in linear],
+            recurrent_states=[zeros(*states, dtype=torch.float32) for _ in linear],
+            block_size=block_size,
+        )
+
+    @torch.inference_mode()
+    def copy_state(self, cache: CacheBuffers, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the states of the source slots to the target slots, all at once (a slot may be in both lists)."""
+        if not sources:
+            return
+        source = torch.tensor(sources, dtype=torch.int64, device=self.device)
+        target = torch.tensor(targets, dtype=torch.int64, device=self.device)
+        for pool in (*cache.conv_states, *cache.recurrent_states):
+            pool.index_copy_(0, target, pool.index_select(0, source))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> Tensor:
+        """Runs one step, updating the caches in place.
+
+        Returns:
+            [R, hidden]: final hidden states, normed, of batch.logit_rows.
+        """
+        config, weights = self.config, self.weights
+        step = Step.build(batch, cache, config, self._inverse)
+        adapters = lora.step(batch) if lora is not None and batch.has_adapters else None
+        x = F.embedding(batch.token_ids, weights.embedding)
+        full = linear = 0
+        for index, layer in enumerate(weights.layers):
+            if isinstance(layer.mixer, DeltaNetWeights):
+                pools = cache.conv_states[linear], cache.recurrent_states[linear]
+                linear += 1
+            else:
+                pools = cache.keys[full], cache.values[full]
+                full += 1
+            x = decoder_layer(x, layer, config, step, pools, adapters.layer(index) if adapters else None)
+        return rms_norm(x.index_select(0, batch.logit_rows), weights.final_norm, config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] to [R, vocab] float32."""
+        return F.linear(hidden, self.weights.head).float()
