@@ -141,9 +141,15 @@ class EngineLoop:
             self._queued += 1
             self._commands.put(partial(self._submit, submission, sink, self._clock()))
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request at the next boundary, with an ABORT update; unknown ids are ignored."""
-        self._commands.put(partial(self._abort, request_id))
+    def abort(self, request_id: str, keep_tokens: int = 0) -> None:
+        """Ends a request at the next boundary; unknown ids are ignored.
+
+        Args:
+            keep_tokens: 0: the client is gone, the last update says ABORT. Otherwise the text ended (at a stop string)
+                with this many tokens: the last update says STOP and the rollout is cut to them, also if the request
+                has just ended by itself.
+        """
+        self._commands.put(partial(self._abort, request_id, keep_tokens))
 
     def abort_all(self, sink: Sink) -> None:
         """Ends all requests of a sink that is gone; it gets no more updates."""
@@ -394,10 +400,12 @@ class EngineLoop:
             error = Unavailable(f"the adapter was not loaded within {self._adapter_wait:g} s: retry later")
         return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)
 
-    def _abort(self, name: str) -> None:
+    def _abort(self, name: str, keep_tokens: int) -> None:
         if name not in self._live:
+            if keep_tokens > 0:
+                self.rollouts.cut(name, keep_tokens)
             return
-        update = self._scheduler.abort(name)
+        update = self._scheduler.abort(name, keep_tokens)
         # Not in the scheduler: its adapter is loading.
         self._publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
 

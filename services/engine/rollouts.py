@@ -7,7 +7,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.engine.request import FinishReason
 from services.engine.updates import Finished
@@ -117,6 +117,23 @@ class RolloutMemory:
                 else:
                     found.append(entry[1])
         return found, missing
+
+    def cut(self, completion_id: str, tokens: int) -> None:
+        """Shortens a rollout to its first ``tokens`` tokens: the text ended there, at a stop string."""
+        with self._lock:
+            entry = self._rollouts.get(completion_id)
+            if entry is None or len(entry[1].token_ids) <= tokens:
+                return
+            since, rollout = entry
+            shorter = replace(
+                rollout,
+                token_ids=rollout.token_ids[:tokens],
+                sampling_logprobs=rollout.sampling_logprobs[:tokens],
+                finish_reason=FinishReason.STOP,
+            )
+            # In place: its age does not change.
+            self._rollouts[completion_id] = (since, shorter)
+            self._bytes += shorter.nbytes - rollout.nbytes
 
     def _forget_old(self) -> None:
         expiry = self._clock() - self._ttl

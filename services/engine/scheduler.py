@@ -12,65 +12,25 @@ from __future__ import annotations
 import enum
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
 from itertools import pairwise
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.engine.draft import Draft, Snapshot
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.blocks import BlockPool
 from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.prefix import Namespace, Node, PrefixCache
+from services.engine.memory.prefix import PrefixCache
 from services.engine.memory.slots import SlotPool
-from services.engine.plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.plan import SampledToken, StateCopy, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
 from services.engine.sequence import Rank, Sequence
-from services.engine.updates import Finished, SequenceUpdate
+from services.engine.updates import SequenceUpdate
 
 
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
     BLOCKED = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """A slot that the plan copies a sequence's state to when it has computed the first ``position`` tokens."""
-
-    sequence: Sequence
-    position: int
-    slot: int
-
-
-class _Draft:
-    """A plan in the making and, until its update, in flight."""
-
-    def __init__(self, budget: int, now: float) -> None:
-        self.budget = budget
-        self.now = now
-        self.decodes: list[tuple[Sequence, Chunk]] = []
-        self.prefills: list[tuple[Sequence, Chunk]] = []
-        self.copies_before: list[StateCopy] = []
-        self.restored: list[Node] = []
-        self.snapshots: list[_Snapshot] = []
-        self.snapshot_keys: set[tuple[Namespace, SequenceABC[int]]] = set()
-        self.seats_kept = 0
-        """For sequences that wait one step for a snapshot of this plan."""
-        self.blocks_kept = 0
-        self.plan: StepPlan | None = None
-
-    def add(self, sequence: Sequence, chunk: Chunk) -> None:
-        (self.decodes if chunk.is_decode else self.prefills).append((sequence, chunk))
-        self.budget -= len(chunk.token_ids)
-
-    @property
-    def has_chunks(self) -> bool:
-        return bool(self.decodes or self.prefills)
-
-    @property
-    def entries(self) -> list[tuple[Sequence, Chunk]]:
-        return self.decodes + self.prefills
 
 
 class Scheduler:
@@ -90,7 +50,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._expired: list[SequenceUpdate] = []
-        self._in_flight: _Draft | None = None
+        self._in_flight: Draft | None = None
         self._added = 0
         self._preemptions = 0
 
@@ -132,10 +92,23 @@ class Scheduler:
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, self._added, sequence))
 
-    def abort(self, request_id: str) -> SequenceUpdate | None:
-        """Ends a request and frees what it holds; returns its last update, None if it is not here (any more)."""
+    def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
+        """Ends a request and frees what it holds.
+
+        Args:
+            keep_tokens: 0: nobody wants it any more. Otherwise its text ended (at a stop string) with this many output
+                tokens: it counts as stopped there.
+
+        Returns:
+            Its last update, None if it is not here (any more).
+        """
         sequence = self._sequences.get(request_id)
-        return None if sequence is None else self._end(sequence, FinishReason.ABORT)
+        if sequence is None:
+            return None
+        if keep_tokens <= 0:
+            return self._end(sequence, FinishReason.ABORT)
+        sequence.cut(keep_tokens)
+        return self._end(sequence, FinishReason.STOP)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step.
@@ -154,20 +127,14 @@ class Scheduler:
         self._expire(now)
         if not self._sequences:
             return None
-        draft = _Draft(self.config.token_budget, now)
+        draft = Draft(self.config.token_budget, now)
         self._make_way()
         self._add_decodes(draft)
         self._add_prefills(draft)
-        entries = draft.entries
-        if not entries:
+        if not draft.has_chunks:
             raise IntegrityError(f"{len(self._running)} running and {len(self._waiting)} waiting, but no step to run")
-        draft.plan = StepPlan(
-            chunks=[chunk for _, chunk in entries],
-            copies_before=draft.copies_before,
-            copies_after=[StateCopy(snapshot.sequence.slot, snapshot.slot) for snapshot in draft.snapshots],
-        )
         self._in_flight = draft
-        return draft.plan
+        return draft.finish()
 
     def take_expired(self) -> list[SequenceUpdate]:
         """The last updates of requests whose deadline ``schedule`` found passed."""
@@ -216,7 +183,7 @@ class Scheduler:
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
         updates = self.take_expired()
-        updates += [_last_update(sequence, FinishReason.ERROR, error) for sequence in self._sequences.values()]
+        updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._sequences.values()]
         self._sequences = {}
         return updates
 
@@ -273,14 +240,14 @@ class Scheduler:
                 return
             self._preempt(worst)
 
-    def _add_decodes(self, draft: _Draft) -> None:
+    def _add_decodes(self, draft: Draft) -> None:
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
             index += 1
             # One token lacks: a decode, or the tail of a prompt.
             if sequence.known - sequence.computed == 1 and self._grow(sequence):
-                self._add_chunk(draft, sequence, sequence.known)
+                draft.add(sequence, sequence.known)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets the block of the next token, from worse-ranked sequences if need be; False: preempted itself."""
@@ -295,7 +262,7 @@ class Scheduler:
         sequence.blocks += self._blocks.take(1)
         return True
 
-    def _add_prefills(self, draft: _Draft) -> None:
+    def _add_prefills(self, draft: Draft) -> None:
         planned = {sequence.rank for sequence, _ in draft.decodes}
         partial = [sequence for sequence in self._running if sequence.rank not in planned]
         partial.reverse()
@@ -318,7 +285,7 @@ class Scheduler:
                 return
             self._add_chunk(draft, sequence, min(sequence.known, sequence.computed + draft.budget))
 
-    def _admit(self, draft: _Draft, sequence: Sequence) -> _Admission:
+    def _admit(self, draft: Draft, sequence: Sequence) -> _Admission:
         """Gives a waiting sequence a seat, a slot and the blocks of all its known tokens, shared ones first."""
         if len(self._running) + draft.seats_kept >= self.config.max_num_seqs:
             return _Admission.BLOCKED
@@ -358,26 +325,17 @@ class Scheduler:
         sequence.splits = tuple(sorted({split for split in (branch, boundary) if split > sequence.computed}))
         return _Admission.ADMITTED
 
-    def _add_chunk(self, draft: _Draft, sequence: Sequence, end: int) -> None:
+    def _add_chunk(self, draft: Draft, sequence: Sequence, end: int) -> None:
         """Plans the tokens up to ``end``, or up to the next position where a snapshot can be taken."""
         for split in sequence.splits:
             if sequence.computed < split <= end:
                 slot = self._take_snapshot_slot(draft, sequence, split)
                 if slot is not None:
-                    draft.snapshots.append(_Snapshot(sequence, split, slot))
+                    draft.snapshots.append(Snapshot(sequence, split, slot))
                     draft.snapshot_keys.add((sequence.namespace, sequence.request.prompt_token_ids[:split]))
                     end = split
                     break
-        chunk = Chunk(
-            request=sequence.request,
-            token_ids=sequence.tokens(sequence.computed, end),
-            start=sequence.computed,
-            blocks=sequence.blocks,
-            slot=sequence.slot,
-            samples=end == sequence.known,
-            output_ids=sequence.output_ids,
-        )
-        draft.add(sequence, chunk)
+        draft.add(sequence, end)
 
     # Memory.
 
@@ -411,7 +369,7 @@ class Scheduler:
             return 0
         return (length - 1) // self.config.block_size * self.config.block_size
 
-    def _take_snapshot_slot(self, draft: _Draft, sequence: Sequence, position: int) -> int | None:
+    def _take_snapshot_slot(self, draft: Draft, sequence: Sequence, position: int) -> int | None:
         """A slot for a snapshot, None if the cache has or gets it already or live sequences need all slots."""
         prompt = sequence.request.prompt_token_ids
         if (sequence.namespace, prompt[:position]) in draft.snapshot_keys:
@@ -421,7 +379,7 @@ class Scheduler:
             return None
         return self._take_slot()
 
-    def _store(self, snapshot: _Snapshot) -> None:
+    def _store(self, snapshot: Snapshot) -> None:
         sequence = snapshot.sequence
         if sequence.ended:
             self._slots.release(snapshot.slot)
@@ -449,7 +407,7 @@ class Scheduler:
 
     # Results.
 
-    def _take(self, plan: StepPlan) -> _Draft:
+    def _take(self, plan: StepPlan) -> Draft:
         draft = self._in_flight
         if draft is None or draft.plan is not plan:
             raise ValueError("the plan is not in flight")
@@ -457,32 +415,10 @@ class Scheduler:
         return draft
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
-        if not sequence.output_ids:
-            sequence.first_token_at = now
-        sequence.output_ids.append(token.token_id)
-        sequence.sampling_logprobs.append(token.sampling_logprob)
-        reason = self._finish_reason(sequence, token.token_id)
-        if reason is not None:
-            return self._end(sequence, reason, token=token)
-        if sequence.reported:
-            return SequenceUpdate(sequence.request.request_id, token)
-        sequence.reported = True
-        return SequenceUpdate(
-            sequence.request.request_id,
-            token,
-            cached_tokens=sequence.cached_tokens,
-            adapter=sequence.request.pin.version,
-        )
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        count = len(sequence.output_ids)
-        # As the sampler masks it: a stop token may be chosen once min_tokens other tokens exist.
-        if count > sampling.min_tokens:
-            eos = token_id in self.config.eos_token_ids and not sampling.ignore_eos
-            if eos or token_id in sampling.stop_token_ids:
-                return FinishReason.STOP
-        return FinishReason.LENGTH if count >= sequence.max_output else None
+        if token.error is not None:
+            return self._end(sequence, FinishReason.ERROR, TemperError(token.error))
+        reason = sequence.append(token, now, self.config.eos_token_ids)
+        return sequence.update(token) if reason is None else self._end(sequence, reason, token=token)
 
     def _end(
         self,
@@ -495,31 +431,7 @@ class Scheduler:
         self._free(sequence)
         sequence.ended = True
         del self._sequences[sequence.request.request_id]
-        return _last_update(sequence, reason, error, token)
-
-
-def _last_update(
-    sequence: Sequence, reason: FinishReason, error: TemperError | None = None, token: SampledToken | None = None
-) -> SequenceUpdate:
-    first = not sequence.reported
-    return SequenceUpdate(
-        sequence.request.request_id,
-        token,
-        reason,
-        error,
-        cached_tokens=sequence.cached_tokens if first else None,
-        adapter=sequence.request.pin.version if first else None,
-        finished=Finished(
-            sequence.request,
-            sequence.output_ids,
-            sequence.sampling_logprobs,
-            reason,
-            sequence.cached_tokens or 0,
-            sequence.preemptions,
-            sequence.scheduled_at,
-            sequence.first_token_at,
-        ),
-    )
+        return sequence.last_update(reason, error, token)
 
 
 def _rank(sequence: Sequence) -> Rank:

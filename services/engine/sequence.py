@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceABC
 
+from services.common.errors import TemperError
 from services.engine.memory.prefix import Namespace
-from services.engine.request import Request
+from services.engine.plan import Chunk, SampledToken
+from services.engine.request import FinishReason, Request
+from services.engine.updates import Finished, SequenceUpdate
 
 Rank = tuple[int, int, int]
 
@@ -23,6 +26,7 @@ class Sequence:
         "computed",
         "ended",
         "first_token_at",
+        "known",
         "max_output",
         "output_ids",
         "preemptions",
@@ -44,6 +48,7 @@ class Sequence:
         self.sampling_logprobs = array("f")
         self.blocks: list[int] = []
         self.slot = 0
+        self.known = len(request.prompt_token_ids)
         self.computed = 0
         self.splits: tuple[int, ...] = ()
         """Positions at which to end a prefill chunk and take a state snapshot, ascending."""
@@ -59,10 +64,6 @@ class Sequence:
     def namespace(self) -> Namespace:
         return self.request.pin.digest, self.request.cache_salt
 
-    @property
-    def known(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.output_ids)
-
     def tokens(self, start: int, end: int) -> SequenceABC[int]:
         """Prompt and output tokens in [start, end)."""
         prompt = self.request.prompt_token_ids
@@ -72,3 +73,67 @@ class Sequence:
         if start >= length:
             return self.output_ids[start - length : end - length]
         return [*prompt[start:], *self.output_ids[: end - length]]
+
+    def chunk(self, end: int) -> Chunk:
+        """What computes the tokens up to position ``end``; blocks and outputs are the live lists, not copies."""
+        return Chunk(
+            request=self.request,
+            token_ids=self.tokens(self.computed, end),
+            start=self.computed,
+            blocks=self.blocks,
+            slot=self.slot,
+            samples=end == self.known,
+            output_ids=self.output_ids,
+        )
+
+    def append(self, token: SampledToken, now: float, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Takes in a sampled token; returns why it is the last, None if it is not."""
+        if not self.output_ids:
+            self.first_token_at = now
+        self.output_ids.append(token.token_id)
+        self.sampling_logprobs.append(token.sampling_logprob)
+        self.known += 1
+        sampling = self.request.sampling
+        count = len(self.output_ids)
+        # As the sampler masks it: a stop token may be chosen once min_tokens other tokens exist.
+        if count > sampling.min_tokens:
+            eos = token.token_id in eos_token_ids and not sampling.ignore_eos
+            if eos or token.token_id in sampling.stop_token_ids:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if count >= self.max_output else None
+
+    def cut(self, count: int) -> None:
+        """Forgets all but the first ``count`` output tokens of a request that is about to end."""
+        self.output_ids = self.output_ids[:count]
+        self.sampling_logprobs = self.sampling_logprobs[:count]
+
+    def update(self, token: SampledToken) -> SequenceUpdate:
+        """What to tell of a token that is not the last."""
+        if self.reported:
+            return SequenceUpdate(self.request.request_id, token)
+        self.reported = True
+        version = self.request.pin.version
+        return SequenceUpdate(self.request.request_id, token, cached_tokens=self.cached_tokens, adapter=version)
+
+    def last_update(
+        self, reason: FinishReason, error: TemperError | None = None, token: SampledToken | None = None
+    ) -> SequenceUpdate:
+        first = not self.reported
+        return SequenceUpdate(
+            self.request.request_id,
+            token,
+            reason,
+            error,
+            cached_tokens=self.cached_tokens if first else None,
+            adapter=self.request.pin.version if first else None,
+            finished=Finished(
+                self.request,
+                self.output_ids,
+                self.sampling_logprobs,
+                reason,
+                self.cached_tokens or 0,
+                self.preemptions,
+                self.scheduled_at,
+                self.first_token_at,
+            ),
+        )
