@@ -406,6 +406,23 @@ def test_remembers_rollouts_that_were_asked_for(engine: Fixture) -> None:
     assert found[0].adapter == "a@1"
 
 
+def test_a_stop_string_ends_a_request_or_cuts_its_rollout(engine: Fixture) -> None:
+    engine.runner.hold = True
+    engine.submit("running", keep_rollout=True, max_tokens=50)
+    engine.runner.entered.get(timeout=TIMEOUT)
+    engine.loop.abort("running", keep_tokens=1)
+    engine.runner.go_on()
+    assert engine.client.wait("running")["running"][-1].finish_reason is FinishReason.STOP
+    engine.submit("ended", keep_rollout=True)
+    engine.client.wait("ended")
+    engine.loop.abort("ended", keep_tokens=2)
+    engine.settle()
+    found, _ = engine.loop.rollouts.get(["running", "ended"])
+    assert [list(rollout.token_ids) for rollout in found] == [reference((1, 2, 3), n) for n in (1, 2)]
+    assert all(rollout.finish_reason is FinishReason.STOP for rollout in found)
+    engine.check_nothing_left()
+
+
 def test_boundary_calls_return_and_raise(engine: Fixture) -> None:
     assert engine.loop.call_at_boundary(lambda: 5).result(TIMEOUT) == 5
     with pytest.raises(ZeroDivisionError):

@@ -1,0 +1,455 @@
+"""The scheduler's policy, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, TemperError
+from services.engine.limits import SchedulerConfig
+from services.engine.memory.integrity import IntegrityError
+from services.engine.plan import SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.request import AdapterPin, FinishReason
+from services.engine.scheduler import Scheduler
+from services.engine.updates import SequenceUpdate
+from tests.unit.engine.machine import ToyRunner, reference, request
+
+ADAPTER = AdapterPin("a@1", "digest", 1)
+LONG = tuple(range(1, 20))
+"""19 tokens: four full blocks of 4 and a tail of 3."""
+
+
+class Engine:
+    """A scheduler with a toy model behind it."""
+
+    def __init__(self, **changes: int | bool | frozenset[int]) -> None:
+        defaults: dict[str, int | bool | frozenset[int]] = {
+            "max_num_seqs": 4,
+            "token_budget": 32,
+            "block_size": 4,
+            "num_blocks": 64,
+            "num_slots": 12,
+            "max_model_len": 128,
+        }
+        self.config = SchedulerConfig(**{**defaults, **changes})
+        self.scheduler = Scheduler(self.config)
+        self.runner = ToyRunner(self.config)
+        self.updates: dict[str, list[SequenceUpdate]] = {}
+
+    def add(self, name: str, prompt: tuple[int, ...], **changes: object) -> None:
+        self.scheduler.add(request(name, prompt, **changes))
+
+    def step(self, now: float = 0.0) -> StepPlan:
+        plan = self.scheduler.schedule(now)
+        assert plan is not None
+        self.take(self.scheduler.take_expired())
+        self.take(self.scheduler.update(plan, self.runner.execute(plan), now))
+        self.scheduler.check_integrity()
+        return plan
+
+    def take(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            self.updates.setdefault(update.request_id, []).append(update)
+
+    def run(self) -> list[StepPlan]:
+        plans = []
+        while self.scheduler.has_work:
+            plans.append(self.step())
+        return plans
+
+    def output(self, name: str) -> list[int]:
+        return [update.token.token_id for update in self.updates[name] if update.token is not None]
+
+    def cached(self, name: str) -> int | None:
+        return self.updates[name][0].cached_tokens
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    return [(chunk.request.request_id, chunk.start, len(chunk.token_ids), chunk.samples) for chunk in plan.chunks]
+
+
+def test_decodes_come_first_and_prefill_fills_the_budget() -> None:
+    engine = Engine(token_budget=10, prefix_cache=False)
+    engine.add("short", (1, 2, 3), max_tokens=4)
+    assert shape(engine.step()) == [("short", 0, 3, True)]
+    engine.add("long", LONG, max_tokens=2)
+    assert shape(engine.step()) == [("short", 3, 1, True), ("long", 0, 9, False)]
+    assert shape(engine.step()) == [("short", 4, 1, True), ("long", 9, 9, False)]
+    # The tail of one token is a decode in all but name, and sorts with them.
+    assert shape(engine.step()) == [("short", 5, 1, True), ("long", 18, 1, True)]
+    assert shape(engine.step()) == [("long", 19, 1, True)]
+    assert engine.output("short") == reference((1, 2, 3), 4)
+    assert engine.output("long") == reference(LONG, 2)
+
+
+def test_several_prompts_share_a_step() -> None:
+    engine = Engine(token_budget=10, prefix_cache=False)
+    for name, length in (("a", 4), ("b", 4), ("c", 4)):
+        engine.add(name, tuple(range(length)), max_tokens=1)
+    assert shape(engine.step()) == [("a", 0, 4, True), ("b", 0, 4, True), ("c", 0, 2, False)]
+    assert shape(engine.step()) == [("c", 2, 2, True)]
+
+
+def test_first_update_tells_version_and_cached_tokens() -> None:
+    engine = Engine()
+    engine.add("r", LONG, max_tokens=3, pin=ADAPTER)
+    engine.run()
+    first, *rest = engine.updates["r"]
+    assert (first.adapter, first.cached_tokens) == ("a@1", 0)
+    assert all(update.adapter is update.cached_tokens is None for update in rest)
+    assert [update.finish_reason for update in engine.updates["r"]] == [None, None, FinishReason.LENGTH]
+    finished = rest[-1].finished
+    assert finished is not None
+    assert list(finished.output_ids) == reference(LONG, 3)
+    assert list(finished.sampling_logprobs) == [-0.5] * 3
+
+
+def test_ends_at_eos_and_stop_tokens_which_are_part_of_the_output() -> None:
+    output = reference(LONG, 10)
+    stop = output[4]
+    at = output.index(stop)
+    for engine, changes in (
+        (Engine(eos_token_ids=frozenset({stop})), {}),
+        (Engine(), {"stop_token_ids": frozenset({stop})}),
+        (Engine(), {"stop_token_ids": frozenset({stop}), "ignore_eos": True}),
+    ):
+        engine.add("r", LONG, max_tokens=10, **changes)
+        engine.run()
+        assert engine.output("r") == output[: at + 1]
+        assert engine.updates["r"][-1].finish_reason is FinishReason.STOP
+
+
+def test_ignore_eos_and_min_tokens_hold_off_the_end() -> None:
+    output = reference(LONG, 10)
+    engine = Engine(eos_token_ids=frozenset({output[2]}))
+    engine.add("ignores", LONG, max_tokens=10, ignore_eos=True)
+    engine.add("at least", LONG, max_tokens=10, min_tokens=5)
+    engine.run()
+    assert engine.output("ignores") == output
+    # The toy sampler masks nothing, so only later stop tokens can end it.
+    assert len(engine.output("at least")) > 5
+
+
+def test_the_context_ends_an_answer() -> None:
+    engine = Engine(max_model_len=22)
+    engine.add("r", LONG, max_tokens=10)
+    engine.run()
+    assert engine.output("r") == reference(LONG, 3)
+    assert engine.updates["r"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_refuses_what_can_never_fit_with_the_numbers() -> None:
+    engine = Engine(max_model_len=64, num_blocks=6)
+    with pytest.raises(ContextLengthExceeded, match=r"64 tokens.*context of 64"):
+        engine.add("r", tuple(range(64)), max_tokens=1)
+    with pytest.raises(InvalidRequest, match=r"19 prompt tokens and up to 3 output tokens need 6 KV blocks.*has 5"):
+        engine.add("r", LONG, max_tokens=3)
+    engine.add("r", LONG, max_tokens=2)
+    with pytest.raises(InvalidRequest, match="in use"):
+        engine.add("r", LONG, max_tokens=1)
+    engine.run()
+    assert engine.output("r") == reference(LONG, 2)
+
+
+def test_priority_then_arrival_decide_who_starts() -> None:
+    engine = Engine(max_num_seqs=1, num_slots=4)
+    engine.add("later", (1,), max_tokens=1, arrival=5)
+    engine.add("earlier", (1,), max_tokens=1, arrival=4)
+    engine.add("urgent", (1,), max_tokens=1, arrival=6, priority=-1)
+    assert [shape(engine.step())[0][0] for _ in range(3)] == ["urgent", "earlier", "later"]
+
+
+def test_an_urgent_request_takes_the_seat_of_a_less_urgent_one() -> None:
+    engine = Engine(max_num_seqs=1, num_slots=4)
+    engine.add("patient", LONG, max_tokens=6, priority=1)
+    for _ in range(4):
+        engine.step()
+    engine.add("urgent", (5, 6), max_tokens=2, priority=0)
+    assert shape(engine.step()) == [("urgent", 0, 2, True)]
+    # Of equal urgency: waits.
+    engine.add("equal", (7,), max_tokens=1, priority=0)
+    assert shape(engine.step()) == [("urgent", 2, 1, True)]
+    engine.run()
+    assert engine.output("patient") == reference(LONG, 6)
+    finished = engine.updates["patient"][-1].finished
+    assert finished is not None
+    assert finished.preemptions == 1
+
+
+def test_out_of_blocks_the_newest_is_preempted_and_resumes_identically() -> None:
+    engine = Engine(num_blocks=9, prefix_cache=False)
+    prompts = {"old": (1, 2, 3, 4, 5, 6, 7), "new": (9, 8, 7, 6, 5, 4, 3)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, max_tokens=18)
+    plans = engine.run()
+    assert engine.scheduler.counts().preemptions > 0
+    for name, prompt in prompts.items():
+        assert engine.output(name) == reference(prompt, 18)
+    old = engine.updates["old"][-1].finished
+    assert old is not None
+    assert old.preemptions == 0
+    # Never kept waiting: one token each step from the first to the last.
+    steps_of_old = [n for n, plan in enumerate(plans) if any(c.request.request_id == "old" for c in plan.chunks)]
+    assert steps_of_old == list(range(18))
+
+
+def test_aborts_free_everything_at_once() -> None:
+    engine = Engine()
+    engine.add("runs", LONG, max_tokens=9)
+    engine.step()
+    engine.add("waits", LONG, max_tokens=9)
+    for name in ("runs", "waits"):
+        update = engine.scheduler.abort(name)
+        assert update is not None
+        assert update.finish_reason is FinishReason.ABORT
+        assert engine.scheduler.abort(name) is None
+    counts = engine.scheduler.counts()
+    assert counts.blocks_used == counts.slots_used == counts.running == counts.waiting == 0
+    assert engine.scheduler.schedule(0.0) is None
+
+
+def test_an_abort_at_a_stop_string_counts_as_stopped_there() -> None:
+    engine = Engine()
+    engine.add("r", LONG, max_tokens=9)
+    for _ in range(5):
+        engine.step()
+    update = engine.scheduler.abort("r", keep_tokens=2)
+    assert update is not None
+    assert update.finish_reason is FinishReason.STOP
+    assert update.finished is not None
+    assert list(update.finished.output_ids) == reference(LONG, 2)
+    assert len(update.finished.sampling_logprobs) == 2
+
+
+def test_deadlines_end_requests_wherever_they_are() -> None:
+    engine = Engine(max_num_seqs=1, num_slots=4)
+    engine.add("runs", LONG, max_tokens=9, deadline=10.0)
+    engine.add("waits", LONG, max_tokens=9, deadline=10.0)
+    engine.add("has time", (1,), max_tokens=1, deadline=11.0)
+    engine.step(9.0)
+    plan = engine.step(10.0)
+    assert shape(plan) == [("has time", 0, 1, True)]
+    for name in ("runs", "waits"):
+        assert engine.updates[name][-1].finish_reason is FinishReason.ERROR
+        assert isinstance(engine.updates[name][-1].error, DeadlineExceeded)
+    engine.add("late", (1,), deadline=1.0)
+    assert engine.scheduler.has_work
+    assert engine.scheduler.schedule(12.0) is None
+    assert [update.request_id for update in engine.scheduler.take_expired()] == ["late"]
+    assert not engine.scheduler.has_work
+
+
+def test_a_bad_row_of_logits_ends_one_request() -> None:
+    engine = Engine()
+    engine.add("bad", (1, 2), max_tokens=3)
+    engine.add("good", (1, 2), max_tokens=3)
+    plan = engine.scheduler.schedule(0.0)
+    assert plan is not None
+    result = engine.runner.execute(plan)
+    bad = SampledToken(0, 0.0, error="the logits are not finite")
+    engine.take(engine.scheduler.update(plan, StepResult([bad, result.tokens[1]]), 0.0))
+    last = engine.updates["bad"][-1]
+    assert last.token is None
+    assert last.error is not None
+    assert last.error.message == "the logits are not finite"
+    engine.run()
+    assert engine.output("good") == reference((1, 2), 3)
+
+
+def test_plans_are_taken_in_turn() -> None:
+    engine = Engine()
+    engine.add("r", LONG, max_tokens=3)
+    plan = engine.scheduler.schedule(0.0)
+    assert plan is not None
+    with pytest.raises(IntegrityError, match="in flight"):
+        engine.scheduler.schedule(0.0)
+    other = StepPlan(plan.chunks)
+    with pytest.raises(ValueError, match="not in flight"):
+        engine.scheduler.update(other, StepResult(()), 0.0)
+    with pytest.raises(ValueError, match="2 tokens for 0 sampling"):
+        engine.scheduler.update(plan, StepResult([SampledToken(1, 0.0)] * 2), 0.0)
+    (update,) = engine.scheduler.fail(plan, TemperError("broken"))
+    assert update.finish_reason is FinishReason.ERROR
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.counts().slots_cached == 0
+
+
+# The prefix cache.
+
+
+def test_an_equal_prompt_hits_up_to_its_last_full_block() -> None:
+    engine = Engine()
+    engine.add("first", LONG, max_tokens=2)
+    plan = engine.step()
+    assert shape(plan) == [("first", 0, 16, False)]
+    assert [copy.source for copy in plan.copies_after] == [plan.chunks[0].slot]
+    engine.run()
+    engine.add("second", LONG, max_tokens=2)
+    plan = engine.step()
+    assert shape(plan) == [("second", 16, 3, True)]
+    assert plan.copies_before == [StateCopy(source=plan.copies_before[0].source, target=plan.chunks[0].slot)]
+    engine.run()
+    assert (engine.cached("first"), engine.cached("second")) == (0, 16)
+    assert engine.output("second") == reference(LONG, 2)
+
+
+def test_a_prompt_of_whole_blocks_hits_one_block_less() -> None:
+    """The last token has to be computed, so that there is something to sample from."""
+    engine = Engine()
+    for name in ("first", "second"):
+        engine.add(name, LONG[:16], max_tokens=2)
+        engine.run()
+    assert engine.cached("second") == 12
+    assert engine.output("second") == reference(LONG[:16], 2)
+
+
+def test_a_longer_conversation_hits_where_the_shorter_one_ended() -> None:
+    engine = Engine()
+    engine.add("turn 1", LONG, max_tokens=2)
+    engine.run()
+    engine.add("turn 2", (*LONG, *reference(LONG, 2), 30, 31, 32), max_tokens=2)
+    engine.run()
+    assert engine.cached("turn 2") == 16
+
+
+def test_a_shared_system_prompt_hits_from_the_third_request() -> None:
+    engine = Engine()
+    system = LONG[:12]
+    for n in range(4):
+        engine.add(f"r{n}", (*system, *range(40 + 10 * n, 49 + 10 * n)), max_tokens=2)
+        engine.run()
+    assert [engine.cached(f"r{n}") for n in range(4)] == [0, 0, 12, 12]
+
+
+def test_completions_of_one_prompt_compute_it_once() -> None:
+    engine = Engine()
+    for n in range(4):
+        engine.add(f"r{n}", LONG, max_tokens=2)
+    engine.add("other", (50, 51), max_tokens=1)
+    # The seats of those that wait a step for the snapshot are kept for them.
+    assert shape(engine.step()) == [("r0", 0, 16, False)]
+    assert sorted(shape(engine.step())) == [(f"r{n}", 16, 3, True) for n in range(4)]
+    engine.run()
+    assert [engine.cached(f"r{n}") for n in range(4)] == [0, 16, 16, 16]
+    assert all(engine.output(f"r{n}") == reference(LONG, 2) for n in range(4))
+
+
+@pytest.mark.parametrize("changes", [{"pin": ADAPTER}, {"cache_salt": "other"}])
+def test_other_policies_and_salts_never_share(changes: dict[str, object]) -> None:
+    engine = Engine()
+    engine.add("first", LONG, max_tokens=1)
+    engine.run()
+    engine.add("second", LONG, max_tokens=1, **changes)
+    engine.run()
+    assert engine.cached("second") == 0
+
+
+def test_without_a_cache_nothing_is_split_or_kept() -> None:
+    engine = Engine(prefix_cache=False)
+    for name in ("first", "second"):
+        engine.add(name, LONG, max_tokens=1)
+        plan = engine.step()
+        assert shape(plan) == [(name, 0, 19, True)]
+        assert plan.copies_before == plan.copies_after == []
+    counts = engine.scheduler.counts()
+    assert counts.blocks_cached == counts.slots_cached == 0
+
+
+def test_short_prompts_are_not_split() -> None:
+    engine = Engine()
+    engine.add("r", LONG[:7], max_tokens=1)
+    assert shape(engine.step()) == [("r", 0, 7, True)]
+
+
+def test_snapshots_give_way_to_live_sequences() -> None:
+    engine = Engine(max_num_seqs=3, num_slots=4)
+    for n in range(3):
+        engine.add(f"old{n}", (n, *LONG), max_tokens=1)
+        engine.run()
+    assert engine.scheduler.counts().slots_cached == 2
+    for n in range(3):
+        engine.add(f"new{n}", (30 + n,), max_tokens=3)
+    assert len(engine.step().chunks) == 3
+    assert engine.scheduler.counts().slots_cached == 0
+    engine.run()
+
+
+def test_the_only_slot_can_be_the_snapshot_that_would_be_hit() -> None:
+    engine = Engine(max_num_seqs=1, num_slots=2)
+    for name in ("first", "second"):
+        engine.add(name, LONG, max_tokens=2)
+        engine.run()
+        assert engine.output(name) == reference(LONG, 2)
+
+
+def test_cached_blocks_give_way_to_live_sequences() -> None:
+    engine = Engine(num_blocks=11)
+    engine.add("first", LONG, max_tokens=1)
+    engine.run()
+    counts = engine.scheduler.counts()
+    assert (counts.blocks_cached, counts.blocks_used) == (4, 0)
+    engine.add("second", tuple(range(40, 80)), max_tokens=1)
+    engine.run()
+    assert engine.output("second") == reference(tuple(range(40, 80)), 1)
+
+
+def test_clear_cache_forgets_all() -> None:
+    engine = Engine()
+    engine.add("first", LONG, max_tokens=1)
+    engine.run()
+    engine.scheduler.clear_cache()
+    counts = engine.scheduler.counts()
+    assert counts.blocks_cached == counts.slots_cached == 0
+    engine.add("second", LONG, max_tokens=1)
+    engine.run()
+    assert engine.cached("second") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_budget": 3}, "starve"),
+        ({"num_slots": 4}, "num_slots"),
+        ({"num_blocks": 1}, "num_blocks"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_model_len": 0}, "max_model_len"),
+    ],
+)
+def test_contradicting_limits_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(**changes)
+
+
+def test_abandon_ends_everything() -> None:
+    engine = Engine()
+    engine.add("runs", LONG, max_tokens=5)
+    engine.step()
+    engine.add("waits", LONG, max_tokens=5)
+    updates = engine.scheduler.abandon(TemperError("broken"))
+    assert {update.request_id for update in updates} == {"runs", "waits"}
+    assert not engine.scheduler.has_work
+
+
+def test_integrity_check_finds_leaks() -> None:
+    def broken(engine: Engine) -> Scheduler:
+        engine.add("r", LONG, max_tokens=5)
+        engine.add("s", LONG[:5], max_tokens=5)
+        for _ in range(3):
+            engine.step()
+        return engine.scheduler
+
+    scheduler = broken(Engine())
+    scheduler._running[0].blocks.pop()
+    with pytest.raises(IntegrityError, match="blocks"):
+        scheduler.check_integrity()
+    scheduler = broken(Engine())
+    scheduler._running[0].slot = scheduler._running[1].slot
+    with pytest.raises(IntegrityError, match="two owners"):
+        scheduler.check_integrity()
+    scheduler = broken(Engine())
+    del scheduler._running[0]
+    with pytest.raises(IntegrityError, match="registered"):
+        scheduler.check_integrity()
+    scheduler = broken(Engine())
+    scheduler._running.reverse()
+    with pytest.raises(IntegrityError, match="order"):
+        scheduler.check_integrity()
