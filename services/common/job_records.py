@@ -1,0 +1,110 @@
+"""Jobs as Redis hashes and stream entries: the conversions that both faces of the queue share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter
+
+from services.common.jobs import GrpoJob, Job, JobEvent, JobProgress, JobSpec, SftJob
+
+Spec: TypeAlias = SftJob | GrpoJob
+SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
+"""Parses and validates a spec of either kind."""
+
+FIELDS = (
+    "id",
+    "kind",
+    "adapter",
+    "state",
+    "created_at",
+    "started_at",
+    "finished_at",
+    "attempts",
+    "reason",
+    "progress",
+    "cancel",
+    "metrics",
+    "result_adapter",
+    "metadata",
+)
+"""What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def new_job_id() -> str:
+    """`job-` and 26 characters that sort by time (a ULID in lower case)."""
+    return _job_id(int(time.time() * 1000), secrets.randbits(80))
+
+
+def job_id_of_entry(entry_id: str) -> str:
+    """The id of a job that was added straight to the stream: the same at every delivery."""
+    digest = hashlib.sha256(entry_id.encode()).digest()
+    return _job_id(int(entry_id.split("-")[0]), int.from_bytes(digest[:10]))
+
+
+def _job_id(milliseconds: int, low: int) -> str:
+    number = (milliseconds & (1 << 48) - 1) << 80 | low
+    return "job-" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def spec_json(spec: Spec) -> str:
+    """Canonical: equal specs give equal text."""
+    return json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def spec_sha(spec: Spec) -> str:
+    """Lower-case hex SHA-256 of the canonical JSON."""
+    return hashlib.sha256(spec_json(spec).encode()).hexdigest()
+
+
+def job_from_fields(values: Sequence[str | None]) -> Job | None:
+    """A Job from HMGET of FIELDS; None if the hash is gone."""
+    field = dict(zip(FIELDS, values, strict=True))
+    if field["id"] is None or field["state"] is None:
+        return None
+    return Job.model_validate(
+        {
+            "id": field["id"],
+            "kind": field["kind"],
+            "adapter": field["adapter"],
+            "state": field["state"],
+            "created_at": float(field["created_at"] or 0),
+            "started_at": _number(field["started_at"]),
+            "finished_at": _number(field["finished_at"]),
+            "attempts": int(field["attempts"] or 0),
+            "reason": field["reason"] or None,
+            "progress": _json(field["progress"]) or JobProgress(),
+            "cancel_requested": field["cancel"] == "1",
+            "metrics": _json(field["metrics"]),
+            "result_adapter": field["result_adapter"] or None,
+            "metadata": _json(field["metadata"]),
+        }
+    )
+
+
+def event_from_entry(entry_id: str, fields: Mapping[str, str]) -> JobEvent:
+    return JobEvent.model_validate(
+        {"id": entry_id, "kind": fields["kind"], "time": float(fields["time"]), "data": _json(fields["data"])}
+    )
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without NaN and infinity, which JSON does not have."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _number(text: str | None) -> float | None:
+    return float(text) if text else None
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    # An empty Lua table encodes as a list or an object alike; only objects are ever stored here.
+    return dict(json.loads(text) or {}) if text else {}

@@ -1,0 +1,188 @@
+"""The job queue on Redis Streams, as the gateway and the CLI see it: submit, look, cancel, follow.
+
+services/common/consumer.py has the trainer's face; services/common/scripts.py the key layout and the Lua scripts.
+Delivery is at least once: a job outlives its owner, Redis restarts (append-only file) and lost answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeAlias, cast
+
+from services.common import scripts
+from services.common.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.errors import Conflict, InvalidRequest, NotFound
+from services.common.job_records import (
+    FIELDS,
+    Spec,
+    event_from_entry,
+    job_from_fields,
+    new_job_id,
+    spec_json,
+    spec_sha,
+)
+from services.common.jobs import Job, JobEvent, JobState
+from services.common.redis_client import BLOCK_SECONDS, call_async, connect_async
+from services.common.settings import CommonSettings
+
+__all__ = ["ClaimedJob", "JobConsumer", "JobLost", "JobQueue"]
+
+_EVENT_ID = re.compile(r"\d{1,19}(-\d{1,19})?")
+_TERMINAL = {str(state) for state in JobState if state.terminal}
+_PAGE = 100
+_KEY_LIMIT = 256
+
+# Spelled out, because JobQueue has a method `list`.
+Jobs: TypeAlias = list[Job]
+MaybeJobs: TypeAlias = list[Job | None]
+Ids: TypeAlias = list[str]
+Entries: TypeAlias = list[tuple[str, dict[str, str]]]
+
+
+class JobQueue:
+    """Submits and observes jobs. For one asyncio loop; every method may raise Unavailable."""
+
+    def __init__(self, settings: CommonSettings) -> None:
+        self._redis = connect_async(settings)
+        self._submit = self._redis.register_script(scripts.SUBMIT)
+        self._cancel = self._redis.register_script(scripts.CANCEL)
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """Raises Unavailable if Redis does not answer."""
+        await call_async(self._redis.ping)
+
+    async def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> Job:
+        """Queues a job. The same key with the same spec returns the same job, for a week.
+
+        Raises:
+            Conflict: the key was used with another spec.
+            InvalidRequest: the key is empty or longer than 256 characters.
+        """
+        if idempotency_key is not None and not 0 < len(idempotency_key) <= _KEY_LIMIT:
+            raise InvalidRequest(f"idempotency key must have 1 to {_KEY_LIMIT} characters", param="idempotency_key")
+        job_id = new_job_id()
+        keys = [
+            scripts.STREAM,
+            scripts.INDEX,
+            scripts.job_key(job_id),
+            scripts.events_key(job_id),
+            scripts.idempotency_key(idempotency_key or ""),
+        ]
+        args = [job_id, spec_json(spec), spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        args += ["0" if idempotency_key is None else "1", ""]
+        outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
+        if outcome == "conflict":
+            raise Conflict(
+                f"idempotency key {idempotency_key!r} was used for job {existing} with another spec; use a new key",
+                param="idempotency_key",
+            )
+        return await self.get(existing)
+
+    async def get(self, job_id: str) -> Job:
+        """Raises NotFound."""
+        job = await self._find(job_id)
+        if job is None:
+            raise _not_found(job_id)
+        return job
+
+    async def list(
+        self, *, limit: int = 50, after: str | None = None, state: JobState | None = None, adapter: str | None = None
+    ) -> Jobs:
+        """Jobs, newest first.
+
+        Args:
+            after: continue behind this job id (the last one of the page before).
+
+        Raises:
+            NotFound: there is no job ``after``.
+        """
+        start = 0
+        if after is not None:
+            rank = await call_async(lambda: cast(Awaitable[int | None], self._redis.zrevrank(scripts.INDEX, after)))
+            if rank is None:
+                raise _not_found(after)
+            start = rank + 1
+        found: Jobs = []
+        while len(found) < limit:
+            ids = await self._index(start)
+            if not ids:
+                break
+            start += len(ids)
+            for job_id, job in zip(ids, await self._find_many(ids), strict=True):
+                if job is None:  # expired since
+                    await self._forget(job_id)
+                    start -= 1
+                elif (state is None or job.state == state) and (adapter is None or job.adapter == adapter):
+                    found.append(job)
+        return found[:limit]
+
+    async def cancel(self, job_id: str) -> Job:
+        """Cancels a queued job at once and asks the owner of a running one to stop. Terminal jobs stay as they are.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
+        if await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP])) == "MISSING":
+            raise _not_found(job_id)
+        return await self.get(job_id)
+
+    async def events(self, job_id: str, last_event_id: str | None = None) -> AsyncIterator[JobEvent]:
+        """Replays the job's events behind ``last_event_id`` (None: all), then follows until it is terminal.
+
+        Raises:
+            NotFound: there is no such job.
+            InvalidRequest: last_event_id is not one of ours.
+        """
+        if last_event_id and not _EVENT_ID.fullmatch(last_event_id):
+            raise InvalidRequest(f"Last-Event-ID {last_event_id[:40]!r} is not an event id", param="Last-Event-ID")
+        await self.get(job_id)
+        position = last_event_id or "0"
+        block: int | None = None
+        while True:
+            entries = await self._read(job_id, position, block)
+            for entry_id, fields in entries:
+                position = entry_id
+                event = event_from_entry(entry_id, fields)
+                yield event
+                if event.kind == "state" and event.data.get("state") in _TERMINAL:
+                    return
+            if not entries:
+                job = await self._find(job_id)
+                # A terminal job with nothing left to read: its last event was seen before, or has expired.
+                if job is None or (job.state.terminal and not await self._read(job_id, position, None)):
+                    return
+                block = int(BLOCK_SECONDS * 1000)
+
+    async def _index(self, start: int) -> Ids:
+        reply: Any = await call_async(lambda: self._redis.zrevrange(scripts.INDEX, start, start + _PAGE - 1))
+        return [str(job_id) for job_id in reply]
+
+    async def _forget(self, job_id: str) -> None:
+        await call_async(lambda: self._redis.zrem(scripts.INDEX, job_id))
+
+    async def _read(self, job_id: str, position: str, block: int | None) -> Entries:
+        key = scripts.events_key(job_id)
+        reply: Any = await call_async(lambda: self._redis.xread({key: position}, count=500, block=block))
+        return reply[0][1] if reply else []
+
+    async def _find(self, job_id: str) -> Job | None:
+        return (await self._find_many([job_id]))[0]
+
+    async def _find_many(self, job_ids: Ids) -> MaybeJobs:
+        async def read() -> Any:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.hmget(scripts.job_key(job_id), list(FIELDS))
+                return await pipe.execute()
+
+        return [job_from_fields(values) for values in await call_async(read)]
+
+
+def _not_found(job_id: str) -> NotFound:
+    return NotFound(f"no such job: {job_id[:80]!r}", param="id")

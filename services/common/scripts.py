@@ -1,0 +1,241 @@
+"""How jobs lie in Redis, and the Lua scripts that change them. Both faces of the queue use these and nothing else.
+
+Keys:
+    temper:jobs                 stream of work: entries {job: id}, or {spec: JSON, idempotency_key?} straight from CI
+    temper:jobs:index           sorted set of job ids by creation time, for listing
+    temper:jobs:dead            stream of what was given up: {job?, entry, reason, spec?}
+    temper:job:{id}             hash: the job, its spec and who owns it now
+    temper:job:{id}:events      stream of JobEvents
+    temper:idempotency:{key}    "job-id spec-sha", expires
+
+A job is in exactly one of these places: unread in the stream (queued), pending for its owner in the consumer group
+(running), or neither (terminal). An entry handed back is pending with an old idle time, so that the next claim takes
+it first. Scripts are atomic; those of an owner compare the fencing token and answer LOST when it is stale. Every
+script may be repeated when its answer got lost.
+
+Times are Redis's own clock in unix seconds, so that hosts need not agree.
+"""
+
+from __future__ import annotations
+
+STREAM = "temper:jobs"
+GROUP = "trainers"
+INDEX = "temper:jobs:index"
+DEAD = "temper:jobs:dead"
+JOB_TTL = 30 * 86400
+"""Seconds that a terminal job stays visible."""
+EVENTS_TTL = 7 * 86400
+"""Seconds that a terminal job's events stay replayable."""
+IDEMPOTENCY_TTL = 7 * 86400
+EVENTS_LENGTH = 10_000
+DEAD_LENGTH = 1_000
+LOST = "LOST"
+
+
+def job_key(job_id: str) -> str:
+    return f"temper:job:{job_id}"
+
+
+def events_key(job_id: str) -> str:
+    return f"temper:job:{job_id}:events"
+
+
+def idempotency_key(key: str) -> str:
+    return f"temper:idempotency:{key}"
+
+
+_PRELUDE = f"""
+local function now()
+  local t = redis.call('TIME')
+  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
+end
+local function emit(events, kind, data)
+  redis.call('XADD', events, 'MAXLEN', '~', {EVENTS_LENGTH}, '*', 'kind', kind, 'time', now(), 'data', data)
+end
+local function owned(job, fence)
+  return redis.call('HGET', job, 'fence') == fence and redis.call('HGET', job, 'state') == 'running'
+end
+local function finish(job, events, stream, group, state, reason, result)
+  local entry = redis.call('HGET', job, 'entry')
+  redis.call('HSET', job, 'state', state, 'reason', reason, 'result_adapter', result, 'finished_at', now())
+  if state ~= 'failed' then redis.call('HDEL', job, 'spec') end
+  redis.call('XACK', stream, group, entry)
+  redis.call('XDEL', stream, entry)
+  local data = {{state = state}}
+  if reason ~= '' then data.reason = reason end
+  if result ~= '' then data.result_adapter = result end
+  emit(events, 'state', cjson.encode(data))
+  redis.call('EXPIRE', job, {JOB_TTL})
+  redis.call('EXPIRE', events, {EVENTS_TTL})
+end
+local function bury(dead, entry, job, reason, spec)
+  local fields = {{'entry', entry, 'reason', reason, 'time', now()}}
+  if job ~= '' then table.insert(fields, 'job') table.insert(fields, job) end
+  if spec ~= '' then table.insert(fields, 'spec') table.insert(fields, spec) end
+  redis.call('XADD', dead, 'MAXLEN', '~', {DEAD_LENGTH}, '*', unpack(fields))
+end
+"""
+
+SUBMIT = (
+    _PRELUDE
+    + f"""
+-- KEYS stream index job events idempotency; ARGV id spec sha kind adapter metadata has_key entry
+-- entry: '' to add one, else the id of the stream entry that brought this spec.
+if ARGV[7] == '1' then
+  local known = redis.call('GET', KEYS[5])
+  if known then
+    local id, sha = string.match(known, '^(%S+) (%S+)$')
+    if sha == ARGV[3] then return {{'existing', id}} end
+    return {{'conflict', id}}
+  end
+end
+if redis.call('EXISTS', KEYS[3]) == 1 then return {{'existing', ARGV[1]}} end
+if ARGV[7] == '1' then redis.call('SET', KEYS[5], ARGV[1] .. ' ' .. ARGV[3], 'EX', {IDEMPOTENCY_TTL}) end
+local entry = ARGV[8]
+if entry == '' then entry = redis.call('XADD', KEYS[1], '*', 'job', ARGV[1]) end
+local created = now()
+redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'spec_sha', ARGV[3], 'kind', ARGV[4], 'adapter', ARGV[5],
+  'metadata', ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0')
+redis.call('ZADD', KEYS[2], created, ARGV[1])
+emit(KEYS[4], 'state', '{{"state":"queued"}}')
+return {{'created', ARGV[1]}}
+"""
+)
+
+BEGIN = (
+    _PRELUDE
+    + """
+-- KEYS stream job events dead; ARGV group entry id claim owner max_attempts
+local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error')
+local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
+if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+  redis.call('XDEL', KEYS[1], ARGV[2])
+  return {'dropped'}
+end
+if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
+if job[4] == '1' then
+  finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
+  return {'dropped'}
+end
+if attempts >= tonumber(ARGV[6]) then
+  local why = job[7] or 'its engine died or stopped answering each time'
+  local reason = 'given up after ' .. attempts .. ' attempts: ' .. why
+  bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
+  finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
+  return {'dropped'}
+end
+local fence = redis.call('HINCRBY', KEYS[2], 'fence', 1)
+attempts = redis.call('HINCRBY', KEYS[2], 'attempts', 1)
+redis.call('HSETNX', KEYS[2], 'started_at', now())
+redis.call('HSET', KEYS[2], 'state', 'running', 'claim', ARGV[4], 'owner', ARGV[5])
+emit(KEYS[3], 'state', cjson.encode({state = 'running', attempt = attempts}))
+return {'claimed', tostring(fence), tostring(attempts)}
+"""
+)
+
+BURY_ENTRY = (
+    _PRELUDE
+    + """
+-- KEYS stream dead; ARGV group entry reason spec
+bury(KEYS[2], ARGV[2], '', ARGV[3], ARGV[4])
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+redis.call('XDEL', KEYS[1], ARGV[2])
+return 'OK'
+"""
+)
+
+HEARTBEAT = (
+    _PRELUDE
+    + f"""
+-- KEYS job stream; ARGV fence group owner entry. Inside the fence, or an old owner would steal its entry back.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[3], 0, ARGV[4], 'JUSTID')
+if redis.call('HGET', KEYS[1], 'cancel') == '1' then return 'CANCEL' end
+return 'OK'
+"""
+)
+
+REPORT = (
+    _PRELUDE
+    + f"""
+-- KEYS job events; ARGV fence progress metrics data
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
+for name, value in pairs(cjson.decode(ARGV[3])) do metrics[name] = value end
+redis.call('HSET', KEYS[1], 'progress', ARGV[2], 'metrics', cjson.encode(metrics))
+emit(KEYS[2], 'progress', ARGV[4])
+return 'OK'
+"""
+)
+
+EVENT = (
+    _PRELUDE
+    + f"""
+-- KEYS job events; ARGV fence kind data
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+emit(KEYS[2], ARGV[2], ARGV[3])
+return 'OK'
+"""
+)
+
+PARENT = (
+    _PRELUDE
+    + f"""
+-- KEYS job; ARGV fence parent. The first attempt's answer counts for every later one.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('HSETNX', KEYS[1], 'parent', ARGV[2])
+return redis.call('HGET', KEYS[1], 'parent')
+"""
+)
+
+FINISH = (
+    _PRELUDE
+    + f"""
+-- KEYS job events stream dead; ARGV fence group state reason result dead id
+if redis.call('HGET', KEYS[1], 'fence') == ARGV[1] and redis.call('HGET', KEYS[1], 'state') == ARGV[3] then
+  return 'OK'
+end
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if ARGV[6] == '1' then bury(KEYS[4], redis.call('HGET', KEYS[1], 'entry'), ARGV[7], ARGV[4], '') end
+finish(KEYS[1], KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+return 'OK'
+"""
+)
+
+RELEASE = (
+    _PRELUDE
+    + f"""
+-- KEYS job events stream; ARGV fence group owner entry counts reason
+-- The entry stays pending but looks long abandoned: the next claim takes it, before anything newer.
+if redis.call('HGET', KEYS[1], 'fence') == ARGV[1] and redis.call('HGET', KEYS[1], 'state') == 'queued' then
+  return 'OK'
+end
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('HSET', KEYS[1], 'state', 'queued', 'owner', '')
+if ARGV[5] == '1' then
+  redis.call('HSET', KEYS[1], 'last_error', ARGV[6])
+else
+  redis.call('HINCRBY', KEYS[1], 'attempts', -1)
+end
+redis.call('XCLAIM', KEYS[3], ARGV[2], ARGV[3], 0, ARGV[4], 'IDLE', 864000000, 'JUSTID')
+emit(KEYS[2], 'state', cjson.encode({{state = 'queued', reason = ARGV[6]}}))
+return 'OK'
+"""
+)
+
+CANCEL = (
+    _PRELUDE
+    + """
+-- KEYS job events stream; ARGV group
+local state = redis.call('HGET', KEYS[1], 'state')
+if not state then return 'MISSING' end
+if state == 'queued' then
+  finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], 'cancelled', 'cancelled before it started', '')
+elseif state == 'running' and redis.call('HGET', KEYS[1], 'cancel') ~= '1' then
+  redis.call('HSET', KEYS[1], 'cancel', '1')
+  emit(KEYS[2], 'log', '{"message":"cancellation requested"}')
+end
+return 'OK'
+"""
+)

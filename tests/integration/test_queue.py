@@ -1,0 +1,442 @@
+"""The job queue on a real Valkey: every promise of delivery, ownership and replay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import redis
+
+from services.common import scripts
+from services.common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from services.common.job_records import job_id_of_entry, new_job_id
+from services.common.jobs import GrpoJob, JobEvent, JobProgress, JobState, SftExample, SftJob
+from services.common.queue import ClaimedJob, JobConsumer, JobLost, JobQueue
+from services.common.settings import CommonSettings
+from tests.integration.servers import RunningServer
+
+RECLAIM = 0.3
+Consumers = Callable[[str], JobConsumer]
+
+
+def sft(adapter: str = "math", **kw: object) -> SftJob:
+    return SftJob.model_validate(
+        {"adapter": adapter, "examples": [SftExample(prompt="1+1", completion="2")], "metadata": {"by": "test"}, **kw}
+    )
+
+
+@pytest.fixture
+async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
+    queue = JobQueue(settings)
+    yield queue
+    await queue.aclose()
+
+
+@pytest.fixture
+def raw(valkey: RunningServer, settings: CommonSettings) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(settings.redis_url.get_secret_value(), decode_responses=True, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+def consumers(valkey: RunningServer, settings: CommonSettings) -> Iterator[Consumers]:
+    made: list[JobConsumer] = []
+
+    def make(owner: str) -> JobConsumer:
+        made.append(JobConsumer(settings, owner=owner, reclaim_seconds=RECLAIM))
+        return made[-1]
+
+    yield make
+    for consumer in made:
+        consumer.close()
+
+
+async def read_events(queue: JobQueue, job_id: str, after: str | None = None) -> list[JobEvent]:
+    return [event async for event in queue.events(job_id, after)]
+
+
+def must_claim(consumer: JobConsumer) -> ClaimedJob:
+    claimed = consumer.claim(1)
+    assert claimed is not None
+    return claimed
+
+
+async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    job = await queue.submit(sft(checkpoint_every=7))
+    assert job.state is JobState.QUEUED
+    assert abs(job.created_at - time.time()) < 5
+    assert job.metadata == {"by": "test"}
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    assert claimed.id == job.id
+    assert claimed.spec == sft(checkpoint_every=7)
+    assert claimed.attempt == 1
+    assert consumer.claim(0) is None
+    assert consumer.heartbeat(claimed) is False
+    consumer.report(claimed, JobProgress(step=1, total_steps=2, eta_seconds=3.5), {"loss": 2.0, "lr": 0.1})
+    consumer.report(claimed, JobProgress(step=2, total_steps=2), {"loss": 1.0, "bad": float("nan")})
+    consumer.event(claimed, "checkpoint", {"step": 2})
+    running = await queue.get(job.id)
+    assert running.state is JobState.RUNNING
+    assert running.progress.step == 2
+    assert running.metrics == {"loss": 1.0, "lr": 0.1}
+    consumer.succeed(claimed, "math@1")
+    consumer.succeed(claimed, "math@1")  # the answer got lost and the owner repeats it
+    done = await queue.get(job.id)
+    assert done.state is JobState.SUCCEEDED
+    assert done.result_adapter == "math@1"
+    assert done.finished_at is not None
+    assert done.started_at is not None
+    assert done.created_at <= done.started_at <= done.finished_at
+    events = await read_events(queue, job.id)
+    assert [e.kind for e in events] == ["state", "state", "progress", "progress", "checkpoint", "state"]
+    assert events[2].data == {"loss": 2.0, "lr": 0.1, "step": 1, "total_steps": 2, "eta_seconds": 3.5}
+    assert events[-1].data == {"state": "succeeded", "result_adapter": "math@1"}
+    assert raw.xlen(scripts.STREAM) == 0
+    assert 0 < raw.ttl(scripts.events_key(job.id)) <= scripts.EVENTS_TTL
+    assert raw.hget(scripts.job_key(job.id), "spec") is None
+
+
+async def test_idempotency(queue: JobQueue, raw: redis.Redis) -> None:
+    first = await queue.submit(sft(), idempotency_key="k 1")
+    assert (await queue.submit(sft(), idempotency_key="k 1")).id == first.id
+    with pytest.raises(Conflict, match=first.id):
+        await queue.submit(sft(epochs=9), idempotency_key="k 1")
+    assert (await queue.submit(sft())).id != first.id
+    assert raw.xlen(scripts.STREAM) == 2
+    with pytest.raises(InvalidRequest):
+        await queue.submit(sft(), idempotency_key="")
+    many = await asyncio.gather(*(queue.submit(sft(), idempotency_key="k2") for _ in range(20)))
+    assert len({job.id for job in many}) == 1
+
+
+async def test_unknown_job(queue: JobQueue) -> None:
+    for call in (queue.get, queue.cancel, lambda job_id: read_events(queue, job_id)):
+        with pytest.raises(NotFound):
+            await call("job-none")
+    with pytest.raises(NotFound):
+        await queue.list(after="job-none")
+
+
+async def test_list_newest_first_with_paging(queue: JobQueue, raw: redis.Redis) -> None:
+    ids = [(await queue.submit(sft(f"a{n % 2}"))).id for n in range(7)]
+    assert [job.id for job in await queue.list()] == ids[::-1]
+    page = await queue.list(limit=3)
+    assert [job.id for job in page] == ids[:3:-1]
+    assert [job.id for job in await queue.list(limit=3, after=page[-1].id)] == ids[3:0:-1]
+    assert [job.id for job in await queue.list(adapter="a1")] == ids[5::-2]
+    await queue.cancel(ids[2])
+    assert [job.id for job in await queue.list(state=JobState.CANCELLED)] == [ids[2]]
+    raw.delete(scripts.job_key(ids[6]))  # expired
+    assert len(await queue.list()) == 6
+    assert raw.zcard(scripts.INDEX) == 6
+
+
+async def test_dead_owner_is_replaced_and_fenced_out(queue: JobQueue, consumers: Consumers) -> None:
+    job = await queue.submit(sft())
+    old, new = consumers("old"), consumers("new")
+    before = must_claim(old)
+    assert new.claim(0) is None
+    await asyncio.sleep(RECLAIM + 0.1)
+    after = must_claim(new)
+    assert (after.id, after.attempt) == (job.id, 2)
+    for write in (
+        lambda: old.heartbeat(before),
+        lambda: old.report(before, JobProgress(), {}),
+        lambda: old.event(before, "log", {}),
+        lambda: old.succeed(before, "math@1"),
+        lambda: old.fail(before, "x"),
+        lambda: old.cancelled(before),
+        lambda: old.requeue(before),
+        lambda: old.retry(before, "x"),
+        lambda: old.resolve_parent(before, None),
+    ):
+        with pytest.raises(JobLost):
+            write()
+    new.succeed(after, "math@1")
+    assert (await queue.get(job.id)).state is JobState.SUCCEEDED
+
+
+async def test_heartbeats_keep_a_job(queue: JobQueue, consumers: Consumers) -> None:
+    await queue.submit(sft())
+    owner, other = consumers("owner"), consumers("other")
+    claimed = must_claim(owner)
+    for _ in range(5):
+        await asyncio.sleep(RECLAIM / 2)
+        assert owner.heartbeat(claimed) is False
+        assert other.claim(0) is None
+    owner.succeed(claimed, "math@1")
+
+
+async def test_dead_letter_after_three_deliveries(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    job = await queue.submit(sft())
+    for attempt in (1, 2, 3):
+        assert must_claim(consumers(f"c{attempt}")).attempt == attempt
+        await asyncio.sleep(RECLAIM + 0.05)
+    assert consumers("c4").claim(0) is None
+    done = await queue.get(job.id)
+    assert done.state is JobState.FAILED
+    assert done.reason is not None
+    assert "3 attempts" in done.reason
+    ((_, letter),) = raw.xrange(scripts.DEAD)
+    assert letter["job"] == job.id
+    assert (await read_events(queue, job.id))[-1].data["state"] == "failed"
+    assert raw.xlen(scripts.STREAM) == 0
+
+
+async def test_unexpected_errors_end_in_the_dead_letter_stream(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    for attempt in (1, 2, 3):
+        claimed = must_claim(consumer)
+        assert claimed.attempt == attempt
+        consumer.retry(claimed, f"KeyError: {attempt}")
+    done = await queue.get(job.id)
+    assert done.state is JobState.FAILED
+    assert done.reason == "given up after 3 attempts: KeyError: 3"
+    assert raw.xlen(scripts.DEAD) == 1
+
+
+async def test_requeue_does_not_count_and_comes_next(queue: JobQueue, consumers: Consumers) -> None:
+    first = await queue.submit(sft())
+    await queue.submit(sft())
+    consumer = consumers("a")
+    for _ in range(5):
+        claimed = must_claim(consumer)
+        assert (claimed.id, claimed.attempt) == (first.id, 1)
+        consumer.requeue(claimed)
+        consumer.requeue(claimed)  # repeated after a lost answer
+        assert (await queue.get(first.id)).state is JobState.QUEUED
+        with pytest.raises(JobLost):
+            consumer.report(claimed, JobProgress(), {})
+    assert must_claim(consumers("b")).id == first.id
+
+
+async def test_cancel_while_queued(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    job = await queue.submit(sft())
+    assert (await queue.cancel(job.id)).state is JobState.CANCELLED
+    assert (await queue.cancel(job.id)).state is JobState.CANCELLED
+    assert consumers("a").claim(0) is None
+    assert raw.xlen(scripts.STREAM) == 0
+    requeued = await queue.submit(sft())
+    consumer = consumers("b")
+    consumer.requeue(must_claim(consumer))
+    assert (await queue.cancel(requeued.id)).state is JobState.CANCELLED
+    assert consumer.claim(0) is None
+    assert raw.xpending(scripts.STREAM, scripts.GROUP)["pending"] == 0
+
+
+async def test_cancel_while_running(queue: JobQueue, consumers: Consumers) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    assert consumer.cancel_requested(claimed) is False
+    asked = await queue.cancel(job.id)
+    assert (asked.state, asked.cancel_requested) == (JobState.RUNNING, True)
+    assert consumer.cancel_requested(claimed) is True
+    assert consumer.heartbeat(claimed) is True
+    consumer.cancelled(claimed)
+    assert (await queue.get(job.id)).state is JobState.CANCELLED
+
+
+async def test_cancelled_job_of_a_dead_owner_ends_at_reclaim(queue: JobQueue, consumers: Consumers) -> None:
+    job = await queue.submit(sft())
+    must_claim(consumers("dies"))
+    await queue.cancel(job.id)
+    await asyncio.sleep(RECLAIM + 0.05)
+    assert consumers("b").claim(0) is None
+    assert (await queue.get(job.id)).state is JobState.CANCELLED
+
+
+async def test_parent_is_fixed_by_the_first_attempt(queue: JobQueue, consumers: Consumers) -> None:
+    await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    assert consumer.recorded_parent(claimed) == (False, None)
+    assert consumer.resolve_parent(claimed, None) is None
+    consumer.retry(claimed, "x")
+    again = must_claim(consumer)
+    assert consumer.recorded_parent(again) == (True, None)
+    assert consumer.resolve_parent(again, "math@4") is None
+
+
+async def test_specs_straight_from_a_pipeline(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    text = '{"kind":"grpo","adapter":"math","prompt":"1+1=","completions":["2","3"],"rewards":[1,0]}'
+    entry = raw.xadd(scripts.STREAM, {"spec": text, "idempotency_key": "ci-1"})
+    raw.xadd(scripts.STREAM, {"spec": text, "idempotency_key": "ci-1"})
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    assert isinstance(claimed.spec, GrpoJob)
+    assert claimed.id == job_id_of_entry(str(entry))
+    assert consumer.claim(0) is None, "the same key is the same job"
+    assert (await queue.submit(claimed.spec, idempotency_key="ci-1")).id == claimed.id
+    consumer.succeed(claimed, "math@1")
+    assert (await queue.get(claimed.id)).state is JobState.SUCCEEDED
+    assert [job.id for job in await queue.list()] == [claimed.id]
+    assert raw.xlen(scripts.STREAM) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"spec": "{"}, "invalid spec"),
+        ({"nothing": "here"}, "invalid spec"),
+        ({"spec": '{"kind":"sft","adapter":"../x","examples":[]}'}, "adapter"),
+        ({"spec": '{"kind":"sft","adapter":"x","examples":[{"prompt":"a","completion":"b"}],"typo":1}'}, "typo"),
+    ],
+)
+async def test_invalid_specs_end_in_the_dead_letter_stream(
+    fields: dict[str, str], reason: str, consumers: Consumers, raw: redis.Redis
+) -> None:
+    entry = raw.xadd(scripts.STREAM, fields)  # type: ignore[arg-type]
+    assert consumers("a").claim(0) is None
+    ((_, letter),) = raw.xrange(scripts.DEAD)
+    assert letter["entry"] == entry
+    assert reason in letter["reason"]
+    assert letter.get("spec", "") == fields.get("spec", "")
+    assert raw.xlen(scripts.STREAM) == 0
+
+
+async def test_key_reused_by_a_pipeline_with_another_spec(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    await queue.submit(sft(), idempotency_key="k")
+    raw.xadd(scripts.STREAM, {"spec": sft(epochs=9).model_dump_json(), "idempotency_key": "k"})
+    consumer = consumers("a")
+    must_claim(consumer)
+    assert consumer.claim(0) is None
+    ((_, letter),) = raw.xrange(scripts.DEAD)
+    assert "another spec" in letter["reason"]
+
+
+async def test_duplicate_entry_of_a_job_is_dropped(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    job = await queue.submit(sft())
+    raw.xadd(scripts.STREAM, {"job": job.id})
+    consumer = consumers("a")
+    assert must_claim(consumer).id == job.id
+    assert consumer.claim(0) is None
+    assert raw.xlen(scripts.STREAM) == 1
+
+
+async def test_events_are_followed_and_resumed(queue: JobQueue, consumers: Consumers) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+
+    def work() -> None:
+        for step in range(1, 6):
+            consumer.report(claimed, JobProgress(step=step, total_steps=5), {"loss": 1 / step})
+            time.sleep(0.02)
+        consumer.succeed(claimed, "math@1")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    followed = await read_events(queue, job.id)
+    thread.join()
+    assert [e.data.get("step") for e in followed if e.kind == "progress"] == [1, 2, 3, 4, 5]
+    middle = followed[4].id
+    assert await read_events(queue, job.id, middle) == followed[5:]
+    assert await read_events(queue, job.id, followed[-1].id) == []
+    with pytest.raises(InvalidRequest):
+        await read_events(queue, job.id, "not an id")
+
+
+async def test_lost_scripts_and_groups_are_made_again(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    consumer = consumers("a")
+    await queue.submit(sft())
+    claimed = must_claim(consumer)
+    raw.script_flush()
+    consumer.heartbeat(claimed)
+    await queue.submit(sft())
+    consumer.succeed(claimed, "math@1")
+    raw.flushall()
+    assert consumer.claim(0) is None
+    await queue.submit(sft())
+    must_claim(consumer)
+
+
+@pytest.mark.parametrize("kill", [True, False])
+async def test_restart_loses_nothing(
+    kill: bool, queue: JobQueue, consumers: Consumers, valkey: RunningServer, raw: redis.Redis
+) -> None:
+    running, waiting = await queue.submit(sft()), await queue.submit(sft(), idempotency_key="k")
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    consumer.report(claimed, JobProgress(step=1, total_steps=2), {"loss": 1.0})
+    if kill:
+        await asyncio.sleep(1.2)  # appendfsync everysec
+    with valkey.down(signal.SIGKILL if kill else signal.SIGTERM):
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="TEMPER_REDIS_URL"):
+            await queue.submit(sft())
+        with pytest.raises(Unavailable):
+            consumer.heartbeat(claimed)
+        assert time.monotonic() - began < 8
+    consumer.heartbeat(claimed)
+    consumer.succeed(claimed, "math@1")
+    assert (await queue.get(running.id)).metrics == {"loss": 1.0}
+    assert (await queue.submit(sft(), idempotency_key="k")).id == waiting.id
+    assert must_claim(consumer).id == waiting.id
+
+
+async def test_frozen_redis_is_unavailable_within_seconds(
+    queue: JobQueue, consumers: Consumers, valkey: RunningServer
+) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    with valkey.frozen():
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            await queue.ping()
+        with pytest.raises(Unavailable):
+            consumer.report(claimed, JobProgress(), {})
+        assert time.monotonic() - began < 11
+    consumer.heartbeat(claimed)
+    consumer.succeed(claimed, "math@1")
+    assert (await queue.get(job.id)).state is JobState.SUCCEEDED
+
+
+async def test_many_consumers_share_without_doubling(queue: JobQueue, consumers: Consumers) -> None:
+    ids = {(await queue.submit(sft())).id for _ in range(30)}
+    claimed: list[str] = []
+
+    def drain(consumer: JobConsumer) -> None:
+        while (job := consumer.claim(0)) is not None:
+            claimed.append(job.id)
+            consumer.succeed(job, "math@1")
+
+    threads = [threading.Thread(target=drain, args=[consumers(f"c{n}")]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == sorted(ids)
+
+
+def test_job_ids_sort_by_time() -> None:
+    first = new_job_id()
+    time.sleep(0.002)
+    assert first < new_job_id()
+    assert len(first) == 30
+    assert job_id_of_entry("1700000000000-0") == job_id_of_entry("1700000000000-0")
+    assert job_id_of_entry("1700000000000-0") != job_id_of_entry("1700000000000-1")
+
+
+async def test_an_old_spec_that_no_longer_parses_fails_the_job(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    job = await queue.submit(sft())
+    raw.hset(scripts.job_key(job.id), "spec", json.dumps({"kind": "sft", "gone": 1}))
+    assert consumers("a").claim(0) is None
+    done = await queue.get(job.id)
+    assert done.state is JobState.FAILED
+    assert done.reason is not None
+    assert "this release" in done.reason
