@@ -36,7 +36,7 @@ def grpc_ready(address: str, service: str) -> HealthCheck:
 
     def check() -> str | None:
         with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT)
             except grpc.RpcError as error:

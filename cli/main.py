@@ -1,4 +1,4 @@
-"""The `temper` command. Each command's work is in a module of its own, imported only when it is used."""
+"""The `temper` command: its tree of commands. What they do is in a module each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from cli import adapters, train
+from cli.chat import chat
 
 app = typer.Typer(
     name="temper",
@@ -62,6 +65,11 @@ def up(
     raise typer.Exit(run_up(options))
 
 
+app.command()(chat)
+app.add_typer(train.app)
+app.add_typer(adapters.app)
+
+
 @app.command("version")
 def version() -> None:
     """Print the version."""
@@ -72,4 +80,4 @@ def version() -> None:
 
 def run() -> None:
     """Entry point of the console script."""
-    app()
+    app(prog_name="temper")

@@ -22,7 +22,7 @@ class CliSettings(BaseSettings):
 
 
 class UpSettings(BaseSettings):
-    """Stores that `temper up` uses instead of starting its own. Environment: `TEMPER_` + the field name in capitals."""
+    """What `temper up` takes from the environment: stores to use instead of its own, and how patiently to stop."""
 
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 
@@ -34,6 +34,10 @@ class UpSettings(BaseSettings):
     """Required with s3_endpoint."""
     s3_secret_key: SecretStr | None = None
     """Required with s3_endpoint."""
+    drain_seconds: float = Field(10.0, ge=0)
+    """After a stop signal, how long the engine lets running requests finish."""
+    shutdown_grace_seconds: int = Field(10, ge=0)
+    """After a stop signal, how long the gateway lets running responses go on."""
 
 
 def inherited_environment() -> dict[str, str]:

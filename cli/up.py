@@ -61,7 +61,7 @@ def run_up(options: UpOptions) -> int:
     try:
         _check_model(options.model)
         data_dir = options.data_dir.absolute()
-        data_dir.mkdir(parents=True, exist_ok=True)
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with DirectoryLock(data_dir):
             _check_port(options)
             return _run(options, data_dir, console)
@@ -82,7 +82,7 @@ def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
 
     def report(event: Event) -> None:
         colour = {Phase.READY: "green", Phase.RESTARTING: "yellow"}.get(event.phase, "dim")
-        seconds = f" {event.seconds:.1f} s" if event.phase in (Phase.READY, Phase.STOPPED) else ""
+        seconds = f" {event.seconds:.1f} s" if event.phase is Phase.READY else ""
         detail = f" {escape(event.detail)}" if event.detail else ""
         console.print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}", soft_wrap=True)
         write_state()
@@ -107,7 +107,7 @@ def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
     return 0
 
 
-def compose(options: UpOptions, data_dir: Path, external: UpSettings) -> tuple[list[Service], dict[str, int]]:
+def compose(options: UpOptions, data_dir: Path, settings: UpSettings) -> tuple[list[Service], dict[str, int]]:
     """The services of one machine and the internal ports they use.
 
     Raises:
@@ -120,11 +120,11 @@ def compose(options: UpOptions, data_dir: Path, external: UpSettings) -> tuple[l
     env: dict[str, str] = {}
     if options.served_model_name is not None:
         env["TEMPER_SERVED_MODEL_NAME"] = options.served_model_name
-    if external.redis_url is None:
+    if settings.redis_url is None:
         services.append(valkey(data_dir, ports, credentials))
         used["redis"] = ports.redis
         env["TEMPER_REDIS_URL"] = redis_url(ports, credentials)
-    if external.s3_endpoint is None:
+    if settings.s3_endpoint is None:
         services.append(seaweed(data_dir, ports, credentials, gateway_port=options.port))
         used["s3"] = ports.s3
         env |= {
@@ -133,15 +133,22 @@ def compose(options: UpOptions, data_dir: Path, external: UpSettings) -> tuple[l
             "TEMPER_S3_SECRET_KEY": credentials.s3_secret_key,
             "TEMPER_S3_SECURE": "false",
         }
-    elif external.s3_access_key is None or external.s3_secret_key is None:
+    elif settings.s3_access_key is None or settings.s3_secret_key is None:
         raise InvalidRequest("TEMPER_S3_ENDPOINT needs TEMPER_S3_ACCESS_KEY and TEMPER_S3_SECRET_KEY as well")
     stores = tuple(service.name for service in services)
-    services.append(_engine(options, data_dir, ports.engine, env, stores))
-    services.append(_gateway(options, data_dir, ports.engine, env, stores))
+    services.append(_engine(options, data_dir, settings, ports.engine, env, stores))
+    services.append(_gateway(options, data_dir, settings, ports.engine, env, stores))
     return services, used
 
 
-def _engine(options: UpOptions, data_dir: Path, port: int, env: Mapping[str, str], stores: tuple[str, ...]) -> Service:
+def _engine(
+    options: UpOptions,
+    data_dir: Path,
+    settings: UpSettings,
+    port: int,
+    env: Mapping[str, str],
+    stores: tuple[str, ...],
+) -> Service:
     return Service(
         name="engine",
         argv=[sys.executable, "-m", "services.pod"],
@@ -155,17 +162,23 @@ def _engine(options: UpOptions, data_dir: Path, port: int, env: Mapping[str, str
             "TEMPER_DATA_DIR": str(data_dir / "engine"),
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
+            "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),
         },
         cwd=ROOT,
         after=stores,
         stop_stage=1,
         start_timeout=600.0,
-        stop_timeout=45.0,
+        stop_timeout=settings.drain_seconds + 20.0,
     )
 
 
 def _gateway(
-    options: UpOptions, data_dir: Path, engine: int, env: Mapping[str, str], stores: tuple[str, ...]
+    options: UpOptions,
+    data_dir: Path,
+    settings: UpSettings,
+    engine: int,
+    env: Mapping[str, str],
+    stores: tuple[str, ...],
 ) -> Service:
     return Service(
         name="gateway",
@@ -175,14 +188,15 @@ def _gateway(
         env={
             **env,
             "TEMPER_ENGINES": f"127.0.0.1:{engine}",
-            "TEMPER_HOST": options.host,
-            "TEMPER_PORT": str(options.port),
+            "TEMPER_HTTP_HOST": options.host,
+            "TEMPER_HTTP_PORT": str(options.port),
+            "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
         },
         cwd=ROOT,
         after=stores,
         stop_stage=2,
         start_timeout=600.0,
-        stop_timeout=20.0,
+        stop_timeout=settings.shutdown_grace_seconds + 5.0,
         restart=RestartPolicy(start_attempts=2),
     )
 

@@ -1,0 +1,207 @@
+"""`temper adapters`: what versions exist, which one answers for the base model's name, and moving them in and out."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.client import Client, path
+from cli.options import Json, Url
+from cli.output import CliError, ExitCode, Output
+from cli.session import connected
+from services.common.errors import InvalidRequest
+from services.common.names import parse_adapter_ref
+
+app = typer.Typer(name="adapters", help="List, attach, upload, download and roll back adapters.", no_args_is_help=True)
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+Ref = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="An adapter, e.g. polite or polite@3.")]
+
+
+def split(ref: str) -> tuple[str, int | None]:
+    """Name and version of a reference; a malformed one is a usage error."""
+    try:
+        return parse_adapter_ref(ref)
+    except InvalidRequest as error:
+        raise CliError(error.message, ExitCode.USAGE) from error
+
+
+def _when(seconds: float | str | None) -> str:
+    if seconds is None:
+        return ""
+    if isinstance(seconds, str):
+        return seconds.split(".")[0].replace("T", " ")
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _metrics(metrics: dict[str, Any]) -> str:
+    shown = [f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, int | float)]
+    return ", ".join(shown[:4])
+
+
+@app.command("list")
+def list_adapters(url: Url = None, as_json: Json = False) -> None:
+    """Every adapter with its current version."""
+
+    def work(client: Client, output: Output) -> None:
+        answer = client.get("/v1/adapters")
+        rows = [[one["name"], str(one["current"]), one.get("attached") or ""] for one in answer["data"]]
+        output.table(answer, ["adapter", "current", "attached"], rows, empty="No adapters yet: train or upload one.")
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def show(ref: Ref, url: Url = None, as_json: Json = False) -> None:
+    """The versions of one adapter; with @VERSION, all about that one."""
+
+    def work(client: Client, output: Output) -> None:
+        name, version = split(ref)
+        versions = client.get(path("v1", "adapters", name, "versions"))["data"]
+        if version is not None:
+            found = [one for one in versions if one["version"] == version]
+            if not found:
+                known = ", ".join(str(one["version"]) for one in versions)
+                raise CliError(f"adapter {name} has no version {version}; it has {known}")
+            output.json(found[0])
+            return
+        rows = [
+            [
+                f"{one['name']}@{one['version']}",
+                " ".join(word for word in ("current", "attached") if one.get(word)),
+                _when(one.get("created_at")),
+                one.get("parent") or "",
+                one.get("job_id") or "",
+                _metrics(one.get("metrics") or {}),
+            ]
+            for one in versions
+        ]
+        columns = ["version", "", "created", "parent", "job", "metrics"]
+        output.table(versions, columns, rows, empty=f"{name} has no versions.")
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def attach(ref: Ref, url: Url = None, as_json: Json = False) -> None:
+    """Answer the base model's name with this version (default: the current one) from the next request on."""
+
+    def work(client: Client, output: Output) -> None:
+        name, version = split(ref)
+        _attach(client, output, name, version)
+
+    connected(url, as_json, work)
+
+
+def _attach(client: Client, output: Output, name: str, version: int | None) -> None:
+    body = {} if version is None else {"version": version}
+    answer = client.post(path("v1", "adapters", name, "attach"), body)
+    output.result(answer, f"attached [green]{answer.get('attached')}[/]")
+
+
+@app.command()
+def detach(
+    ref: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Refuse if something else is attached by now.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Answer the base model's name with the base model again."""
+
+    def work(client: Client, output: Output) -> None:
+        target = ref or client.get("/v1/adapters").get("attached")
+        if target is None:
+            output.result({"attached": None}, "nothing is attached")
+            return
+        name, version = split(target)
+        body = {} if version is None else {"version": version}
+        answer = client.post(path("v1", "adapters", name, "detach"), body)
+        output.result(answer, f"detached {target}: the base model answers")
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def rollback(
+    name: Annotated[str | None, typer.Argument(help="The adapter; default: the attached one.")] = None,
+    to: Annotated[int | None, typer.Option(help="The version to go back to; default: the one before.", min=1)] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Attach an earlier version of the attached adapter."""
+
+    def work(client: Client, output: Output) -> None:
+        attached = client.get("/v1/adapters").get("attached")
+        if attached is None:
+            raise CliError(
+                "nothing is attached: there is nothing to roll back; `temper adapters attach` chooses a version"
+            )
+        now, number = split(attached)
+        if name is not None and name != now:
+            raise CliError(f"{name} is not attached: {attached} is")
+        target = to
+        if target is None:
+            versions = client.get(path("v1", "adapters", now, "versions"))["data"]
+            earlier = [one["version"] for one in versions if one["version"] < (number or 0)]
+            if not earlier:
+                raise CliError(
+                    f"{attached} is the first version of {now}; `temper adapters detach` goes back to the base"
+                )
+            target = max(earlier)
+        _attach(client, output, now, target)
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def upload(
+    directory: Annotated[Path, typer.Argument(help=f"Directory with {WEIGHTS} and {CONFIG} (PEFT).")],
+    name: Annotated[str, typer.Option(help="The adapter that gets a new version.")],
+    attach_it: Annotated[bool, typer.Option("--attach", help="Attach it, too.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Publish a PEFT adapter as a new version; refused if it does not bind to the served model."""
+
+    def work(client: Client, output: Output) -> None:
+        split(name)
+        files = {part: directory / part for part in (WEIGHTS, CONFIG)}
+        for file in files.values():
+            if not file.is_file():
+                raise CliError(f"{file} does not exist", ExitCode.USAGE)
+        answer = client.upload("/v1/adapters", {"name": name}, files)
+        if attach_it:
+            _attach(client, output, name, int(answer["version"]))
+        else:
+            output.result(answer, f"published [green]{name}@{answer['version']}[/]")
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def download(
+    ref: Ref,
+    directory: Annotated[Path, typer.Argument(help="Where to put the PEFT files; made if it is missing.")],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Save a version's PEFT files."""
+
+    def work(client: Client, output: Output) -> None:
+        name, version = split(ref)
+        if version is None:
+            version = int(client.get(path("v1", "adapters", name))["current"])
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CliError(f"cannot write to {directory}: {error}", ExitCode.USAGE) from error
+        for part in (WEIGHTS, CONFIG):
+            client.download(path("v1", "adapters", name, "download"), directory / part, version=version, file=part)
+        answer = {"adapter": f"{name}@{version}", "directory": str(directory), "files": [WEIGHTS, CONFIG]}
+        output.result(answer, f"saved [green]{name}@{version}[/] in {directory}")
+
+    connected(url, as_json, work)

@@ -1,0 +1,118 @@
+"""From files and options to a job specification, checked here, before anything is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from cli.output import CliError, ExitCode
+from services.common.jobs import GrpoJob, JobSpec, SftJob
+
+_SPEC: TypeAdapter[SftJob | GrpoJob] = TypeAdapter(JobSpec)
+
+
+def read_job(file: Path) -> dict[str, Any]:
+    """A job from a JSON file with `kind`."""
+    job = _parse(_read(file), str(file))
+    if not isinstance(job, dict) or job.get("kind") not in ("sft", "grpo"):
+        raise CliError(f'{file}: a job is a JSON object with "kind": "sft" or "grpo"', ExitCode.USAGE)
+    return job
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; blank lines are skipped."""
+    rows = []
+    for number, line in enumerate(_read(file).splitlines(), start=1):
+        if line.strip():
+            row = _parse(line, f"{file}:{number}")
+            if not isinstance(row, dict):
+                raise CliError(f"{file}:{number}: every line must be a JSON object", ExitCode.USAGE)
+            rows.append(row)
+    if not rows:
+        raise CliError(f"{file} is empty: there is nothing to learn from", ExitCode.USAGE)
+    return rows
+
+
+def sft_data(file: Path) -> dict[str, Any]:
+    """Lines {"prompt", "completion"} or {"messages"}."""
+    return {"examples": read_lines(file)}
+
+
+def grpo_data(file: Path) -> dict[str, Any]:
+    """Lines {"completion_id", "reward"}, or groups {"prompt", "completions", "rewards"}, or groups as the API has them.
+
+    A group's completions may be plain strings with `rewards` beside them, or objects that bring their own reward.
+    """
+    rows = read_lines(file)
+    by_id = ["completion_id" in row for row in rows]
+    if all(by_id):
+        return {"rollouts": rows}
+    if any(by_id):
+        raise CliError(
+            f"{file}: lines with completion_id and lines with completions cannot be mixed in one job", ExitCode.USAGE
+        )
+    return {"groups": [_group(row, f"{file}: group {number}") for number, row in enumerate(rows, start=1)]}
+
+
+def _group(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    group = dict(row)
+    rewards = group.pop("rewards", None)
+    if rewards is None:
+        return group
+    completions = group.get("completions")
+    if not isinstance(completions, list) or not isinstance(rewards, list) or len(completions) != len(rewards):
+        raise CliError(f"{where}: completions and rewards must be lists of the same length", ExitCode.USAGE)
+    group["completions"] = [
+        {**(completion if isinstance(completion, dict) else {"text": completion}), "reward": reward}
+        for completion, reward in zip(completions, rewards, strict=True)
+    ]
+    return group
+
+
+def apply_settings(job: dict[str, Any], settings: Sequence[str]) -> None:
+    """`--set optimizer.schedule=cosine`: dotted keys; values are JSON, or text where they are not."""
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise CliError(f"--set {setting!r}: write it as key=value", ExitCode.USAGE)
+        *parents, last = key.split(".")
+        place = job
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise CliError(f"--set {key}: {parent} is not an object", ExitCode.USAGE)
+        try:
+            place[last] = json.loads(text)
+        except ValueError:
+            place[last] = text
+
+
+def check(job: Mapping[str, Any]) -> None:
+    """Refuses what the server would refuse, naming the field."""
+    try:
+        _SPEC.validate_python(job)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise CliError(f"the job is not valid: {where}: {first['msg']}{more}", ExitCode.USAGE) from error
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"cannot read {file}: {error.strerror}", ExitCode.USAGE) from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{file} is not UTF-8 text", ExitCode.USAGE) from error
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise CliError(f"{where} is not JSON: {error}", ExitCode.USAGE) from error
