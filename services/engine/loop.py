@@ -180,6 +180,11 @@ class EngineLoop:
         return self._status
 
     @property
+    def alive(self) -> bool:
+        """Whether the loop's thread runs; what liveness asks."""
+        return self._thread.is_alive()
+
+    @property
     def healthy(self) -> bool:
         """Whether the loop is alive and its steps succeed; what readiness asks."""
         return self._status.healthy and self._thread.is_alive()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
@@ -24,7 +24,6 @@ from services.engine.adapters import AdapterManager
 from services.engine.errors import status_code, to_message
 from services.engine.loop import EngineLoop
 from services.engine.request import FinishReason
-from services.engine.rollouts import Rollout
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import rollout_message, submission, update_message
 
@@ -60,10 +59,7 @@ class _Stream:
         self._pending: list[list[SequenceUpdate]] = []
         self._backlog = 0
         self._arrived = asyncio.Event()
-        self._live: dict[str, bool] = {}
-        """Request → whether its rollout is kept."""
-        self._kept: dict[str, int] = {}
-        """Aborted requests whose rollout is kept, cut to so many tokens."""
+        self._live: set[str] = set()
         self._closed = False
         self._overrun = False
 
@@ -94,20 +90,12 @@ class _Stream:
         except TemperError as error:
             self._receive([SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)])
         else:
-            self._live[name] = message.keep_rollout
+            self._live.add(name)
 
     def abort(self, message: pb.AbortRequest) -> None:
-        """Ends a request; with keep_tokens its rollout stays, cut where the gateway ended the text."""
-        name = message.request_id
-        if name in self._live:
-            if message.keep_tokens and self._live[name]:
-                self._kept[name] = message.keep_tokens
-            self._serving.loop.abort(name)
-        elif message.keep_tokens:
-            # It ended by itself while the abort was under way.
-            found, _ = self._serving.loop.rollouts.get([name])
-            for rollout in found:
-                self._remember(rollout, message.keep_tokens)
+        """Ends a request of this client; with keep_tokens its rollout stays, cut where the gateway ended the text."""
+        if message.request_id in self._live or message.keep_tokens:
+            self._serving.loop.abort(message.request_id, message.keep_tokens)
 
     async def frames(self) -> AsyncIterator[list[SequenceUpdate]]:
         """The updates of one step after the other, until the client is done and its requests have ended.
@@ -121,32 +109,12 @@ class _Stream:
                 self._backlog -= len(updates)
                 if self._overrun:
                     raise Unavailable(f"more than {_MAX_BACKLOG} updates were left unread")
-                yield [self._seen(update) for update in updates]
+                self._live.difference_update(u.request_id for u in updates if u.finish_reason is not None)
+                yield updates
             if self._closed and not self._live:
                 return
             self._arrived.clear()
             await self._arrived.wait()
-
-    def _seen(self, update: SequenceUpdate) -> SequenceUpdate:
-        """Keeps this stream's books on an update's way out."""
-        if update.finish_reason is None:
-            return update
-        self._live.pop(update.request_id, None)
-        tokens = self._kept.pop(update.request_id, 0)
-        if not tokens or update.finished is None or update.error is not None:
-            return update
-        self._remember(Rollout.of(update.finished), tokens)
-        return replace(update, finish_reason=FinishReason.STOP)
-
-    def _remember(self, rollout: Rollout, tokens: int) -> None:
-        self._serving.loop.rollouts.remember(
-            replace(
-                rollout,
-                token_ids=rollout.token_ids[:tokens],
-                sampling_logprobs=rollout.sampling_logprobs[:tokens],
-                finish_reason=FinishReason.STOP,
-            )
-        )
 
 
 async def _read(frames: AsyncIterable[pb.ClientFrame], stream: _Stream) -> None:
@@ -293,7 +261,9 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
             )
         except TemperError as error:
             return adapters_pb2.ValidateResponse(error=to_message(error))
-        return adapters_pb2.ValidateResponse(rank=bound.rank, parameters=bound.num_parameters)
+        return adapters_pb2.ValidateResponse(
+            rank=bound.rank, parameters=sum(t.a.numel() + t.b.numel() for t in bound.targets.values())
+        )
 
 
 def make_server(serving: Serving, health: health_pb2_grpc.HealthServicer, max_message_bytes: int) -> aio.Server:

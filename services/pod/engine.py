@@ -1,0 +1,141 @@
+"""Builds the engine of a pod: model, caches, runner, adapters and loop, wired but not started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+import torch
+
+from services.common.errors import CheckpointRejected, InvalidRequest
+from services.common.pb import engine_pb2 as pb
+from services.common.registry import AdapterRegistry
+from services.common.text.tokenizer import TextCodec
+from services.engine.adapters import AdapterLimits, AdapterManager, Nudges
+from services.engine.gate import SliceGate
+from services.engine.limits import SchedulerConfig
+from services.engine.loop import EngineLoop
+from services.engine.memory.plan import MemoryPlan
+from services.engine.model.loader import checkpoint_digest
+from services.engine.model.lora import LoraSlots, bind_adapter
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.ports import LoopObserver
+from services.engine.rollouts import RolloutMemory
+from services.engine.runner import ModelRunner
+from services.engine.settings import EngineSettings
+from services.pod.memory import count_parameters, plan, state_slots
+
+VERSION = "0.1.0"
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts of a serving engine."""
+
+    model: Qwen3_5
+    codec: TextCodec
+    base_digest: str
+    memory: MemoryPlan
+    gate: SliceGate
+    adapters: AdapterManager
+    loop: EngineLoop
+    description: pb.Model
+
+    def start(self) -> None:
+        """Starts the loop, then the adapters; returns when the attached version serves.
+
+        Raises:
+            Unavailable: the object store does not answer.
+        """
+        self.loop.start()
+        self.adapters.start(self.loop)
+
+    def stop(self) -> None:
+        """Ends what still runs and all threads."""
+        self.adapters.stop()
+        self.loop.stop()
+
+
+def use_threads(settings: EngineSettings) -> None:
+    """Sets how many CPU threads one operator uses."""
+    torch.set_num_threads(settings.torch_threads or len(os.sched_getaffinity(0)))
+
+
+def build_engine(
+    settings: EngineSettings,
+    registry: AdapterRegistry,
+    nudges: Nudges | None,
+    observer: LoopObserver | None = None,
+) -> Engine:
+    """Loads the model and allocates everything; nothing runs yet.
+
+    Raises:
+        CheckpointRejected: the model directory is incomplete or foreign.
+        InvalidRequest, DoesNotFit: the settings contradict the device.
+    """
+    try:
+        device = torch.device(settings.resolved_device(torch.cuda.is_available()))
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+    codec = TextCodec.from_directory(settings.model)
+    model = Qwen3_5.from_directory(settings.model, dtype=settings.dtype, device=device)
+    if codec.vocab_size > model.config.vocab_size:
+        raise CheckpointRejected(
+            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {model.config.vocab_size}"
+        )
+    base_digest = checkpoint_digest(settings.model)
+    memory = plan(model, settings)
+    log.info("memory plan", **{name: getattr(memory, name) for name in ("weights", "states", "adapters", "kv")})
+    max_model_len = memory.model_len(model.config.max_position_embeddings, settings.max_model_len)
+
+    cache = model.allocate_cache(memory.num_blocks, settings.block_size, state_slots(settings))
+    lora = LoraSlots(model.config, settings.adapter_slots + 1, settings.max_lora_rank, model.dtype, device)
+    adapters = AdapterManager(
+        registry,
+        nudges,
+        lora,
+        partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank),
+        AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
+        base_digest=base_digest,
+    )
+    gate = SliceGate(
+        settings.tpot_goal_ms / 1000, synchronize=torch.cuda.synchronize if device.type == "cuda" else None
+    )
+    loop = EngineLoop(
+        SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            token_budget=settings.token_budget,
+            block_size=settings.block_size,
+            num_blocks=memory.num_blocks,
+            num_slots=state_slots(settings),
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(codec.eos_ids),
+            prefix_cache=settings.prefix_cache,
+        ),
+        ModelRunner(model, cache, lora, num_slots=state_slots(settings), eos_token_ids=codec.eos_ids),
+        adapters,
+        gate,
+        RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),
+        max_waiting=settings.max_waiting,
+        adapter_wait_seconds=settings.adapter_wait_seconds,
+        observer=observer,
+    )
+    description = pb.Model(
+        name=settings.served_model_name,
+        digest=base_digest,
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=codec.eos_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        parameters=count_parameters(model.config),
+        max_train_tokens=settings.max_train_tokens,
+        max_lora_rank=settings.max_lora_rank,
+        tokenizer_digest=codec.digest,
+        version=VERSION,
+    )
+    return Engine(model, codec, base_digest, memory, gate, adapters, loop, description)

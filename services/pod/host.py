@@ -1,0 +1,33 @@
+"""The serving side of a pod as the trainer sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.names import AdapterVersion
+from services.common.text.tokenizer import TextCodec
+from services.engine.adapters import AdapterManager
+from services.engine.gate import SliceGate
+from services.engine.model.qwen3_5 import Qwen3_5
+
+
+@dataclass(frozen=True, slots=True)
+class PodHost:
+    """Implements services.trainer.host.PolicyHost."""
+
+    model: Qwen3_5
+    codec: TextCodec
+    base_digest: str
+    gate: SliceGate
+    max_train_tokens: int
+    max_lora_rank: int
+    train_memory_bytes: int
+    adapters: AdapterManager
+
+    def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
+        """Reads the pointers now; returns once they are served and ``version`` is loaded.
+
+        Raises:
+            TemperError: the store is away, the version does not bind, or no slot became free in ``timeout`` seconds.
+        """
+        self.adapters.sync(version, timeout)
