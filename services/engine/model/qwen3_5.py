@@ -5,7 +5,7 @@ The executable reference is transformers' Qwen3_5ForCausalLM; tests/parity holds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from kernels.rope import inverse_frequencies
+from kernels.token_logprobs import token_logprobs
 from services.common.errors import InvalidRequest
 from services.engine.model.batch import CacheBuffers, ForwardBatch
 from services.engine.model.config import ModelConfig
 from services.engine.model.layers import decoder_layer
 from services.engine.model.loader import load_checkpoint
+from services.engine.model.lora_params import LoraParams
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.step import Step
+from services.engine.model.training import forward_packed
 from services.engine.model.weights import DeltaNetWeights, ModelWeights
 
 
@@ -134,3 +137,52 @@ class Qwen3_5:  # noqa: N801
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab] float32."""
         return F.linear(hidden, self.weights.head).float()
+
+    def forward_train(
+        self,
+        token_ids: Tensor,
+        lengths: Sequence[int],
+        lora: LoraParams | None,
+        *,
+        checkpointing: bool,
+        give_way: Callable[[], None],
+    ) -> Tensor:
+        """The differentiable forward over packed documents; gradients reach the adapter only.
+
+        Args:
+            token_ids: [T] int64, documents end to end. Convolution, recurrence and attention restart at each.
+            lengths: tokens of each document, each at least 1.
+            lora: masters on the model's device; None: the base model.
+            checkpointing: keep only each layer's input and compute the layer again in the backward.
+            give_way: called between layers, in the backward too. On CUDA autograd runs the backward of a layer on a
+                thread of its own unless torch.autograd.set_multithreading_enabled(False) is in force.
+
+        Returns:
+            [T, hidden]: final hidden states, normed.
+
+        Raises:
+            ValueError: the lengths do not add up to T.
+        """
+        return forward_packed(
+            token_ids,
+            lengths,
+            self.config,
+            self.weights,
+            self._inverse,
+            lora,
+            checkpointing=checkpointing,
+            give_way=give_way,
+        )
+
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+        """``log softmax(logits / temperature)[target]``, differentiable in ``hidden``; the logits exist a tile of rows
+        at a time.
+
+        Args:
+            hidden: [N, hidden], from forward_train().
+            targets: [N] int64.
+
+        Returns:
+            [N] float32.
+        """
+        return token_logprobs(hidden, self.weights.head, targets, temperature)

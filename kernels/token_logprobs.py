@@ -1,0 +1,66 @@
+"""Log-probabilities of given tokens without the logits of all rows at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+TILE = 256
+"""Rows whose logits exist at once."""
+
+
+def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """``log softmax(head · hidden / temperature)[target]`` of each row; differentiable in ``hidden``, not in ``head``.
+
+    Tiles of rows; the backward computes the logits of each again (as Cut Your Losses, arXiv 2411.09009). With p the
+    softmax, the gradient of row i is ``g_i (head[target] − pᵀ head) / temperature``.
+
+    Args:
+        hidden: [N, H].
+        head: [vocab, H], same dtype.
+        targets: [N] int64.
+        temperature: above 0.
+
+    Returns:
+        [N] float32.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _tile_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    """The sampler's own expression, so that both round alike."""
+    return F.linear(hidden, head).float() / temperature
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        normalizers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        chosen = torch.empty_like(normalizers)
+        for begin in range(0, hidden.shape[0], TILE):
+            tile = slice(begin, begin + TILE)
+            logits = _tile_logits(hidden[tile], head, temperature)
+            normalizers[tile] = torch.logsumexp(logits, dim=-1)
+            chosen[tile] = logits.gather(1, targets[tile, None]).squeeze(1)
+        ctx.save_for_backward(hidden, head, targets, normalizers)
+        ctx.temperature = temperature
+        return chosen - normalizers
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        hidden, head, targets, normalizers = ctx.saved_tensors
+        scaled = grads[0].float() / ctx.temperature
+        out = torch.empty_like(hidden)
+        for begin in range(0, hidden.shape[0], TILE):
+            tile = slice(begin, begin + TILE)
+            logits = _tile_logits(hidden[tile], head, ctx.temperature)
+            weights = logits.sub_(normalizers[tile, None]).exp_().mul_(-scaled[tile, None])
+            weights.scatter_add_(1, targets[tile, None], scaled[tile, None])
+            out[tile] = weights.to(hidden.dtype) @ head
+        return out, None, None, None
