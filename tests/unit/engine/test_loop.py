@@ -342,6 +342,22 @@ def test_broken_books_end_all_requests_and_serving_goes_on(engine: Fixture) -> N
     engine.check_nothing_left()
 
 
+def test_idle_moments_are_used_to_check_the_books(engine: Fixture) -> None:
+    """A leak that no request runs into is found by the check, and the next request gets clean books."""
+    engine.submit("r0")
+    engine.client.wait("r0")
+    leaky = engine.loop.call_at_boundary(lambda: engine.loop._scheduler).result(TIMEOUT)
+    found = threading.Event()
+    engine.observer.step_failed = lambda error: found.set()
+    engine.loop.call_at_boundary(lambda: leaky._slots.take()).result(TIMEOUT)
+    assert found.wait(TIMEOUT)
+    engine.settle()
+    assert engine.loop._scheduler is not leaky
+    engine.submit("r1")
+    assert tokens(engine.client.wait("r1")["r1"]) == reference((1, 2, 3), 5)
+    engine.check_nothing_left()
+
+
 def test_waits_for_an_adapter_outside_the_scheduler(engine: Fixture) -> None:
     engine.adapters.loaded = False
     engine.submit("waits", adapter=AdapterChoice(name="a"))

@@ -1,0 +1,138 @@
+"""Scheduler, runner and model together: whatever is batched, split, preempted or taken from the prefix cache, each
+request gets the tokens that transformers' generate() gives it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3_5ForCausalLM
+
+from services.engine.limits import SchedulerConfig
+from services.engine.model.lora import LoraSlots
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.request import Request, SamplingParams
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import Scheduler
+from services.engine.updates import Finished
+from tests.parity.reference import make_checkpoint
+
+EOS = 5
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3_5ForCausalLM, Path]:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("grouped")
+    return make_checkpoint("grouped", path), path
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Prompts with shared beginnings, of lengths around block and chunk boundaries."""
+    generator = torch.Generator().manual_seed(3)
+    system = tuple(torch.randint(6, 211, (40,), generator=generator).tolist())
+    made = []
+    for index, length in enumerate((1, 2, 15, 16, 17, 31, 33, 47, 64, 65)):
+        tail = tuple(torch.randint(6, 211, (length,), generator=generator).tolist())
+        made.append(system + tail if index % 2 else tail)
+    return made + made[-3:]
+
+
+@torch.no_grad()
+def generate(reference: Qwen3_5ForCausalLM, prompt: tuple[int, ...]) -> list[int]:
+    output = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=EOS, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def serve(path: Path, requests: list[Request], *, arrivals: int, **changes: int | bool) -> tuple[list[Finished], int]:
+    """Runs the requests, ``arrivals`` new ones a step; returns the results in the order of requests and how often
+    one was preempted."""
+    limits: dict[str, int | bool] = {
+        "max_num_seqs": 8,
+        "token_budget": 48,
+        "block_size": 16,
+        "num_blocks": 200,
+        "num_slots": 24,
+        "max_model_len": 512,
+        **changes,
+    }
+    config = SchedulerConfig(**limits, eos_token_ids=frozenset({EOS}))
+    model = Qwen3_5.from_directory(path, dtype=torch.float32, device="cpu")
+    cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
+    for pool in (*cache.keys, *cache.values, *cache.conv_states, *cache.recurrent_states):
+        pool.normal_(0, 100)
+    lora = LoraSlots(model.config, 1, 4, torch.float32, torch.device("cpu"))
+    runner = ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS])
+    scheduler = Scheduler(config)
+    finished: dict[str, Finished] = {}
+    coming = list(requests)
+    while coming or scheduler.has_work:
+        for request in coming[:arrivals]:
+            scheduler.add(request)
+        del coming[:arrivals]
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        for update in scheduler.update(plan, runner.execute(plan), 0.0):
+            if update.finished is not None:
+                finished[update.request_id] = update.finished
+        scheduler.check_integrity()
+    return [finished[request.request_id] for request in requests], scheduler.counts().preemptions
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "changes"),
+    [
+        (13, {}),
+        (1, {"prefix_cache": False}),
+        (1, {}),
+        (2, {"token_budget": 9}),
+        (13, {"num_blocks": 9, "block_size": 16}),
+        (3, {"num_blocks": 34, "block_size": 4, "num_slots": 10}),
+    ],
+    ids=["at once", "no cache", "one by one", "small chunks", "few blocks", "few small blocks"],
+)
+def test_greedy_text_is_that_of_generate(
+    checkpoint: tuple[Qwen3_5ForCausalLM, Path], arrivals: int, changes: dict[str, int | bool]
+) -> None:
+    reference, path = checkpoint
+    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    requests = [Request(f"r{n}", prompt, sampling, arrival=n) for n, prompt in enumerate(prompts())]
+    results, preemptions = serve(path, requests, arrivals=arrivals, **changes)
+    for result in results:
+        assert list(result.output_ids) == generate(reference, result.request.prompt_token_ids), (
+            result.request.request_id
+        )
+    assert (preemptions > 0) == ("num_blocks" in changes)
+    hits = sum(result.cached_tokens for result in results)
+    assert (hits > 0) == (changes.get("prefix_cache", True) and "num_blocks" not in changes) or "num_blocks" in changes
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_happens(checkpoint: tuple[Qwen3_5ForCausalLM, Path]) -> None:
+    """Alone, in a crowd, and preempted: same seed, same tokens."""
+    _, path = checkpoint
+
+    def requests() -> list[Request]:
+        return [
+            Request(
+                f"r{n}",
+                prompt,
+                SamplingParams(
+                    seed=100 + n, max_tokens=MAX_TOKENS, presence_penalty=0.5, repetition_penalty=1.1, ignore_eos=True
+                ),
+                arrival=n,
+            )
+            for n, prompt in enumerate(prompts())
+        ]
+
+    crowd, _ = serve(path, requests(), arrivals=13)
+    squeezed, preemptions = serve(path, requests(), arrivals=13, num_blocks=9)
+    alone = [serve(path, [request], arrivals=1)[0][0] for request in requests()[:4]]
+    assert preemptions > 0
+    for one, other in zip(crowd, squeezed, strict=True):
+        assert list(one.output_ids) == list(other.output_ids)
+    for one, other in zip(crowd, alone, strict=False):
+        assert list(one.output_ids) == list(other.output_ids)
