@@ -1,0 +1,83 @@
+"""`python -m services.gateway`: serves until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+
+from services.common.telemetry import configure_logging
+from services.gateway.app import create_app
+from services.gateway.settings import GatewaySettings
+from services.gateway.state import Gateway
+
+
+class Server(uvicorn.Server):
+    """Tells the gateway about a signal at once: uvicorn's lifespan hears of it only when all responses are over."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Readiness goes off and event followers end, then uvicorn drains."""
+        gateway = getattr(self._app.state, "gateway", None)
+        if isinstance(gateway, Gateway):
+            gateway.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket to listen on.
+
+    Raises:
+        SystemExit: the address is taken or not ours; the message is one line for the user.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise SystemExit(
+                f"temper gateway: port {port} on {host} is in use: stop what listens there or set TEMPER_PORT"
+            ) from error
+        raise SystemExit(f"temper gateway: cannot listen on {host}:{port}: {error.strerror or error}") from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def main() -> None:
+    """Reads the settings from the environment and serves."""
+    try:
+        settings = GatewaySettings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        variable = f"TEMPER_{'_'.join(map(str, first['loc'])).upper()}"
+        raise SystemExit(f"temper gateway: {variable}: {first['msg']}") from error
+    configure_logging(settings, service="gateway")
+    listener = bind(settings.host, settings.port)
+    app = create_app(settings)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=settings.shutdown_grace_seconds,
+        timeout_keep_alive=30,
+    )
+    Server(config, app).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from services.gateway.api.routing import router
+from services.gateway.api.streaming import adapter_header, stream_response
+from services.gateway.choices import Step, TokenLogprob
+from services.gateway.disconnect import while_connected
+from services.gateway.formats import chat_logprobs, usage
+from services.gateway.generation import Generation, Job, reserve
+from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
+from services.gateway.schemas.chat import ChatRequest
+from services.gateway.sse import DONE, event
+from services.gateway.state import Gateway, GatewayDep
+from services.gateway.text.chat import Delta, TextDelta
+
+routes = router("completions")
+
+
+@routes.post("/v1/chat/completions")
+async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
+    """Answers a conversation."""
+    reservation = reserve(gateway, body, prompts=1)
+    streaming = False
+    try:
+        generation = await while_connected(request, _prepare(request, body, gateway))
+        if body.stream:
+            response: Response = await stream_response(
+                request, gateway, generation, _chunks(generation, body), reservation
+            )
+            streaming = True
+            return response
+        return await while_connected(request, _complete(generation, body))
+    finally:
+        if not streaming:
+            reservation.release()
+
+
+async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
+    served = gateway.engines.served
+    prompt = await chat_prompt(served, body, gateway.settings)
+    max_tokens = token_budget(
+        len(prompt),
+        body.token_limit,
+        default=gateway.settings.default_max_tokens,
+        context=served.info.max_model_len,
+        field="messages",
+    )
+    return Generation(
+        gateway,
+        served,
+        body,
+        [Job(prompt, max_tokens, tuple(body.offered_tools), opens_thinking(served, prompt))],
+        prefix="chatcmpl",
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        chat=True,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        traceparent=request.headers.get("traceparent", ""),
+    )
+
+
+# -- streamed
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if isinstance(delta, TextDelta):
+        return {"reasoning_content" if delta.reasoning else "content": delta.text}
+    if delta.name is not None:
+        function = {"name": delta.name, "arguments": delta.arguments}
+        call = {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+    else:
+        call = {"index": delta.index, "function": {"arguments": delta.arguments}}
+    return {"tool_calls": [call]}
+
+
+class _ChunkWriter:
+    """Makes the chunks of one stream."""
+
+    def __init__(self, generation: Generation, body: ChatRequest) -> None:
+        self._generation = generation
+        self._body = body
+        self._unsent: dict[int, list[TokenLogprob]] = {choice.index: [] for choice in generation.choices}
+
+    def write(self, step: Step) -> list[bytes]:
+        """The chunks of one step: nothing, if it adds nothing that a client could see."""
+        body, index = self._body, step.choice.index
+        deltas: list[dict[str, Any]] = [_delta(delta) for delta in step.deltas]
+        self._unsent[index] += step.piece.entries
+        if step.first:
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        if not deltas and (step.finish_reason is not None or (body.return_token_ids and step.token_ids)):
+            deltas.append({})
+        if step.finish_reason is not None and deltas[-1]:
+            deltas.append({})
+        chunks = []
+        for position, delta in enumerate(deltas):
+            last = position == len(deltas) - 1
+            choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            # Log-probabilities go with the first delta that shows text; token ids with the first of their step.
+            shows_text = "content" in delta or "reasoning_content" in delta or "tool_calls" in delta
+            if body.logprobs and self._unsent[index] and ((shows_text and "role" not in delta) or last):
+                entries, self._unsent[index] = self._unsent[index], []
+                vocabulary = self._generation.served.vocabulary
+                choice["logprobs"] = {"content": chat_logprobs(vocabulary, entries, body.top_logprobs or 0)}
+            if last:
+                choice["finish_reason"] = step.finish_reason
+            choice["completion_id"] = step.choice.completion_id
+            if body.return_token_ids:
+                choice["token_ids"] = step.token_ids if position == 0 else []
+                choice["sampling_logprobs"] = step.sampling_logprobs if position == 0 else []
+            chunks.append(self._chunk([choice], step.choice.adapter, with_prompt=step.first and position == 0))
+        return chunks
+
+    def usage(self) -> bytes:
+        """The chunk of stream_options.include_usage."""
+        generation = self._generation
+        counts = usage(generation.choices, choices_per_prompt=generation.choices_per_prompt)
+        return self._chunk([], generation.choices[0].adapter, counts=counts)
+
+    def _chunk(
+        self,
+        choices: list[dict[str, Any]],
+        adapter: str | None,
+        *,
+        with_prompt: bool = False,
+        counts: dict[str, Any] | None = None,
+    ) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": self._generation.id,
+            "object": "chat.completion.chunk",
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "adapter": adapter,
+            "choices": choices,
+        }
+        if self._body.include_usage:
+            chunk["usage"] = counts
+        if with_prompt and self._body.return_token_ids:
+            chunk["prompt_token_ids"] = self._generation.jobs[0].prompt
+        return event(chunk)
+
+
+async def _chunks(generation: Generation, body: ChatRequest) -> AsyncGenerator[bytes, None]:
+    writer = _ChunkWriter(generation, body)
+    async with aclosing(generation.steps()) as steps:
+        async for step in steps:
+            for chunk in writer.write(step):
+                yield chunk
+    if body.include_usage:
+        yield writer.usage()
+    yield DONE
+
+
+# -- in one piece
+
+
+class _Message:
+    """Collects the deltas of one choice: the same ones that a stream would send."""
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.entries: list[TokenLogprob] = []
+        self.token_ids: list[int] = []
+        self.sampling_logprobs: list[float] = []
+        self.finish_reason: str | None = None
+
+    def add(self, step: Step) -> None:
+        """Takes one step."""
+        for delta in step.deltas:
+            if isinstance(delta, TextDelta):
+                (self.reasoning if delta.reasoning else self.content).append(delta.text)
+            elif delta.name is not None:
+                function = {"name": delta.name, "arguments": delta.arguments}
+                self.calls.append({"id": delta.call_id, "type": "function", "function": function})
+            else:
+                self.calls[-1]["function"]["arguments"] += delta.arguments
+        self.entries += step.piece.entries
+        self.token_ids += step.token_ids
+        self.sampling_logprobs += step.sampling_logprobs
+        self.finish_reason = step.finish_reason or self.finish_reason
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message."""
+        content = "".join(self.content)
+        message: dict[str, Any] = {"role": "assistant", "content": None if self.calls and not content else content}
+        message["refusal"] = None
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+
+async def _complete(generation: Generation, body: ChatRequest) -> Response:
+    messages = [_Message() for _ in generation.choices]
+    async with aclosing(generation.steps()) as steps:
+        async for step in steps:
+            messages[step.choice.index].add(step)
+    choices = []
+    for choice, message in zip(generation.choices, messages, strict=True):
+        entry: dict[str, Any] = {
+            "index": choice.index,
+            "message": message.message(),
+            "logprobs": None,
+            "finish_reason": message.finish_reason,
+            "completion_id": choice.completion_id,
+            "adapter": choice.adapter,
+        }
+        if body.logprobs:
+            entries = chat_logprobs(generation.served.vocabulary, message.entries, body.top_logprobs or 0)
+            entry["logprobs"] = {"content": entries, "refusal": None}
+        if body.return_token_ids:
+            entry["token_ids"] = message.token_ids
+            entry["sampling_logprobs"] = message.sampling_logprobs
+        choices.append(entry)
+    adapter = generation.choices[0].adapter
+    answer: dict[str, Any] = {
+        "id": generation.id,
+        "object": "chat.completion",
+        "created": generation.created,
+        "model": generation.model,
+        "adapter": adapter,
+        "choices": choices,
+        "usage": usage(generation.choices, choices_per_prompt=generation.choices_per_prompt),
+    }
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = generation.jobs[0].prompt
+    return Response(to_json(answer), headers=adapter_header(adapter), media_type="application/json")

@@ -1,0 +1,184 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic_core import to_json
+
+from services.gateway.api.routing import router
+from services.gateway.api.streaming import adapter_header, stream_response
+from services.gateway.choices import Choice, Step
+from services.gateway.disconnect import while_connected
+from services.gateway.formats import text_logprobs, usage
+from services.gateway.generation import Generation, Job, reserve
+from services.gateway.prompts import text_prompts, token_budget
+from services.gateway.schemas.completions import CompletionRequest
+from services.gateway.sse import DONE, event
+from services.gateway.state import Gateway, GatewayDep
+from services.gateway.text.assembler import Piece
+
+routes = router("completions")
+
+
+@routes.post("/v1/completions")
+async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
+    """Continues text or tokens."""
+    reservation = reserve(gateway, body, prompts=len(body.prompts))
+    streaming = False
+    try:
+        generation = await while_connected(request, _prepare(request, body, gateway))
+        if body.stream:
+            response: Response = await stream_response(
+                request, gateway, generation, _chunks(generation, body), reservation
+            )
+            streaming = True
+            return response
+        return await while_connected(request, _complete(generation, body))
+    finally:
+        if not streaming:
+            reservation.release()
+
+
+async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) -> Generation:
+    served = gateway.engines.served
+    prompts = await text_prompts(served, body, gateway.settings)
+    default = 16  # OpenAI's, for this route
+    jobs = [
+        Job(
+            prompt,
+            token_budget(
+                len(prompt), body.max_tokens, default=default, context=served.info.max_model_len, field="prompt"
+            ),
+        )
+        for prompt in prompts
+    ]
+    return Generation(
+        gateway,
+        served,
+        body,
+        jobs,
+        prefix="cmpl",
+        top_logprobs=body.logprobs,
+        chat=False,
+        traceparent=request.headers.get("traceparent", ""),
+    )
+
+
+class _Writer:
+    """Makes choices and bodies of one response."""
+
+    def __init__(self, generation: Generation, body: CompletionRequest) -> None:
+        self._generation = generation
+        self._body = body
+
+    def prompt_of(self, choice: Choice) -> list[int]:
+        """Tokens of a choice's prompt."""
+        return self._generation.jobs[choice.index // self._generation.choices_per_prompt].prompt
+
+    def echo(self, choice: Choice) -> str:
+        """What stands before the text."""
+        return self._generation.served.codec.decode(self.prompt_of(choice)) if self._body.echo else ""
+
+    def choice(
+        self,
+        choice: Choice,
+        piece: Piece,
+        token_ids: list[int],
+        sampling_logprobs: list[float],
+        finish_reason: str | None,
+        *,
+        with_prompt: bool,
+    ) -> dict[str, Any]:
+        """One entry of `choices`."""
+        body = self._body
+        entry: dict[str, Any] = {
+            "index": choice.index,
+            "text": (self.echo(choice) if with_prompt else "") + piece.text,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "completion_id": choice.completion_id,
+            "adapter": choice.adapter,
+        }
+        if body.logprobs is not None:
+            entry["logprobs"] = text_logprobs(self._generation.served.vocabulary, piece, body.logprobs)
+        if body.return_token_ids:
+            if with_prompt:
+                entry["prompt_token_ids"] = self.prompt_of(choice)
+            entry["token_ids"] = token_ids
+            entry["sampling_logprobs"] = sampling_logprobs
+        return entry
+
+    def body(self, choices: list[dict[str, Any]], adapter: str | None, *, with_prompt: bool = True) -> dict[str, Any]:
+        """A response or a chunk, without usage."""
+        answer: dict[str, Any] = {
+            "id": self._generation.id,
+            "object": "text_completion",
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "adapter": adapter,
+            "choices": choices,
+        }
+        if with_prompt and self._body.return_token_ids and len(self._generation.jobs) == 1:
+            answer["prompt_token_ids"] = self._generation.jobs[0].prompt
+        return answer
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts."""
+        return usage(self._generation.choices, choices_per_prompt=self._generation.choices_per_prompt)
+
+
+async def _chunks(generation: Generation, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
+    writer = _Writer(generation, body)
+    async with aclosing(generation.steps()) as steps:
+        async for step in steps:
+            shows = step.piece.text or step.finish_reason or step.first or (body.return_token_ids and step.token_ids)
+            if not shows:
+                continue
+            entry = writer.choice(
+                step.choice,
+                step.piece,
+                step.token_ids,
+                step.sampling_logprobs,
+                step.finish_reason,
+                with_prompt=step.first,
+            )
+            chunk = writer.body([entry], step.choice.adapter, with_prompt=step.first)
+            if body.include_usage:
+                chunk["usage"] = None
+            yield event(chunk)
+    if body.include_usage:
+        yield event({**writer.body([], generation.choices[0].adapter, with_prompt=False), "usage": writer.usage()})
+    yield DONE
+
+
+async def _complete(generation: Generation, body: CompletionRequest) -> Response:
+    writer = _Writer(generation, body)
+    collected: list[list[Step]] = [[] for _ in generation.choices]
+    async with aclosing(generation.steps()) as steps:
+        async for step in steps:
+            collected[step.choice.index].append(step)
+    entries = []
+    for choice, steps_of_choice in zip(generation.choices, collected, strict=True):
+        piece = Piece(
+            "".join(step.piece.text for step in steps_of_choice),
+            [entry for step in steps_of_choice for entry in step.piece.entries],
+            [offset for step in steps_of_choice for offset in step.piece.offsets],
+        )
+        entries.append(
+            writer.choice(
+                choice,
+                piece,
+                [token for step in steps_of_choice for token in step.token_ids],
+                [logprob for step in steps_of_choice for logprob in step.sampling_logprobs],
+                steps_of_choice[-1].finish_reason if steps_of_choice else None,
+                with_prompt=True,
+            )
+        )
+    adapter = generation.choices[0].adapter
+    answer = {**writer.body(entries, adapter), "usage": writer.usage()}
+    return Response(to_json(answer), headers=adapter_header(adapter), media_type="application/json")

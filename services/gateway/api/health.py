@@ -1,0 +1,87 @@
+"""/livez, /readyz, /healthz and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from services.gateway.api.routing import router
+from services.gateway.state import Gateway, GatewayDep
+
+routes = router("health")
+_PATIENCE = 1.0
+
+
+@routes.get("/livez", response_class=PlainTextResponse)
+async def livez() -> str:
+    """The process answers. Stays 200 while draining, so that nobody kills it."""
+    return "ok"
+
+
+@routes.get("/readyz", response_class=PlainTextResponse)
+async def readyz(gateway: GatewayDep) -> Response:
+    """200 when completions can be served: an engine is ready and the gateway is not stopping."""
+    if gateway.stopping.is_set():
+        return PlainTextResponse("stopping", 503)
+    if not gateway.engines.ready:
+        return PlainTextResponse("no engine is ready", 503)
+    return PlainTextResponse("ok")
+
+
+async def _works(call: Awaitable[Any]) -> str:
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            await call
+    except Exception as error:
+        return f"unavailable: {str(error) or type(error).__name__}"
+    return "ok"
+
+
+def _engines(gateway: Gateway) -> list[dict[str, Any]]:
+    found = []
+    for client in gateway.engines.clients:
+        status = client.status
+        entry: dict[str, Any] = {"address": client.address, "ready": client.ready}
+        if status is None:
+            entry["error"] = client.last_error
+        else:
+            entry |= {
+                "running": status.running,
+                "waiting": status.waiting,
+                "draining": status.draining,
+                "job_id": status.job_id or None,
+                "attached_adapter": status.attached_adapter or None,
+            }
+        found.append(entry)
+    return found
+
+
+@routes.get("/healthz")
+async def healthz(gateway: GatewayDep) -> JSONResponse:
+    """What works and what does not. 200 while the gateway is alive; see `status`."""
+    redis, store = await asyncio.gather(_works(gateway.queue.ping()), _works(gateway.store(gateway.registry.attached)))
+    healthy = gateway.engines.ready and redis == "ok" and store == "ok"
+    return JSONResponse(
+        {
+            "status": "ok" if healthy else "degraded",
+            "model": gateway.settings.served_model_name,
+            "engines": _engines(gateway),
+            "redis": redis,
+            "object_store": store,
+        }
+    )
+
+
+@routes.get("/metrics", response_class=PlainTextResponse)
+async def metrics(gateway: GatewayDep) -> Response:
+    """Prometheus text format."""
+    series = gateway.metrics
+    ready = sum(client.ready for client in gateway.engines.clients)
+    series.engines.labels("ready").set(ready)
+    series.engines.labels("away").set(len(gateway.engines.clients) - ready)
+    series.in_flight.set(gateway.admission.taken)
+    return Response(generate_latest(series.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,133 @@
+"""/v1/train: submitting, watching and cancelling jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import Header, Query, Response
+
+from services.common.errors import InvalidRequest, TemperError
+from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
+from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.gateway.api.routing import router
+from services.gateway.disconnect import cancel
+from services.gateway.errors import payload_of
+from services.gateway.rollouts import resolve_rollouts
+from services.gateway.sse import EventStream, event
+from services.gateway.state import Gateway, GatewayDep
+from services.gateway.training_limits import check_training_job
+
+routes = router("training")
+
+IdempotencyKey = Annotated[
+    str | None, Header(alias="idempotency-key", min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")
+]
+
+
+@routes.post("/v1/train/sft", status_code=202)
+async def submit_sft(
+    response: Response, body: SftJob, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+) -> dict[str, Any]:
+    """Queues supervised fine-tuning. With an Idempotency-Key, sending it again returns the same job."""
+    return await _submit(gateway, body, idempotency_key, response)
+
+
+@routes.post("/v1/train/grpo", status_code=202)
+async def submit_grpo(
+    response: Response, body: GrpoJob, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+) -> dict[str, Any]:
+    """Queues policy optimisation on scored rollouts. Completion ids are replaced by what the engines remember."""
+    resolved = await resolve_rollouts(body, gateway.engines)
+    return await _submit(gateway, resolved, idempotency_key, response)
+
+
+async def _submit(gateway: Gateway, spec: SftJob | GrpoJob, key: str | None, response: Response) -> dict[str, Any]:
+    await _check_start(gateway, spec.start_from)
+    await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
+    job = await gateway.queue.submit(spec, idempotency_key=key)
+    response.headers["location"] = f"/v1/train/jobs/{job.id}"
+    return job.model_dump(mode="json")
+
+
+async def _check_start(gateway: Gateway, start_from: str | None) -> None:
+    """The adapter to continue from exists."""
+    if start_from is None or start_from == BASE:
+        return
+    try:
+        name, version = parse_adapter_ref(start_from)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
+    try:
+        if version is None:
+            await gateway.store(gateway.registry.current, name)
+        else:
+            await gateway.store(gateway.registry.manifest, AdapterVersion(name, version))
+    except TemperError as error:
+        error.param = "start_from"
+        raise
+
+
+@routes.get("/v1/train/jobs")
+async def list_jobs(
+    gateway: GatewayDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    state: JobState | None = None,
+    adapter: Annotated[str | None, Query(max_length=64)] = None,
+) -> dict[str, Any]:
+    """Jobs, newest first; `after` is the last id of the page before."""
+    jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter)
+    return {"object": "list", "data": [job.model_dump(mode="json") for job in jobs]}
+
+
+@routes.get("/v1/train/jobs/{job_id}")
+async def get_job(job_id: str, gateway: GatewayDep) -> Job:
+    """One job with its state, progress and newest metrics."""
+    return await gateway.queue.get(job_id)
+
+
+@routes.post("/v1/train/jobs/{job_id}/cancel")
+async def cancel_job(job_id: str, gateway: GatewayDep) -> Job:
+    """Cancels a queued job at once, a running one at its next step."""
+    return await gateway.queue.cancel(job_id)
+
+
+@routes.get("/v1/train/jobs/{job_id}/events", response_class=Response)
+async def follow_job(
+    job_id: str,
+    gateway: GatewayDep,
+    last_event_id: Annotated[str | None, Header(max_length=64, pattern=r"^(0|[0-9]+-[0-9]+)?$")] = None,
+) -> Response:
+    """The job's events as SSE: those after Last-Event-ID (all without it), then new ones until the job has ended."""
+    await gateway.queue.get(job_id)  # 404 while there still is a status to send
+    events = gateway.queue.events(job_id, last_event_id or None)
+    return EventStream(_follow(gateway, events), keep_alive=gateway.settings.keep_alive_seconds)
+
+
+async def _follow(gateway: Gateway, events: AsyncIterator[JobEvent]) -> AsyncGenerator[bytes, None]:
+    stopping = asyncio.ensure_future(gateway.stopping.wait())
+    upcoming: asyncio.Future[JobEvent | None] | None = None
+    try:
+        while True:
+            upcoming = asyncio.ensure_future(_next(events))
+            await asyncio.wait((upcoming, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done():
+                return  # the client connects again, with the id of the last event it has
+            entry = upcoming.result()
+            if entry is None:
+                return
+            yield event(entry.model_dump(mode="json"), name=entry.kind, event_id=entry.id)
+    except TemperError as error:
+        yield event(payload_of(error), name="error")
+    finally:
+        stopping.cancel()
+        if upcoming is not None:
+            await cancel(upcoming)
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _next(events: AsyncIterator[JobEvent]) -> JobEvent | None:
+    return await anext(events, None)

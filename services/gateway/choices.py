@@ -1,0 +1,128 @@
+"""One choice of a completion: the updates of its engine request become text, deltas and counts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from services.common.pb import engine_pb2
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.text.assembler import Piece, TextAssembler
+from services.gateway.text.chat import ChatParser, Delta
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token with the alternatives to it, natural logarithms."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """What one update adds to a choice."""
+
+    choice: Choice
+    piece: Piece
+    deltas: list[Delta]
+    token_ids: list[int]
+    sampling_logprobs: list[float]
+    first: bool
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """State of one choice.
+
+    Args:
+        index: its number in the response.
+        completion_id: also the id of its engine request.
+        prompt_tokens: length of its prompt.
+        assembler: makes text of tokens.
+        parser: splits the text of a chat; None for a text completion.
+    """
+
+    index: int
+    completion_id: str
+    prompt_tokens: int
+    assembler: TextAssembler
+    parser: ChatParser | None
+    adapter: str | None = None
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    begun: bool = False
+    finished: bool = False
+    _last_update: float = field(default_factory=time.monotonic)
+
+    def take(self, update: engine_pb2.Update, metrics: GatewayMetrics) -> Step:
+        """Takes the next update of the engine."""
+        first, self.begun = not self.begun, True
+        if first:
+            self.adapter = update.adapter or None
+            self.cached_tokens = update.cached_tokens
+        self._measure(first, len(update.token_ids), metrics)
+        used = self._push(update)
+        reason: str | None = None
+        if self.assembler.stopped or update.finish_reason == engine_pb2.FINISH_REASON_STOP:
+            reason = "stop"
+        elif update.finish_reason == engine_pb2.FINISH_REASON_LENGTH:
+            reason = "length"
+        piece = self.assembler.take(final=reason is not None)
+        deltas: list[Delta] = []
+        if self.parser is not None:
+            if self.parser.in_reasoning:
+                self.reasoning_tokens += used
+            deltas += self.parser.feed(piece.text)
+            if reason is not None:
+                deltas += self.parser.finish(complete=reason == "stop")
+            if self.parser.ended:
+                reason = reason or "stop"
+            if reason == "stop" and self.parser.calls:
+                reason = "tool_calls"
+        self.finished = reason is not None
+        return Step(
+            self,
+            piece,
+            deltas,
+            list(update.token_ids[:used]),
+            list(update.sampling_logprobs[:used]),
+            first,
+            reason,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the completion so far."""
+        return self.assembler.tokens
+
+    def _push(self, update: engine_pb2.Update) -> int:
+        """Feeds the tokens to the assembler; returns how many belong to the completion."""
+        count = len(update.token_ids)
+        ended = update.finish_reason == engine_pb2.FINISH_REASON_STOP
+        for position, token_id in enumerate(update.token_ids):
+            entry = None
+            if position < len(update.logprobs):
+                tops = update.top_logprobs[position] if position < len(update.top_logprobs) else None
+                entry = TokenLogprob(
+                    token_id,
+                    update.logprobs[position],
+                    tuple(tops.token_ids) if tops is not None else (),
+                    tuple(tops.logprobs) if tops is not None else (),
+                )
+            # The token that ended the completion is counted and reported by id, but it is not text.
+            self.assembler.push(token_id, entry, visible=not (ended and position == count - 1))
+            if self.assembler.stopped:
+                return position + 1
+        return count
+
+    def _measure(self, first: bool, tokens: int, metrics: GatewayMetrics) -> None:
+        now = time.monotonic()
+        if first:
+            metrics.ttft.observe(now - self._last_update)
+        elif tokens:
+            metrics.itl.observe((now - self._last_update) / tokens)
+        self._last_update = now

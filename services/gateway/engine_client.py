@@ -1,0 +1,279 @@
+"""The connection to one engine: a stream for all requests, the model's facts, and a status that is polled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+import structlog
+from grpc import aio
+
+from services.common.errors import AdapterRejected, TemperError, Unavailable
+from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc
+from services.gateway.errors import engine_error
+
+log = structlog.get_logger(__name__)
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_CHUNK = 2**20
+_STALE_POLLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The stream that carried a request is gone."""
+
+    reason: str
+
+
+Inbox = asyncio.Queue[tuple[int, engine_pb2.Update | EngineLost]]
+ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
+
+
+class EngineClient:
+    """One engine. ``run`` keeps it connected; everything else may be called at any time from the same event loop.
+
+    Args:
+        address: host:port.
+        status_interval: seconds between two GetStatus calls.
+        on_model: awaited with the model's facts before the engine gets requests; an exception keeps it out.
+        on_change: called when readiness or load may have changed.
+    """
+
+    def __init__(
+        self, address: str, *, status_interval: float, on_model: ModelHandler, on_change: Callable[[], None]
+    ) -> None:
+        self.address = address
+        self.model: engine_pb2.Model | None = None
+        self.status: engine_pb2.EngineStatus | None = None
+        self.last_error = "not connected yet"
+        self._interval = status_interval
+        self._on_model = on_model
+        self._on_change = on_change
+        self._requests: dict[str, tuple[int, Inbox]] = {}
+        self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
+        self._channel: aio.Channel | None = None
+
+    # -- state
+
+    @property
+    def connected(self) -> bool:
+        """The stream is open."""
+        return self._outgoing is not None
+
+    @property
+    def ready(self) -> bool:
+        """New requests may be sent."""
+        return self.connected and self.status is not None and not self.status.draining
+
+    @property
+    def load(self) -> int:
+        """Requests there, of this gateway and of others."""
+        reported = 0 if self.status is None else self.status.running + self.status.waiting
+        return max(reported, len(self._requests))
+
+    # -- requests
+
+    def submit(self, request: engine_pb2.GenerateRequest, index: int, inbox: Inbox) -> None:
+        """Sends a request; its updates, or one EngineLost, arrive in ``inbox`` together with ``index``."""
+        if self._outgoing is None:
+            inbox.put_nowait((index, EngineLost(self.last_error)))
+            return
+        self._requests[request.request_id] = (index, inbox)
+        self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
+
+    def abort(self, request_id: str, *, keep_tokens: int = 0) -> None:
+        """Ends a request that nobody waits for any more, or whose text ended after ``keep_tokens`` tokens.
+
+        The latter is told even of a request that the engine has finished, so that its rollout is cut as well.
+        """
+        known = self._requests.pop(request_id, None) is not None
+        if (known or keep_tokens) and self._outgoing is not None:
+            abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=keep_tokens)
+            self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
+
+    # -- calls
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Fetches the tokenizer files."""
+        chunks: dict[str, list[bytes]] = {}
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        async for chunk in stub.GetTokenizerFiles(engine_pb2.GetTokenizerFilesRequest(), timeout=60):
+            chunks.setdefault(chunk.name, []).append(chunk.data)
+        return {name: b"".join(parts) for name, parts in chunks.items()}
+
+    async def rollouts(self, completion_ids: Iterable[str], *, timeout: float) -> engine_pb2.GetRolloutsResponse:
+        """Looks up finished completions.
+
+        Raises:
+            Unavailable: the engine cannot be asked.
+        """
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        request = engine_pb2.GetRolloutsRequest(completion_ids=completion_ids)
+        try:
+            return await stub.GetRollouts(request, timeout=timeout)
+        except aio.AioRpcError as error:
+            raise self._unavailable(error) from error
+
+    async def sync_adapters(self, *, timeout: float) -> adapters_pb2.SyncResponse:
+        """Makes the engine read the adapter pointers now.
+
+        Raises:
+            Unavailable: it did not answer in time.
+        """
+        stub = adapters_pb2_grpc.AdaptersStub(self._open_channel())
+        try:
+            return await stub.Sync(adapters_pb2.SyncRequest(), timeout=timeout)
+        except aio.AioRpcError as error:
+            raise self._unavailable(error) from error
+
+    async def validate_adapter(self, files: dict[str, bytes], *, timeout: float) -> adapters_pb2.ValidateResponse:
+        """Has the engine bind an adapter's files without loading them.
+
+        Raises:
+            AdapterRejected: they do not bind; the message names the tensor or field.
+            Unavailable: the engine cannot be asked.
+        """
+        stub = adapters_pb2_grpc.AdaptersStub(self._open_channel())
+
+        async def chunks() -> AsyncIterator[engine_pb2.FileChunk]:
+            for name, data in files.items():
+                for start in range(0, max(1, len(data)), _CHUNK):
+                    yield engine_pb2.FileChunk(name=name, data=data[start : start + _CHUNK])
+
+        try:
+            answer = await stub.Validate(chunks(), timeout=timeout)
+        except aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+                raise AdapterRejected(error.details() or "the engine rejects the adapter") from error
+            raise self._unavailable(error) from error
+        if answer.HasField("error"):
+            raise engine_error(answer.error)
+        return answer
+
+    def _unavailable(self, error: aio.AioRpcError) -> Unavailable:
+        return Unavailable(f"engine {self.address} does not answer: {error.code().name}", retry_after=2.0)
+
+    # -- connection
+
+    async def run(self) -> None:
+        """Connects, and connects again with growing pauses, until cancelled."""
+        pause = 0.1
+        try:
+            while True:
+                before = asyncio.get_running_loop().time()
+                try:
+                    await self._session()
+                except* aio.AioRpcError as group:
+                    self.last_error = _describe(group)
+                except* TemperError as group:
+                    if (reason := _describe(group)) != self.last_error:
+                        log.warning("engine refused", engine=self.address, error=reason)
+                    self.last_error = reason
+                except* Exception as group:
+                    self.last_error = "internal error of the gateway"
+                    log.exception("engine session failed", engine=self.address, exc_info=group)
+                finally:
+                    self._disconnected()
+                if asyncio.get_running_loop().time() - before > 5.0:
+                    pause = 0.1
+                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(1.0, pause * 1.5)
+        finally:
+            if self._channel is not None:
+                await self._channel.close()
+
+    def _open_channel(self) -> aio.Channel:
+        if self._channel is None:
+            self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        return self._channel
+
+    async def _session(self) -> None:
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
+        await self._on_model(self, model)
+        self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=5)
+        self.model = model
+        call = stub.Stream()
+        await call.wait_for_connection()
+        outgoing: asyncio.Queue[engine_pb2.ClientFrame] = asyncio.Queue()
+        self._outgoing = outgoing
+        log.info("engine connected", engine=self.address, model=model.name, digest=model.digest[:12])
+        self._on_change()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call, outgoing))
+                tasks.create_task(self._read(call))
+                tasks.create_task(self._poll(stub))
+        finally:
+            call.cancel()
+
+    async def _write(
+        self,
+        call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame],
+        outgoing: asyncio.Queue[engine_pb2.ClientFrame],
+    ) -> None:
+        while True:
+            frame = await outgoing.get()
+            try:
+                await call.write(frame)
+            except asyncio.InvalidStateError as error:
+                raise Unavailable(f"engine {self.address} closed the stream") from error
+
+    async def _read(self, call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame]) -> None:
+        async for frame in call:
+            for update in frame.updates:
+                target = self._requests.get(update.request_id)
+                if target is None:
+                    continue
+                index, inbox = target
+                if update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED or update.HasField("error"):
+                    del self._requests[update.request_id]
+                inbox.put_nowait((index, update))
+        raise Unavailable(f"engine {self.address} closed the stream")
+
+    async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
+        failures = 0
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=2.0)
+                failures = 0
+            except aio.AioRpcError as error:
+                failures += 1
+                if failures >= _STALE_POLLS and self.status is not None:
+                    # It gets no new requests until it answers again; those it has may still be served.
+                    log.warning("engine does not report its status", engine=self.address, code=error.code().name)
+                    self.status = None
+            self._on_change()
+
+    def _disconnected(self) -> None:
+        was_connected, self._outgoing, self.status = self.connected, None, None
+        orphans, self._requests = self._requests, {}
+        for index, inbox in orphans.values():
+            inbox.put_nowait((index, EngineLost(self.last_error)))
+        if was_connected:
+            log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))
+        self._on_change()
+
+
+def _describe(group: BaseExceptionGroup[BaseException]) -> str:
+    first: BaseException = group
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    if isinstance(first, aio.AioRpcError):
+        return f"{first.code().name}: {first.details()}"
+    return str(first)

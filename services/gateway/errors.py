@@ -1,0 +1,233 @@
+"""From exceptions to OpenAI error bodies, in one place.
+
+Every answer that is not a success has the form `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from services.common.errors import (
+    AdapterRejected,
+    CheckpointRejected,
+    Conflict,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    Overloaded,
+    PayloadTooLarge,
+    TemperError,
+    Unavailable,
+)
+from services.common.pb import engine_pb2
+
+log = structlog.get_logger(__name__)
+
+_STATUS: tuple[tuple[type[TemperError], int], ...] = (
+    (InvalidRequest, 400),
+    (PayloadTooLarge, 413),
+    (NotFound, 404),
+    (Conflict, 409),
+    (AdapterRejected, 422),
+    (CheckpointRejected, 422),
+    (Overloaded, 503),
+    (Unavailable, 503),
+    (DeadlineExceeded, 504),
+)
+_HTTP_CODES = {401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
+_FROM_ENGINE: Mapping[int, type[TemperError]] = {
+    engine_pb2.ERROR_CODE_ADAPTER_REJECTED: AdapterRejected,
+    engine_pb2.ERROR_CODE_DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that went away; only logs and metrics see it."""
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection: nobody waits for the answer."""
+
+
+def status_of(error: TemperError) -> int:
+    """HTTP status of an error; 500 for one that is not in the table."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def error_payload(
+    message: str, *, status: int, code: str | None, param: str | None = None
+) -> dict[str, dict[str, str | None]]:
+    """The OpenAI error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def payload_of(error: Exception) -> dict[str, dict[str, str | None]]:
+    """Error object of any exception; an unexpected one shows nothing of itself."""
+    if isinstance(error, TemperError):
+        return error_payload(error.message, status=status_of(error), code=error.code, param=error.param)
+    return error_payload("internal error; the log has the details", status=500, code="internal_error")
+
+
+def error_response(
+    message: str,
+    *,
+    status: int,
+    code: str | None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """A JSON response with the OpenAI error body."""
+    body = to_json(error_payload(message, status=status, code=code, param=param))
+    return Response(body, status, headers=dict(headers or {}), media_type="application/json")
+
+
+def response_of(error: TemperError) -> Response:
+    """The answer to a request that failed with ``error``."""
+    headers = {}
+    if isinstance(error, Overloaded | Unavailable):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    return error_response(error.message, status=status_of(error), code=error.code, param=error.param, headers=headers)
+
+
+def engine_error(error: engine_pb2.Error) -> TemperError:
+    """The exception that an engine's error stands for."""
+    message, param = error.message or "the engine gave no reason", error.param or None
+    match error.code:
+        case engine_pb2.ERROR_CODE_INVALID_REQUEST:
+            return InvalidRequest(message, param=param)
+        case engine_pb2.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED:
+            return ContextLengthExceeded(message, param=param)
+        case engine_pb2.ERROR_CODE_MODEL_NOT_FOUND:
+            return ModelNotFound(message, param=param or "model")
+        case engine_pb2.ERROR_CODE_OVERLOADED:
+            return Overloaded(message)
+        case engine_pb2.ERROR_CODE_UNAVAILABLE:
+            return Unavailable(message, retry_after=1.0)
+        case _:
+            return _FROM_ENGINE.get(error.code, TemperError)(message, param=param)
+
+
+def _walk(location: Sequence[int | str], body: Any, *, missing: bool) -> list[int | str]:
+    """The part of a pydantic location that exists in the body: union and validator tags are left out."""
+    path: list[int | str] = []
+    for position, segment in enumerate(location):
+        last = position == len(location) - 1
+        in_object = isinstance(body, Mapping) and segment in body
+        in_list = isinstance(body, list) and isinstance(segment, int) and 0 <= segment < len(body)
+        if in_object or in_list:
+            body = body[segment]
+        elif not (last and missing):
+            continue
+        path.append(segment)
+    return path
+
+
+def _dotted(path: Sequence[int | str]) -> str:
+    text = ""
+    for segment in path:
+        text += f"[{segment}]" if isinstance(segment, int) else f".{segment}" if text else segment
+    return text
+
+
+def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """Message and code of one pydantic error."""
+    kind, text = str(error["type"]), str(error["msg"]).removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return f"the body is not valid JSON: {error.get('ctx', {}).get('error', text)}", "invalid_json"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"Unknown parameter: {name!r}. It is not part of this API: check its spelling or remove it.", (
+            "unknown_parameter"
+        )
+    if kind == "missing":
+        return f"Missing required parameter: {name!r}.", "missing_required_parameter"
+    if kind == "unsupported":
+        return text, "unsupported_parameter"
+    if kind == "contradiction":
+        return text, "invalid_value"
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return f"{name}: {text}" if name else text, code
+
+
+def validation_response(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
+    """400 for a request that does not fit its model. Of the errors of a union the one deepest in the body is told."""
+    best: tuple[int, list[int | str], Mapping[str, Any]] | None = None
+    for error in errors:
+        location = list(error["loc"])
+        source = location.pop(0) if location else "body"
+        if error["type"] == "json_invalid":
+            path: list[int | str] = []
+        elif source == "body":
+            path = _walk(location, body, missing=error["type"] == "missing")
+        else:
+            path = location
+        if str(error["type"]).startswith("union_tag"):
+            path = [*path, "role"]  # the one discriminator that requests have
+        if extra := (error.get("ctx") or {}).get("param"):
+            path = [*path, extra]
+        if best is None or len(path) > best[0]:
+            best = (len(path), path, error)
+    if best is None:
+        return error_response("the request is not valid", status=400, code="invalid_request")
+    _, path, error = best
+    name = _dotted(path)
+    if not path and error["type"] not in ("json_invalid", "missing") and not isinstance(body, Mapping):
+        message = "send a JSON object with the header 'content-type: application/json'"
+        return error_response(message, status=400, code="invalid_json")
+    if not path and error["type"] == "missing":
+        return error_response("the request body is missing", status=400, code="missing_required_parameter")
+    message, code = _describe(error, name)
+    return error_response(message, status=400, code=code, param=name or None)
+
+
+async def _on_temper_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, TemperError):
+        raise error
+    if status_of(error) == 500:
+        log.error("request failed", error=error.message)
+    return response_of(error)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    return validation_response(error.errors(), error.body)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    status = error.status_code
+    message = str(error.detail)
+    if status == 404:
+        message = f"no such route: {request.method} {request.url.path}"
+    elif status == 405:
+        message = f"{request.method} is not allowed on {request.url.path}"
+    code = _HTTP_CODES.get(status, "invalid_request" if status < 500 else "internal_error")
+    return error_response(message, status=status, code=code, headers=error.headers)
+
+
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    if not isinstance(error, ClientDisconnected):
+        raise error
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Registers the mapping for everything that a handler may raise."""
+    app.add_exception_handler(TemperError, _on_temper_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnected, _on_disconnect)

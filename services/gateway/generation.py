@@ -1,0 +1,182 @@
+"""Runs the choices of one HTTP request on the engines."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from services.common.errors import InvalidRequest
+from services.common.pb import engine_pb2
+from services.gateway.choices import Choice, Step
+from services.gateway.engines import ServedModel
+from services.gateway.limits import Reservation
+from services.gateway.policies import adapter_ref
+from services.gateway.schemas.sampling import SamplingFields
+from services.gateway.state import Gateway
+from services.gateway.text.assembler import TextAssembler
+from services.gateway.text.chat import ChatParser
+
+_SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt with what may follow it."""
+
+    prompt: list[int]
+    max_tokens: int
+    tools: tuple[dict[str, object], ...] = ()
+    thinking: bool = False
+
+
+class Generation:
+    """All choices of one HTTP request.
+
+    Args:
+        gateway: settings, engines, metrics.
+        served: the model.
+        body: the request.
+        jobs: its prompts, ``body.choices`` choices each.
+        prefix: of the response id, "chatcmpl" or "cmpl".
+        top_logprobs: alternatives a token; None: no log-probabilities.
+        chat: parse reasoning and tool calls.
+        parallel_tool_calls: a chat answer may have more than one call.
+        traceparent: W3C trace context of the HTTP request.
+
+    Raises:
+        InvalidRequest: a sampling field does not fit the model.
+        ModelNotFound: `model` cannot be served.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        served: ServedModel,
+        body: SamplingFields,
+        jobs: Sequence[Job],
+        *,
+        prefix: str,
+        top_logprobs: int | None,
+        chat: bool,
+        parallel_tool_calls: bool = True,
+        traceparent: str = "",
+    ) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = body.model
+        self.served = served
+        self.jobs = jobs
+        self._gateway = gateway
+        self._started = time.monotonic()
+        self._choices_per_prompt = body.choices
+        _check_tokens(body, served.info.vocab_size)
+        adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
+        total = len(jobs) * body.choices
+        deadline = int((time.time() + gateway.settings.request_timeout_seconds) * 1000)
+        self.choices: list[Choice] = []
+        self._requests: list[engine_pb2.GenerateRequest] = []
+        for index in range(total):
+            job = jobs[index // body.choices]
+            completion_id = self.id if total == 1 else f"{self.id}:{index}"
+            parser = ChatParser(thinking=job.thinking, tools=job.tools, parallel=parallel_tool_calls) if chat else None
+            assembler = TextAssembler(served.vocabulary, stop=body.stop_strings, min_tokens=body.min_tokens or 0)
+            self.choices.append(Choice(index, completion_id, len(job.prompt), assembler, parser))
+            self._requests.append(
+                engine_pb2.GenerateRequest(
+                    request_id=completion_id,
+                    prompt_token_ids=job.prompt,
+                    sampling=_sampling(body, job.max_tokens, index % body.choices, top_logprobs),
+                    adapter=adapter,
+                    deadline_unix_ms=deadline,
+                    traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                    keep_rollout=True,
+                )
+            )
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self._choices_per_prompt
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """What the engines answer, step by step; closing the generator aborts what still runs.
+
+        Raises:
+            TemperError: what an engine answered instead of tokens, or that it is gone.
+        """
+        metrics = self._gateway.metrics
+        async with self._gateway.engines.exchange(self._requests) as exchange:
+            async for index, update in exchange:
+                choice = self.choices[index]
+                step = choice.take(update, metrics)
+                if step.finish_reason is not None:
+                    if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.assembler.stopped:
+                        exchange.finish(index, keep_tokens=choice.tokens)
+                    self._finished(choice, step.finish_reason)
+                yield step
+
+    def _finished(self, choice: Choice, reason: str) -> None:
+        metrics = self._gateway.metrics
+        metrics.e2e.observe(time.monotonic() - self._started)
+        metrics.finished.labels(reason).inc()
+        metrics.tokens.labels("completion").inc(choice.tokens)
+        if choice.index % self._choices_per_prompt == 0:
+            metrics.tokens.labels("prompt").inc(choice.prompt_tokens)
+            metrics.tokens.labels("cached").inc(choice.cached_tokens)
+
+
+def reserve(gateway: Gateway, body: SamplingFields, prompts: int) -> Reservation:
+    """Takes a place for every choice, before anything is tokenized.
+
+    Raises:
+        InvalidRequest: more choices than one request may have.
+        Overloaded: no room now.
+    """
+    limit = gateway.settings.max_choices
+    if body.choices * prompts > limit:
+        raise InvalidRequest(
+            f"n={body.choices} for {prompts} prompt(s) is {body.choices * prompts} choices and a request may have "
+            f"{limit}: send several requests",
+            param="n",
+        )
+    return gateway.admission.reserve(body.choices * prompts)
+
+
+def _check_tokens(body: SamplingFields, vocab_size: int) -> None:
+    for field, tokens in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        for token in tokens or ():
+            if token >= vocab_size:
+                raise InvalidRequest(
+                    f"{field} names the token id {token}, the vocabulary has {vocab_size} tokens", param=field
+                )
+
+
+def _sampling(
+    body: SamplingFields, max_tokens: int, number: int, top_logprobs: int | None
+) -> engine_pb2.SamplingParams:
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens}, but the completion may have at most {max_tokens} tokens",
+            param="min_tokens",
+        )
+    return engine_pb2.SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        seed=None if body.seed is None else (body.seed + number) % 2**64,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias or {},
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+        max_tokens=max_tokens,
+        top_logprobs=top_logprobs,
+    )

@@ -1,0 +1,55 @@
+"""Bounded admission: a place is reserved before a prompt is rendered or tokenized, and given back at the end."""
+
+from __future__ import annotations
+
+from services.common.errors import Overloaded
+
+
+class Reservation:
+    """Places that one HTTP request holds. Releasing twice is harmless."""
+
+    __slots__ = ("_admission", "_places")
+
+    def __init__(self, admission: Admission, places: int) -> None:
+        self._admission = admission
+        self._places = places
+
+    def release(self) -> None:
+        """Gives the places back."""
+        places, self._places = self._places, 0
+        self._admission.give_back(places)
+
+
+class Admission:
+    """Counts completions in the gateway. Used from the event loop only.
+
+    Args:
+        limit: most places at a time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    @property
+    def taken(self) -> int:
+        """Places in use."""
+        return self._taken
+
+    def reserve(self, places: int) -> Reservation:
+        """Takes places at once or refuses.
+
+        Raises:
+            Overloaded: the gateway has no room for so many completions now.
+        """
+        if self._taken + places > self._limit:
+            raise Overloaded(
+                f"{self._taken} completions are in flight and the limit is {self._limit}: try again shortly",
+                retry_after=1.0,
+            )
+        self._taken += places
+        return Reservation(self, places)
+
+    def give_back(self, places: int) -> None:
+        """Called by Reservation."""
+        self._taken -= places

@@ -1,0 +1,56 @@
+"""Prometheus metrics of one gateway."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_FAST = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class GatewayMetrics:
+    """All series, in a registry of their own so that two gateways in one process do not collide."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "temper_gateway_requests",
+            "HTTP requests by route and status.",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
+        self.duration = Histogram(
+            "temper_gateway_request_duration_seconds",
+            "From the first byte of a request to the last of its response.",
+            ("route",),
+            buckets=_SLOW,
+            registry=self.registry,
+        )
+        self.ttft = Histogram(
+            "temper_gateway_time_to_first_token_seconds",
+            "From the request to its first token.",
+            buckets=_SLOW,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "temper_gateway_inter_token_latency_seconds",
+            "Between two updates of a completion, divided by their tokens.",
+            buckets=_FAST,
+            registry=self.registry,
+        )
+        self.e2e = Histogram(
+            "temper_gateway_completion_duration_seconds",
+            "From the request to its last token.",
+            buckets=_SLOW,
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "temper_gateway_tokens", "Tokens by kind: prompt, cached or completion.", ("kind",), registry=self.registry
+        )
+        self.finished = Counter(
+            "temper_gateway_completions", "Completions by finish reason.", ("reason",), registry=self.registry
+        )
+        self.in_flight = Gauge("temper_gateway_in_flight", "Completions in the gateway.", registry=self.registry)
+        self.engines = Gauge(
+            "temper_gateway_engines", "Engines by state: ready or away.", ("state",), registry=self.registry
+        )

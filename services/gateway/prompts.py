@@ -1,0 +1,102 @@
+"""From the prompt of a request to token ids, off the event loop when it is long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.gateway.engines import ServedModel
+from services.gateway.schemas.chat import ChatRequest
+from services.gateway.schemas.completions import CompletionRequest
+from services.gateway.settings import GatewaySettings
+from services.gateway.text.chat import END_THINK, THINK
+
+_TAIL_TOKENS = 16
+
+
+def _chars(value: Any) -> int:
+    """Characters of all strings in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_chars, value.values()))
+    return sum(map(_chars, value)) if isinstance(value, list) else 0
+
+
+async def chat_prompt(served: ServedModel, body: ChatRequest, settings: GatewaySettings) -> list[int]:
+    """Tokens of a conversation.
+
+    Raises:
+        InvalidRequest: the chat template refuses it.
+    """
+    turns, tools = body.turns(), body.offered_tools
+    kwargs = body.chat_template_kwargs or {}
+
+    def encode() -> list[int]:
+        return served.codec.encode_chat(turns, tools=tools or None, **kwargs)
+
+    if _chars(turns) + _chars(tools) > settings.offload_chars:
+        return await asyncio.to_thread(encode)
+    return encode()
+
+
+async def text_prompts(served: ServedModel, body: CompletionRequest, settings: GatewaySettings) -> list[list[int]]:
+    """Tokens of each prompt.
+
+    Raises:
+        InvalidRequest: a token id is outside the vocabulary.
+    """
+    prompts: list[list[int]] = []
+    for position, prompt in enumerate(body.prompts):
+        if isinstance(prompt, str):
+            if len(prompt) > settings.offload_chars:
+                prompts.append(await asyncio.to_thread(served.codec.encode, prompt))
+            else:
+                prompts.append(served.codec.encode(prompt))
+            continue
+        if (largest := max(prompt)) >= served.info.vocab_size:
+            raise InvalidRequest(
+                f"prompt {position} contains the token id {largest}, the vocabulary has {served.info.vocab_size}",
+                param="prompt",
+            )
+        prompts.append(list(prompt))
+    return prompts
+
+
+def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:
+    """Whether the prompt ends in an open `<think>`, so that the completion begins inside it."""
+    tail = served.vocabulary.text(prompt[-_TAIL_TOKENS:])
+    return tail.rfind(THINK) > tail.rfind(END_THINK)
+
+
+def token_budget(prompt_tokens: int, wanted: int | None, *, default: int, context: int, field: str) -> int:
+    """How many tokens a completion may have.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        wanted: what the request asks for; None: ``default``, or less where the context leaves less.
+        context: tokens of prompt and completion together.
+        field: request field that a refusal names.
+
+    Raises:
+        InvalidRequest: the prompt is empty.
+        ContextLengthExceeded: they do not fit.
+    """
+    if prompt_tokens == 0:
+        raise InvalidRequest("the prompt has no tokens", param=field)
+    room = context - prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens and the model's context is {context}: shorten the prompt",
+            param=field,
+        )
+    if wanted is None:
+        return min(default, room)
+    if wanted > room:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together more than the model's context "
+            f"of {context}: shorten the prompt or send max_tokens of at most {room}",
+            param=field,
+        )
+    return wanted

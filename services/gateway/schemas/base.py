@@ -1,0 +1,62 @@
+"""What the request models have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
+    """The error for a field or value of OpenAI's API that Temper does not have. ``message`` says what to do.
+
+    Args:
+        param: the field, when the error is raised by a validator of its whole model.
+    """
+    return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param})
+
+
+def contradiction(message: str, param: str) -> PydanticCustomError:
+    """The error of a model validator for fields that do not go together; ``param`` is the one to change."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
+
+
+class RequestModel(BaseModel):
+    """Refuses unknown fields, coerced types, NaN and infinity."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Fields of OpenAI's API that are known and refused, with what to do instead. null counts as not given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or cls.refused.keys().isdisjoint(body):
+            return body
+        for field, instead in cls.refused.items():
+            if body.get(field) is not None:
+                raise unsupported(f"{field} is not supported: {instead}", field)
+        return {key: value for key, value in body.items() if key not in cls.refused}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("NaN and infinity are not allowed")
+    if isinstance(value, dict):
+        for member in value.values():
+            _finite(member)
+    elif isinstance(value, list):
+        for member in value:
+            _finite(member)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Any JSON object without NaN or infinity."""
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]

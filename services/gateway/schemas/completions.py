@@ -1,0 +1,46 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from services.gateway.schemas.base import TokenId, contradiction
+from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(SamplingFields):
+    """OpenAI's text completion, with token-id prompts and the fields of reinforcement learning."""
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    """Text, token ids, or a list of either: n choices for each."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Log-probabilities of the sampled token and of so many alternatives."""
+    echo: bool | None = None
+    """Put the prompt before the text. Not together with logprobs."""
+    best_of: int | None = Field(None, ge=1)
+    """Only equal to n: the gateway does not rank choices."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "suffix": "the model does not fill in the middle; put all context in the prompt"
+    }
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompt in its list form."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        prompt: list[Any] = self.prompt
+        return [prompt] if isinstance(prompt[0], int) else prompt
+
+    @model_validator(mode="after")
+    def _combinations(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.choices:
+            raise contradiction("best_of must equal n or be left out: choices are not ranked", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise contradiction("echo cannot be combined with logprobs: the prompt has none", "echo")
+        return self

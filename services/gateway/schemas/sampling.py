@@ -1,0 +1,128 @@
+"""The fields that chat and text completions share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
+from services.gateway.schemas.base import RequestModel, TokenId, contradiction, unsupported
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _token_keys(value: Any) -> Any:
+    """JSON object keys are strings; token ids are numbers."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str) and key.isascii() and key.isdigit() and int(key) < 2**32 for key in value):
+        raise ValueError("keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
+
+
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_token_keys),
+    Field(max_length=1024),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+
+
+def _only_auto(value: str | None) -> str | None:
+    if value not in (None, "auto", "default"):
+        raise unsupported(f"service_tier {value!r} is not supported: there is one tier, leave it out or send 'auto'")
+    return value
+
+
+class StreamOptions(RequestModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+    """Send one more chunk with the usage, before [DONE]."""
+    include_obfuscation: bool | None = None
+    """Accepted and ignored: chunks are never padded."""
+
+
+class SamplingFields(RequestModel):
+    """How to generate. null is the same as leaving a field out."""
+
+    model: str = Field(min_length=1, max_length=256)
+    """The base model's name (answers with the attached adapter, if one is), an adapter, or "adapter@version"."""
+    adapter: str | None = Field(None, min_length=1, max_length=256)
+    """Chooses the policy whatever `model` says: "name", "name@version", or "base" for the model without adapter."""
+    n: int | None = Field(None, ge=1)
+    """Choices a prompt. With a seed, choice i uses seed + i."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    """0 is greedy; default 1."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    """0 or -1: off."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    """Equal seeds give equal tokens, whatever else the engine is doing."""
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: LogitBias | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """Up to four strings that end the text and are not part of it."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """No end of text and no stop string before so many tokens."""
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    ignore_eos: bool | None = None
+    """Go on after the end-of-text token, up to max_tokens."""
+    return_token_ids: bool | None = None
+    """Adds `prompt_token_ids`, and per choice `token_ids` and `sampling_logprobs` (log-probability of each sampled
+    token under the tempered distribution it was drawn from), as training on rollouts needs them."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    """Only requests with the same salt share cached prompt state."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower is served first; default 0."""
+    user: str | None = None
+    """Accepted and ignored."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def choices(self) -> int:
+        """Choices a prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _streaming(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise contradiction("stream_options is only allowed together with stream=true", "stream_options")
+        return self
+
+
+ServiceTier = Annotated[str | None, AfterValidator(_only_auto)]
+
+
+def _only_text(value: Any) -> Any:
+    if value in ("json_object", "json_schema", "grammar"):
+        raise unsupported(f"response_format {value!r} is not supported: send 'text' and ask for JSON in the prompt")
+    return value
+
+
+class ResponseFormat(RequestModel):
+    """Only plain text."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+
+    refused: ClassVar[Mapping[str, str]] = {"json_schema": "ask for JSON in the prompt"}

@@ -1,0 +1,85 @@
+"""Server-sent events that end with their client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.disconnect import cancel, client_gone
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def event(data: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
+    """One event with a JSON payload."""
+    head = (f"id: {event_id}\n" if event_id else "") + (f"event: {name}\n" if name else "")
+    return head.encode() + b"data: " + to_json(data) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what a generator yields, closes the generator when the client goes, and keeps a silent stream open.
+
+    Args:
+        events: encoded events. It is always closed, also when the response is never sent to the end.
+        keep_alive: seconds of silence after which a comment is sent.
+        on_close: called once when the stream is over, however it ended.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        keep_alive: float,
+        headers: Mapping[str, str] | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(status_code=200, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        for name, value in (headers or {}).items():
+            self.headers[name] = value
+        self._events = events
+        self._keep_alive = keep_alive
+        self._on_close = on_close
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        listener = asyncio.ensure_future(client_gone(receive))
+        sender = asyncio.ensure_future(self._send_all(send))
+        try:
+            await asyncio.wait((listener, sender), return_when=asyncio.FIRST_COMPLETED)
+            if not sender.done():
+                scope["temper.disconnected"] = True
+                return
+            sender.result()
+        finally:
+            await cancel(listener)
+            await cancel(sender)
+            await self._events.aclose()
+            if self._on_close is not None:
+                self._on_close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        ticker = asyncio.ensure_future(self._keep_open(send))
+        try:
+            async for body in self._events:
+                self._last_sent = asyncio.get_running_loop().time()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            await cancel(ticker)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_open(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._keep_alive)
+            if loop.time() - self._last_sent >= self._keep_alive:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})

@@ -1,0 +1,85 @@
+"""What the handlers of one gateway share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, ParamSpec, TypeVar
+
+from fastapi import Depends, Request
+
+from services.common.errors import Unavailable
+from services.common.queue import JobQueue
+from services.common.registry import AdapterRegistry
+from services.gateway.engines import EnginePool
+from services.gateway.limits import Admission
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_STORE_THREADS = 8
+_STORE_CALLS = 64
+
+
+class Gateway:
+    """Built once, by the application's lifespan.
+
+    Args:
+        settings: everything that can be set.
+        engines: not started yet.
+        registry: adapters in the object store; blocking, so only called through ``store``.
+        queue: training jobs.
+        metrics: all series.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        engines: EnginePool,
+        registry: AdapterRegistry,
+        queue: JobQueue,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.settings = settings
+        self.engines = engines
+        self.registry = registry
+        self.queue = queue
+        self.metrics = metrics
+        self.admission = Admission(settings.max_in_flight)
+        self.stopping = asyncio.Event()
+        """Set by SIGTERM: readiness is off and followers of job events are sent home."""
+        # Threads of their own: while the store hangs, tokenizing must not wait behind it.
+        self._threads = ThreadPoolExecutor(_STORE_THREADS, "store")
+        self._store_calls = 0
+
+    async def store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a blocking call to the object store in a thread.
+
+        Raises:
+            Unavailable: too many calls wait for the store already, or what the call raises.
+        """
+        if self._store_calls >= _STORE_CALLS:
+            raise Unavailable("too many requests wait for the object store", retry_after=5.0)
+        self._store_calls += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
+        finally:
+            self._store_calls -= 1
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves a request."""
+    found = request.app.state.gateway
+    if not isinstance(found, Gateway):
+        raise RuntimeError("the application was not started: its lifespan builds the gateway")
+    return found
+
+
+GatewayDep = Annotated[Gateway, Depends(gateway_of)]

@@ -1,0 +1,1 @@
+"""From token ids to what a client reads: text, reasoning, tool calls."""

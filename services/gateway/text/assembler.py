@@ -1,0 +1,112 @@
+"""Tokens of one completion to text, piece by piece: whole characters only, and nothing that may be a stop string.
+
+The pieces joined are exactly the text that a non-streamed answer has, however the tokens arrive.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.gateway.text.vocabulary import Vocabulary
+
+
+@dataclass(slots=True)
+class Piece:
+    """Text that is final, with the log-probability entries of the tokens that begin in it."""
+
+    text: str = ""
+    entries: list[Any] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Where in the whole text each entry's token begins, in characters."""
+
+
+class TextAssembler:
+    """Incremental detokenizer with stop strings.
+
+    Args:
+        vocabulary: bytes of tokens.
+        stop: strings that end the text; they are not part of it.
+        min_tokens: a stop string that ends within the first ``min_tokens`` tokens does not count.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._stop = tuple(text for text in stop if text)
+        self._longest = max(map(len, self._stop), default=0)
+        self._min_tokens = min_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._emitted = 0  # characters given out
+        self._search_from = 0  # a match must end after this position of the whole text
+        self._entries: deque[tuple[int, Any]] = deque()
+        self._tokens = 0
+        self._stopped = False
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: whatever follows is not part of the answer."""
+        return self._stopped
+
+    @property
+    def tokens(self) -> int:
+        """Tokens taken, the one that completed a stop string included."""
+        return self._tokens
+
+    def push(self, token_id: int, entry: Any = None, *, visible: bool = True) -> None:
+        """Takes the next token. ``entry`` comes out again with the text that the token begins in.
+
+        A token that ended the completion (eos) is not ``visible``: it counts, but adds no text and no entry.
+        """
+        if self._stopped:
+            return
+        self._tokens += 1
+        if not visible:
+            return
+        if entry is not None:
+            self._entries.append((self._emitted + len(self._held), entry))
+        raw = self._vocabulary.visible_bytes(token_id)
+        text = self._decoder.decode(raw)
+        if text:
+            self._held += text
+            self._find_stop(len(text))
+
+    def _find_stop(self, added: int) -> None:
+        if not self._stop:
+            return
+        if self._tokens <= self._min_tokens:
+            self._search_from = self._emitted + len(self._held)
+            return
+        new = max(len(self._held) - added, self._search_from - self._emitted)
+        found = [at for text in self._stop if (at := self._held.find(text, max(0, new - len(text) + 1))) >= 0]
+        if found:
+            self._held = self._held[: min(found)]
+            self._stopped = True
+
+    def take(self, *, final: bool = False) -> Piece:
+        """The text that no later token can change; with ``final`` all that is left."""
+        if final and not self._stopped:
+            tail = self._decoder.decode(b"", True)
+            self._held += tail
+            self._find_stop(len(tail))
+        end = len(self._held) if final or self._stopped else len(self._held) - self._open_suffix()
+        text, self._held = self._held[:end], self._held[end:]
+        self._emitted += len(text)
+        piece = Piece(text)
+        last = final and not self._stopped
+        while self._entries and (last or self._entries[0][0] < self._emitted):
+            offset, entry = self._entries.popleft()
+            piece.offsets.append(offset)
+            piece.entries.append(entry)
+        return piece
+
+    def _open_suffix(self) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
+            tail = self._held[-length:]
+            if any(text.startswith(tail) for text in self._stop):
+                return length
+        return 0

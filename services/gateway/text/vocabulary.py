@@ -1,0 +1,41 @@
+"""What each token id stands for, cached by id."""
+
+from __future__ import annotations
+
+from services.common.text.tokenizer import TextCodec
+
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Control tokens that the gateway's parsers read, so they stay visible even if a tokenizer marks them special."""
+
+
+class Vocabulary:
+    """Bytes and text of single tokens.
+
+    Args:
+        codec: the model's tokenizer.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        markup = {codec.token_id(token) for token in MARKUP}
+        self._hidden = frozenset(codec.special_ids) - markup
+        self._bytes: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, also of a special one."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._codec.token_bytes(token_id)
+        return known
+
+    def visible_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text: none for a special token."""
+        return b"" if token_id in self._hidden else self.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """A token on its own, for logprobs; bytes that are not UTF-8 become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def text(self, token_ids: list[int]) -> str:
+        """Visible text of some tokens."""
+        return b"".join(map(self.visible_bytes, token_ids)).decode("utf-8", "replace")

@@ -1,0 +1,147 @@
+"""A gateway on a real port in front of fake engines, all on one event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from services.common.registry import AdapterRegistry
+from services.gateway.app import create_app
+from services.gateway.settings import GatewaySettings
+from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_stores import MemoryQueue, MemoryStore
+
+MODEL = "tiny"
+
+
+class Running:
+    """The gateway, its engines, and a thread that runs them."""
+
+    def __init__(self, engines: list[FakeEngine], **settings: Any) -> None:
+        self.engines = engines
+        self.store = MemoryStore()
+        self.registry = AdapterRegistry(self.store, MODEL)  # type: ignore[arg-type]
+        self.queue = MemoryQueue()
+        self._settings = settings
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._failure: BaseException | None = None
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[0]
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._ready.wait(20):
+            raise RuntimeError(f"the gateway did not start: {self._failure!r}")
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(20)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine on the gateway's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the condition did not come true")
+            time.sleep(0.005)
+
+    @property
+    def gateway(self) -> Any:
+        return self.app.state.gateway
+
+    async def _serve(self) -> None:
+        for engine in self.engines:
+            await engine.start()
+        options: dict[str, Any] = {"served_model_name": MODEL, "status_interval_seconds": 0.05, "log_level": "error"}
+        options["engines"] = ",".join(f"127.0.0.1:{engine.port}" for engine in self.engines)
+        settings = GatewaySettings(**{**options, **self._settings})
+        self.app = create_app(settings, stores=lambda _: (self.registry, self.queue))  # type: ignore[arg-type, return-value]
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(self.app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        serving = asyncio.create_task(self.server.serve(sockets=[listener]))
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline and not serving.done():
+            if self.server.started and all(c.ready for c in self.app.state.gateway.engines.clients):
+                self._ready.set()
+                break
+            await asyncio.sleep(0.01)
+        await serving
+        for engine in self.engines:
+            await engine.stop()
+
+
+Starter = Callable[..., Running]
+
+
+@pytest.fixture(scope="session")
+def _shared() -> Iterator[Running]:
+    running = Running([FakeEngine()])
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def running(_shared: Running) -> Iterator[Running]:
+    """One gateway with one engine, in its first state for every test."""
+    fresh = FakeEngine()
+    engine = _shared.engine
+    for name in ("behaviour", "attached", "cached_tokens", "draining", "rejects"):
+        setattr(engine, name, getattr(fresh, name))
+    engine.requests.clear()
+    engine.aborts.clear()
+    engine.rollouts.clear()
+    _shared.store.objects.clear()
+    _shared.registry._pointer_cache = {}
+    _shared.store.down = _shared.queue.down = False
+    yield _shared
+    _shared.wait_for(lambda: _shared.gateway.admission.taken == 0)
+    _shared.wait_for(lambda: not engine.running)
+
+
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    """Starts gateways with other settings or engines."""
+    started: list[Running] = []
+
+    def begin(*engines: FakeEngine, **settings: Any) -> Running:
+        running = Running(list(engines) or [FakeEngine()], **settings)
+        started.append(running)
+        running.start()
+        return running
+
+    yield begin
+    for running in started:
+        running.stop()
+
+
+@pytest.fixture
+def http(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client

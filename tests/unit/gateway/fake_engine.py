@@ -1,0 +1,208 @@
+"""A real gRPC server that answers with scripted tokens in place of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+from grpc import aio
+
+from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc
+from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec, tokenizer_files
+
+Send = Callable[[engine_pb2.Update], Awaitable[None]]
+Behaviour = Callable[["FakeEngine", engine_pb2.GenerateRequest, Send], Awaitable[None]]
+
+
+def says(text: str | list[int], *, per_update: int = 1, ends: bool = True, pause: float = 0.0) -> Behaviour:
+    """Answers with the text (or these tokens) and then the end token, within max_tokens."""
+
+    async def behave(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Send) -> None:
+        tokens = engine.codec.encode(text) if isinstance(text, str) else list(text)
+        tokens = [*tokens, EOS] if ends else tokens
+        limit = request.sampling.max_tokens
+        reason = engine_pb2.FINISH_REASON_STOP if ends and len(tokens) <= limit else engine_pb2.FINISH_REASON_LENGTH
+        tokens = tokens[:limit]
+        for start in range(0, len(tokens), per_update):
+            part = tokens[start : start + per_update]
+            update = engine_pb2.Update(request_id=request.request_id, token_ids=part)
+            update.sampling_logprobs.extend([-0.25] * len(part))
+            if request.sampling.HasField("top_logprobs"):
+                update.logprobs.extend([-0.5] * len(part))
+                width = request.sampling.top_logprobs
+                for token in part:
+                    ids = [token, *(other for other in range(97, 120) if other != token)][:width]
+                    tops = engine_pb2.TopLogprobs(token_ids=ids, logprobs=[-0.5 - i for i in range(len(ids))])
+                    update.top_logprobs.append(tops)
+            if start == 0:
+                update.adapter = engine.adapter_of(request)
+                update.cached_tokens = engine.cached_tokens
+            if start + per_update >= len(tokens):
+                update.finish_reason = reason
+            await send(update)
+            await asyncio.sleep(pause)
+
+    return behave
+
+
+def fails(code: engine_pb2.ErrorCode, message: str, *, after: str = "", param: str = "") -> Behaviour:
+    """Answers with an error, after some text."""
+
+    async def behave(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Send) -> None:
+        for token in engine.codec.encode(after):
+            await send(engine_pb2.Update(request_id=request.request_id, token_ids=[token]))
+        error = engine_pb2.Error(code=code, message=message, param=param)
+        reason = engine_pb2.FINISH_REASON_ERROR
+        await send(engine_pb2.Update(request_id=request.request_id, finish_reason=reason, error=error))
+
+    return behave
+
+
+def dies(*, after: str = "") -> Behaviour:
+    """Says something and then loses the whole stream."""
+
+    async def behave(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Send) -> None:
+        for token in engine.codec.encode(after):
+            await send(engine_pb2.Update(request_id=request.request_id, token_ids=[token]))
+        await asyncio.sleep(0.05)
+        engine.break_streams()
+
+    return behave
+
+
+async def hangs(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Send) -> None:
+    """Never answers."""
+    await asyncio.Event().wait()
+
+
+@dataclass(eq=False)
+class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServicer):
+    """One engine. Everything is used from its event loop, except that tests read the lists and set the fields."""
+
+    behaviour: Behaviour = field(default_factory=lambda: says("Hello, world"))
+    max_model_len: int = 512
+    max_train_tokens: int = 256
+    attached: str = ""
+    cached_tokens: int = 0
+    draining: bool = False
+    rejects: str = ""
+    digest: str = "d" * 64
+
+    def __post_init__(self) -> None:
+        self.codec = codec()
+        self.requests: list[engine_pb2.GenerateRequest] = []
+        self.aborts: list[tuple[str, int]] = []
+        self.rollouts: dict[str, engine_pb2.Rollout] = {}
+        self.syncs = 0
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.port = 0
+        self._server: aio.Server | None = None
+        self._streams: set[asyncio.Queue[engine_pb2.EngineFrame | None]] = set()
+
+    def adapter_of(self, request: engine_pb2.GenerateRequest) -> str:
+        """The version that answers."""
+        if request.adapter.WhichOneof("ref") == "named":
+            return f"{request.adapter.named.name}@{request.adapter.named.version or 1}"
+        return self.attached if request.adapter.attached else ""
+
+    async def start(self, port: int = 0) -> None:
+        self._server = aio.server()
+        engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
+        adapters_pb2_grpc.add_AdaptersServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def break_streams(self) -> None:
+        """Ends every stream, as a dying process does."""
+        for outgoing in self._streams:
+            outgoing.put_nowait(None)
+
+    # -- Engine
+
+    async def Stream(self, request_iterator, context) -> AsyncIterator[engine_pb2.EngineFrame]:  # noqa: N802
+        outgoing: asyncio.Queue[engine_pb2.EngineFrame | None] = asyncio.Queue()
+        self._streams.add(outgoing)
+        mine: set[str] = set()
+
+        async def send(update: engine_pb2.Update) -> None:
+            await outgoing.put(engine_pb2.EngineFrame(updates=[update]))
+
+        async def read() -> None:
+            async for frame in request_iterator:
+                if frame.WhichOneof("frame") == "submit":
+                    request = frame.submit
+                    self.requests.append(request)
+                    mine.add(request.request_id)
+                    self.running[request.request_id] = asyncio.create_task(self._run(request, send))
+                else:
+                    self.aborts.append((frame.abort.request_id, frame.abort.keep_tokens))
+                    if (task := self.running.get(frame.abort.request_id)) is not None:
+                        task.cancel()
+
+        reader = asyncio.create_task(read())
+        try:
+            while (frame := await outgoing.get()) is not None:
+                yield frame
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine died")
+        finally:
+            reader.cancel()
+            self._streams.discard(outgoing)
+            for request_id in mine:
+                if (task := self.running.get(request_id)) is not None:
+                    task.cancel()
+
+    async def _run(self, request: engine_pb2.GenerateRequest, send: Send) -> None:
+        try:
+            await self.behaviour(self, request, send)
+        finally:
+            self.running.pop(request.request_id, None)
+
+    async def GetModel(self, request, context) -> engine_pb2.Model:  # noqa: N802
+        return engine_pb2.Model(
+            name="tiny",
+            digest=self.digest,
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            max_train_tokens=self.max_train_tokens,
+            max_lora_rank=16,
+            tokenizer_digest=self.codec.digest,
+        )
+
+    async def GetTokenizerFiles(self, request, context) -> AsyncIterator[engine_pb2.FileChunk]:  # noqa: N802
+        for name, data in tokenizer_files().items():
+            for start in range(0, len(data), 1000):
+                yield engine_pb2.FileChunk(name=name, data=data[start : start + 1000])
+
+    async def GetStatus(self, request, context) -> engine_pb2.EngineStatus:  # noqa: N802
+        return engine_pb2.EngineStatus(
+            running=len(self.running),
+            draining=self.draining,
+            attached_adapter=self.attached,
+            loaded_adapters=[self.attached] if self.attached else [],
+        )
+
+    async def GetRollouts(self, request, context) -> engine_pb2.GetRolloutsResponse:  # noqa: N802
+        known = [self.rollouts[i] for i in request.completion_ids if i in self.rollouts]
+        missing = [i for i in request.completion_ids if i not in self.rollouts]
+        return engine_pb2.GetRolloutsResponse(rollouts=known, missing=missing)
+
+    # -- Adapters
+
+    async def Sync(self, request, context) -> adapters_pb2.SyncResponse:  # noqa: N802
+        self.syncs += 1
+        return adapters_pb2.SyncResponse(attached=self.attached)
+
+    async def Validate(self, request_iterator, context) -> adapters_pb2.ValidateResponse:  # noqa: N802
+        names = {chunk.name async for chunk in request_iterator}
+        if self.rejects:
+            code = engine_pb2.ERROR_CODE_ADAPTER_REJECTED
+            return adapters_pb2.ValidateResponse(error=engine_pb2.Error(code=code, message=self.rejects))
+        return adapters_pb2.ValidateResponse(rank=4, parameters=len(names))

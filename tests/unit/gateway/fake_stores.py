@@ -1,0 +1,133 @@
+"""In-memory stand-ins for the object store and the job queue."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator
+
+from services.common.errors import Conflict, NotFound, Unavailable
+from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
+from services.common.store import ObjectNotFound, PreconditionFailed, StoredObject
+
+
+class MemoryStore:
+    """ObjectStore's methods over a dictionary."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.down = False
+
+    def _check(self) -> None:
+        if self.down:
+            raise Unavailable("the object store is away")
+
+    def _etag(self, key: str) -> str:
+        return hashlib.md5(self.objects[key]).hexdigest()
+
+    def get(self, key: str) -> StoredObject:
+        self._check()
+        if key not in self.objects:
+            raise ObjectNotFound(f"no object {key}")
+        return StoredObject(self.objects[key], self._etag(key))
+
+    def put(self, key: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str:
+        self._check()
+        if (if_absent and key in self.objects) or (if_match is not None and self._etag(key) != if_match):
+            raise PreconditionFailed(key)
+        self.objects[key] = data
+        return self._etag(key)
+
+    def head(self, key: str) -> str | None:
+        self._check()
+        return self._etag(key) if key in self.objects else None
+
+    def list(self, prefix: str, recursive: bool = True) -> list[str]:
+        self._check()
+        return sorted(key for key in self.objects if key.startswith(prefix))
+
+    def list_dirs(self, prefix: str) -> list[str]:
+        self._check()
+        return sorted({key[len(prefix) :].split("/")[0] for key in self.objects if key.startswith(prefix)})
+
+    def delete(self, key: str) -> None:
+        self._check()
+        self.objects.pop(key, None)
+
+
+class MemoryQueue:
+    """JobQueue's methods over a dictionary."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, SftJob | GrpoJob] = {}
+        self.jobs: dict[str, Job] = {}
+        self.keys: dict[str, str] = {}
+        self.entries: dict[str, list[JobEvent]] = {}
+        self.down = False
+
+    def _check(self) -> None:
+        if self.down:
+            raise Unavailable("Redis is away")
+
+    async def aclose(self) -> None:
+        return None
+
+    async def ping(self) -> None:
+        self._check()
+
+    async def submit(self, spec: SftJob | GrpoJob, *, idempotency_key: str | None = None) -> Job:
+        self._check()
+        if idempotency_key in self.keys:
+            known = self.keys[idempotency_key]
+            if self.specs[known] != spec:
+                raise Conflict("the idempotency key was used with another spec", param="idempotency_key")
+            return self.jobs[known]
+        job = Job(
+            id=f"job-{len(self.jobs)}",
+            kind=spec.kind,
+            adapter=spec.adapter,
+            state=JobState.QUEUED,
+            created_at=time.time(),
+        )
+        self.jobs[job.id], self.specs[job.id] = job, spec
+        self.entries[job.id] = [self._event(job.id, 1, "state", {"state": "queued"})]
+        if idempotency_key is not None:
+            self.keys[idempotency_key] = job.id
+        return job
+
+    def _event(self, job_id: str, number: int, kind: str, data: dict[str, object]) -> JobEvent:
+        return JobEvent(id=f"{number}-0", kind=kind, time=time.time(), data=data)
+
+    def finish(self, job_id: str) -> None:
+        self.entries[job_id] += [
+            self._event(job_id, 2, "progress", {"step": 1, "loss": 0.5}),
+            self._event(job_id, 3, "state", {"state": "succeeded"}),
+        ]
+
+    async def get(self, job_id: str) -> Job:
+        self._check()
+        if job_id not in self.jobs:
+            raise NotFound(f"job {job_id!r} does not exist")
+        return self.jobs[job_id]
+
+    async def list(self, *, limit=50, after=None, state=None, adapter=None) -> list[Job]:
+        self._check()
+        found = [job for job in reversed(self.jobs.values()) if state is None or job.state == state]
+        return found[:limit]
+
+    async def cancel(self, job_id: str) -> Job:
+        job = (await self.get(job_id)).model_copy(update={"state": JobState.CANCELLED})
+        self.jobs[job_id] = job
+        return job
+
+    async def events(self, job_id: str, last_event_id: str | None = None) -> AsyncIterator[JobEvent]:
+        seen = 0
+        while True:
+            for entry in self.entries[job_id][seen:]:
+                seen += 1
+                if last_event_id is None or int(entry.id[:-2]) > int(last_event_id[:-2]):
+                    yield entry
+                if entry.data.get("state") == "succeeded":
+                    return
+            await asyncio.sleep(0.02)

@@ -1,0 +1,200 @@
+"""Whatever is wrong with a request is a 4xx with an OpenAI body that names it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.pb import engine_pb2
+from tests.unit.gateway.conftest import MODEL, Running, Starter
+from tests.unit.gateway.fake_engine import fails
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": MODEL, "prompt": "hi"}
+
+
+def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 100000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**12}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": "hi"}, "messages"),
+        ({"model": 3}, "model"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"functions": []}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"store": True}, "store"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"adapter": "../etc"}, "adapter"),
+        ({"adapter": "a@0"}, "adapter"),
+        ({"seed": 2**70}, "seed"),
+    ],
+)
+def test_chat_field(http: httpx.Client, change: dict[str, Any], param: str) -> None:
+    error = error_of(http.post("/v1/chat/completions", json=CHAT | change))
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [5, "a"]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_completion_field(http: httpx.Client, change: dict[str, Any], param: str) -> None:
+    error = error_of(http.post("/v1/completions", json=TEXT | change))
+    assert error["param"] == param, error
+
+
+def test_missing_field(http: httpx.Client) -> None:
+    error = error_of(http.post("/v1/chat/completions", json={"model": MODEL}))
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_not_a_number(http: httpx.Client, word: str) -> None:
+    for field in ("temperature", "top_p", "chat_template_kwargs"):
+        value = word if field != "chat_template_kwargs" else f'{{"x": [{word}]}}'
+        body = json.dumps(CHAT)[:-1] + f', "{field}": {value}}}'
+        answer = http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert error_of(answer)["param"] == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"3",
+        b"null",
+        b'"x"',
+        b"\xff\xfe{}",
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800"}',
+        b"[" * 9999,
+    ],
+)
+def test_broken_json(http: httpx.Client, body: bytes) -> None:
+    for headers in ({"content-type": "application/json"}, {}, {"content-type": "text/plain"}):
+        error_of(http.post("/v1/chat/completions", content=body, headers=headers))
+
+
+def test_context_length(running: Running, http: httpx.Client) -> None:
+    long = CHAT | {"messages": [{"role": "user", "content": "x" * 600}]}
+    assert error_of(http.post("/v1/chat/completions", json=long))["code"] == "context_length_exceeded"
+    assert error_of(http.post("/v1/completions", json=TEXT | {"max_tokens": 511}))["code"] == "context_length_exceeded"
+    assert not running.engine.requests, "nothing was queued"
+
+
+def test_template_refusal(http: httpx.Client) -> None:
+    body = CHAT | {"messages": [{"role": "assistant", "content": "refuse"}]}
+    assert "refuses" in error_of(http.post("/v1/chat/completions", json=body))["message"]
+
+
+def test_bad_tool_arguments(http: httpx.Client) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "nope"}}
+    body = CHAT | {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]}
+    error_of(http.post("/v1/chat/completions", json=body))
+
+
+@pytest.mark.parametrize("change", [{"model": "gpt/4"}, {"model": "base"}, {"model": "gpt-4", "adapter": "bot"}])
+def test_unknown_model(http: httpx.Client, change: dict[str, Any]) -> None:
+    error = error_of(http.post("/v1/chat/completions", json=CHAT | change), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_adapter(running: Running, http: httpx.Client, stream: bool) -> None:
+    running.engine.behaviour = fails(engine_pb2.ERROR_CODE_MODEL_NOT_FOUND, "no adapter ghost")
+    answer = http.post("/v1/chat/completions", json=CHAT | {"adapter": "ghost", "stream": stream})
+    assert error_of(answer, 404)["code"] == "model_not_found"
+
+
+def test_routes(http: httpx.Client) -> None:
+    assert error_of(http.get("/v1/nothing"), 404)["code"] == "not_found"
+    answer = http.get("/v1/chat/completions")
+    assert error_of(answer, 405)["code"] == "method_not_allowed"
+    assert answer.headers["allow"] == "POST"
+    assert error_of(http.post("/v1/chat/completions/", json=CHAT), 404)
+
+
+def test_request_id(http: httpx.Client) -> None:
+    assert http.get("/livez", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert http.get("/livez", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")
+    assert http.get("/v1/nothing").headers["x-request-id"]
+
+
+def test_body_limit(start: Starter) -> None:
+    running = start(max_body_bytes=2048, max_upload_bytes=4096)
+
+    def chunks(size: int) -> Any:
+        for _ in range(size // 512):
+            yield b" " * 512
+
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        headers = {"content-type": "application/json"}
+        body = json.dumps(CHAT).encode()
+        assert http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+        for content in (b" " * 3000 + body, chunks(10_000)):
+            error = error_of(http.post("/v1/chat/completions", content=content, headers=headers), 413)
+            assert error["code"] == "payload_too_large"
+            assert "2048" in error["message"]
+        files = {"adapter_model.safetensors": b"x" * 9000, "adapter_config.json": b"{}"}
+        assert error_of(http.post("/v1/adapters", data={"name": "a"}, files=files), 413)
+        assert http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
