@@ -108,7 +108,8 @@ class JobConsumer:
     def heartbeat(self, claimed: ClaimedJob) -> bool:
         """Says that the owner is alive; returns True if the job is to be cancelled. Raises JobLost."""
         args = [claimed.fence, scripts.GROUP, self._owner, claimed.entry]
-        return self._owned(scripts.HEARTBEAT, claimed, [scripts.STREAM], args) == "CANCEL"
+        answer: str = self._owned(scripts.HEARTBEAT, claimed, [scripts.STREAM], args)
+        return answer == "CANCEL"
 
     def cancel_requested(self, claimed: ClaimedJob) -> bool:
         return call(lambda: self._redis.hget(scripts.job_key(claimed.id), "cancel")) == "1"
@@ -119,7 +120,7 @@ class JobConsumer:
 
     def recorded_parent(self, claimed: ClaimedJob) -> tuple[bool, str | None]:
         """Whether an earlier attempt resolved the parent, and to what (None: a new adapter)."""
-        parent = call(lambda: self._redis.hget(scripts.job_key(claimed.id), "parent"))
+        parent: Any = call(lambda: self._redis.hget(scripts.job_key(claimed.id), "parent"))
         return parent is not None, parent or None
 
     def report(self, claimed: ClaimedJob, progress: JobProgress, metrics: Mapping[str, float]) -> None:

@@ -161,6 +161,11 @@ class AdapterRegistry:
         fingerprint = hashlib.sha256(json.dumps([str(attached), sorted(current.items())]).encode()).hexdigest()
         return Pointers(attached=attached, current=current, fingerprint=fingerprint)
 
+    def published(self, name: str, job_id: str) -> Manifest | None:
+        """What this job published, if it got so far; the pointer may not have moved yet."""
+        record = self._read_json(f"adapters/{check_adapter_name(name)}/jobs/{job_id}")
+        return self._read_manifest(AdapterVersion(name, int(record[0]["version"]))) if record is not None else None
+
     # Writing.
 
     def publish(
@@ -218,10 +223,19 @@ class AdapterRegistry:
         self.manifest(version)
         self._move(version.name, lambda newest: (version.version, max(newest, version.version)))
 
-    def attach(self, version: AdapterVersion) -> None:
-        """Plain requests for the base model are answered with this version from now on."""
+    def attach(self, version: AdapterVersion, *, forward_only: bool = False) -> AdapterVersion:
+        """Plain requests for the base model are answered with this version from now on; returns what is attached.
+
+        Args:
+            forward_only: leave a newer version of the same adapter attached; for jobs, whose end may be repeated.
+        """
         self.manifest(version)
+        if forward_only:
+            attached = self.attached()
+            if attached is not None and attached.name == version.name and attached.version > version.version:
+                return attached
         self._store.put(self._attachment, json.dumps({"adapter": str(version)}).encode())
+        return version
 
     def detach(self) -> None:
         """Plain requests for the base model are answered by the base model."""

@@ -72,6 +72,8 @@ def test_publish_is_idempotent_per_job(registry: AdapterRegistry) -> None:
     again = registry.publish("math", files("other bytes"), base_digest=BASE, job_id="job-1")
     assert again == first
     assert registry.files(first.ref) == files("1")
+    assert registry.published("math", "job-1") == first
+    assert registry.published("math", "job-2") is None
     other = registry.publish("math", files("2"), base_digest=BASE, job_id="job-2")
     assert other.version == 2
     registry.set_current(first.ref)
@@ -133,6 +135,14 @@ def test_rollback_and_forward(registry: AdapterRegistry) -> None:
         registry.set_current(AdapterVersion("m", 9))
     registry.publish("m", files("3"), base_digest=BASE)
     assert registry.current("m").version == 3
+
+
+def test_a_repeated_end_of_a_job_does_not_attach_backwards(registry: AdapterRegistry) -> None:
+    old, new = (registry.publish("m", files(tag), base_digest=BASE).ref for tag in ("1", "2"))
+    assert registry.attach(new) == new
+    assert registry.attach(old, forward_only=True) == new
+    assert registry.attached() == new
+    assert registry.attach(old) == old
 
 
 def test_attachment_and_pointers(registry: AdapterRegistry, store: ObjectStore) -> None:

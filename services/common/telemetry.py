@@ -1,0 +1,98 @@
+"""Logs and metrics, set up the same way in every service.
+
+Logs are structlog events with a service name and an ISO time: JSON for machines, coloured text for a terminal. Nothing
+secret is logged: settings hold secrets as SecretStr, and keys that look like credentials are masked here as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+import prometheus_client
+import structlog
+
+from services.common.settings import CommonSettings
+
+_SECRET = re.compile(r"secret|password|passwd|authorization|api_?key|access_key|token$|redis_url", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds, for histograms of requests and steps."""
+
+
+def configure_logging(settings: CommonSettings, *, service: str) -> None:
+    """Sends structlog and the standard library's loggers to stderr in one format. Call once, in main."""
+    level = getattr(logging, settings.log_level.upper())
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.stdlib.ExtraAdder(),
+        _ServiceName(service),
+        mask_secrets,
+    ]
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer()
+        if settings.log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    exceptions = [structlog.processors.format_exc_info] if settings.log_format == "json" else []
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.processors.StackInfoRenderer(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[],
+            processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *exceptions, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for noisy in ("urllib3", "asyncio", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def mask_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Masks values whose key looks like a credential, and passwords inside URLs."""
+    for key, value in event.items():
+        if _SECRET.search(key):
+            event[key] = "***"
+        elif isinstance(value, str) and "://" in value:
+            event[key] = _URL_PASSWORD.sub(r"\1:***@", value)
+    return event
+
+
+def start_metrics_server(
+    port: int, host: str = "0.0.0.0", registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY
+) -> tuple[WSGIServer, Thread] | None:
+    """Serves /metrics in a thread; None for port 0 (off). Shut it down with ``server.shutdown()``."""
+    if port == 0:
+        return None
+    return prometheus_client.start_http_server(port, addr=host, registry=registry)
+
+
+class _ServiceName:
+    """Adds the service's name to every event."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    def __call__(self, _: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event["service"] = self._service
+        return event

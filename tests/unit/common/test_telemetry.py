@@ -1,0 +1,45 @@
+"""Log lines of every service, run in a process of its own because logging is global."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import logging, structlog
+from services.common.settings import CommonSettings
+from services.common.telemetry import configure_logging
+configure_logging(CommonSettings(log_level="info", log_format="{fmt}"), service="engine")
+log = structlog.get_logger("x")
+log.debug("hidden")
+log.info("store.ready", url="redis://user:hunter2@host:1/0", s3_secret_key="hunter2", size=3)
+logging.getLogger("lib").warning("plain %s", "text")
+try:
+    raise ValueError("boom")
+except ValueError:
+    log.exception("step.failed")
+"""
+
+
+def lines(fmt: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(fmt=fmt)], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "hunter2" not in done.stderr
+    assert "hidden" not in done.stderr
+    return done.stderr.splitlines()
+
+
+def test_json_lines() -> None:
+    ready, plain, failed = (json.loads(line) for line in lines("json"))
+    assert (ready["event"], ready["service"], ready["level"], ready["size"]) == ("store.ready", "engine", "info", 3)
+    assert ready["url"] == "redis://user:***@host:1/0"
+    assert ready["s3_secret_key"] == "***"
+    assert (plain["event"], plain["level"], plain["logger"]) == ("plain text", "warning", "lib")
+    assert "ValueError: boom" in failed["exception"]
+
+
+def test_console_lines() -> None:
+    text = "\n".join(lines("console"))
+    assert "store.ready" in text
+    assert "ValueError: boom" in text
