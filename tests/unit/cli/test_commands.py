@@ -1,0 +1,266 @@
+"""What the commands send, print, and exit with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cli.local_stores import free_ports
+from cli.main import app
+from tests.unit.cli.server import Reply, Seen, serving, sse
+
+JOB: dict[str, Any] = {
+    "id": "job-1",
+    "kind": "sft",
+    "adapter": "polite",
+    "state": "succeeded",
+    "created_at": 1.0,
+    "attempts": 1,
+    "progress": {"step": 2, "total_steps": 2},
+    "metrics": {"loss": 0.5},
+    "result_adapter": "polite@1",
+}
+VERSIONS = [{"name": "polite", "version": n, "current": n == 3, "attached": n == 3} for n in (1, 2, 3)]
+
+
+def temper(*args: str, url: str | None = None, stdin: str | None = None) -> Result:
+    command = [*args, "--url", url] if url else list(args)
+    return CliRunner().invoke(app, command, input=stdin, env={"TEMPER_URL": None, "COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def routes(**answers: Reply | Callable[[Seen], Reply]) -> Callable[[Seen], Reply]:
+    """By "METHOD path" without the query, with _ for /."""
+
+    def answer(seen: Seen) -> Reply:
+        key = f"{seen.method}{seen.path.split('?')[0]}".replace("/", "_").replace("-", "").replace("@", "")
+        found = answers.get(key)
+        if found is None:
+            return Reply({"error": {"message": f"no route {key}", "code": "not_found"}}, 404)
+        return found(seen) if callable(found) else found
+
+    return answer
+
+
+def examples(tmp_path: Path) -> str:
+    file = tmp_path / "examples.jsonl"
+    file.write_text('{"prompt": "hi", "completion": "hello"}\n\n{"prompt": "bye", "completion": "goodbye"}\n')
+    return str(file)
+
+
+def test_no_server_is_exit_3_with_the_way_out() -> None:
+    result = temper("adapters", "list", url=f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert result.exit_code == 3
+    assert "temper up" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("status", "code"), [(404, 1), (409, 1), (422, 1), (503, 3), (429, 3)])
+def test_refusals_show_the_servers_words(status: int, code: int) -> None:
+    with serving(lambda _: Reply({"error": {"message": "polite@9 does not exist"}}, status)) as (url, _):
+        result = temper("adapters", "attach", "polite@9", url=url)
+        as_json = temper("adapters", "attach", "polite@9", "--json", url=url)
+    assert result.exit_code == code
+    assert "polite@9 does not exist" in result.stderr
+    assert json.loads(as_json.stdout)["error"]["message"] == "polite@9 does not exist"
+    assert as_json.exit_code == code
+
+
+@pytest.mark.parametrize("ref", ["../../etc", "a@0", "a@x", "base", "a b"])
+def test_bad_names_are_usage_errors_and_send_nothing(ref: str) -> None:
+    with serving(lambda _: Reply({})) as (url, requests):
+        assert temper("adapters", "attach", ref, url=url).exit_code == 2
+    assert not requests
+
+
+def test_not_a_temper_server_is_said_so() -> None:
+    with serving(lambda _: Reply("<html>hello</html>", content_type="text/html")) as (url, _):
+        result = temper("adapters", "list", url=url)
+    assert result.exit_code == 3
+    assert "not a Temper gateway" in result.stderr
+
+
+def test_submit_sends_what_the_options_say(tmp_path: Path) -> None:
+    with serving(routes(POST_v1_train_sft=Reply({**JOB, "state": "queued"}, 202))) as (url, requests):
+        result = temper(
+            *("train", "submit", "sft", "--data", examples(tmp_path), "--adapter", "polite", "--epochs", "5"),
+            *("--learning-rate", "0.001", "--no-attach", "--set", "lora.rank=8", "--set", "optimizer.schedule=cosine"),
+            *("--idempotency-key", "build-7", "--json"),
+            url=url,
+        )
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["id"] == "job-1"
+    assert requests[0].headers["idempotency-key"] == "build-7"
+    assert requests[0].json == {
+        "examples": [{"prompt": "hi", "completion": "hello"}, {"prompt": "bye", "completion": "goodbye"}],
+        "adapter": "polite",
+        "epochs": 5,
+        "learning_rate": 0.001,
+        "attach": False,
+        "lora": {"rank": 8},
+        "optimizer": {"schedule": "cosine"},
+    }
+
+
+def test_submit_grpo_groups_strings_with_rewards(tmp_path: Path) -> None:
+    file = tmp_path / "groups.jsonl"
+    file.write_text('{"prompt": "2+2=", "completions": ["4", "5"], "rewards": [1, 0]}\n')
+    with serving(routes(POST_v1_train_grpo=Reply(JOB, 202))) as (url, requests):
+        assert temper("train", "submit", "grpo", "--data", str(file), "--adapter", "sums", url=url).exit_code == 0
+    group = {"prompt": "2+2=", "completions": [{"text": "4", "reward": 1}, {"text": "5", "reward": 0}]}
+    assert requests[0].json["groups"] == [group]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "empty"),
+        ('{"prompt": "hi"}', "examples.0"),
+        ('{"prompt": "hi", "completion": "x"}\nnonsense', "examples.jsonl:2 is not JSON"),
+        ("[1]", "must be a JSON object"),
+    ],
+)
+def test_bad_data_is_a_usage_error_that_names_the_place(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "examples.jsonl"
+    file.write_text(content)
+    with serving(lambda _: Reply(JOB, 202)) as (url, requests):
+        result = temper("train", "submit", "sft", "--data", str(file), "--adapter", "polite", url=url)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert not requests
+
+
+def test_submit_a_job_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    job = {"kind": "grpo", "adapter": "sums", "prompt": "2+2=", "completions": ["4", "5"], "rewards": [1.0, 0.0]}
+    file.write_text(json.dumps(job))
+    with serving(routes(POST_v1_train_grpo=Reply(JOB, 202))) as (url, requests):
+        assert temper("train", "submit", str(file), url=url).exit_code == 0
+    del job["kind"]
+    assert requests[0].json == job
+
+
+def test_unequal_rewards_are_refused_here(tmp_path: Path) -> None:
+    file = tmp_path / "groups.jsonl"
+    file.write_text('{"prompt": "2+2=", "completions": ["4", "5"], "rewards": [1]}\n')
+    result = temper("train", "submit", "grpo", "--data", str(file), "--adapter", "sums", url="http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert "same length" in result.stderr
+
+
+def state(name: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "state", "data": {"state": name, **more}}
+
+
+def progress(step: int, loss: float) -> dict[str, Any]:
+    return {"kind": "progress", "data": {"step": step, "total_steps": 2, "loss": loss}}
+
+
+def test_watch_goes_on_where_a_broken_stream_ended() -> None:
+    first = sse(("1-0", "state", state("running")), ("2-0", "progress", progress(1, 0.9)))
+    second = sse(("3-0", "progress", progress(2, 0.5)), ("4-0", "state", state("succeeded")))
+
+    def events(seen: Seen) -> Reply:
+        return second if seen.headers.get("last-event-id") == "2-0" else first
+
+    running = iter([{**JOB, "state": "running"}, JOB])
+    answer = routes(GET_v1_train_jobs_job1_events=events, GET_v1_train_jobs_job1=lambda _: Reply(next(running)))
+    with serving(answer) as (url, _):
+        result = temper("train", "watch", "job-1", "--json", url=url)
+    assert result.exit_code == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["id"] for line in lines] == ["1-0", "2-0", "3-0", "4-0", "job-1"]
+    assert lines[1]["data"]["loss"] == 0.9
+
+
+def test_watch_shows_steps_and_exits_1_when_the_job_fails() -> None:
+    failed = {**JOB, "state": "failed", "reason": "the loss is not finite"}
+    events = sse(("1-0", "progress", progress(1, 0.9)), ("2-0", "state", state("failed")))
+    answer = routes(GET_v1_train_jobs_job1_events=events, GET_v1_train_jobs_job1=Reply(failed))
+    with serving(answer) as (url, _):
+        result = temper("train", "watch", "job-1", url=url)
+    assert result.exit_code == 1
+    assert "step 1/2" in result.stderr
+    assert "loss 0.9" in result.stderr
+    assert "failed: the loss is not finite" in result.stderr
+
+
+def test_wait_times_out_with_4() -> None:
+    answer = routes(
+        GET_v1_train_jobs_job1_events=sse(("1-0", "progress", progress(1, 0.9))),
+        GET_v1_train_jobs_job1=Reply({**JOB, "state": "running"}),
+    )
+    with serving(answer) as (url, _):
+        assert temper("train", "watch", "job-1", "--timeout", "0", url=url).exit_code == 4
+
+
+def test_rollback_attaches_the_version_before() -> None:
+    answer = routes(
+        GET_v1_adapters=Reply({"data": [], "attached": "polite@3"}),
+        GET_v1_adapters_polite_versions=Reply({"data": VERSIONS}),
+        POST_v1_adapters_polite_attach=Reply({"attached": "polite@2"}),
+    )
+    with serving(answer) as (url, requests):
+        result = temper("adapters", "rollback", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert requests[-1].json == {"version": 2}
+    assert "polite@2" in result.stdout
+
+
+def test_rollback_without_anything_attached_is_refused() -> None:
+    with serving(routes(GET_v1_adapters=Reply({"data": [], "attached": None}))) as (url, requests):
+        assert temper("adapters", "rollback", url=url).exit_code == 1
+    assert [seen.method for seen in requests] == ["GET"]
+
+
+def test_download_leaves_no_half_file_behind(tmp_path: Path) -> None:
+    def download(seen: Seen) -> Reply:
+        if "safetensors" in seen.path:
+            return Reply(b"weights", headers={"x-temper-adapter": "polite@3"}, content_type="application/octet-stream")
+        return Reply({"error": {"message": "gone"}}, 404)
+
+    target = tmp_path / "out"
+    with serving(routes(GET_v1_adapters_polite_download=download)) as (url, _):
+        assert temper("adapters", "download", "polite@3", str(target), url=url).exit_code == 1
+    assert sorted(file.name for file in target.iterdir()) == ["adapter_model.safetensors"]
+
+
+def test_upload_needs_both_files(tmp_path: Path) -> None:
+    result = temper("adapters", "upload", str(tmp_path), "--name", "polite", url="http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert "adapter_model.safetensors does not exist" in result.stderr
+
+
+def chunks(*pieces: str, done: bool = True) -> Reply:
+    events = []
+    for piece in pieces:
+        choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None, "completion_id": "c-1"}
+        events.append(("", "message", {"adapter": "polite@3", "choices": [choice]}))
+    end = {"index": 0, "delta": {}, "finish_reason": "stop", "completion_id": "c-1"}
+    events.append(("", "message", {"adapter": "polite@3", "choices": [end]}))
+    events.append(("", "message", {"adapter": "polite@3", "choices": [], "usage": {"total_tokens": 5}}))
+    return sse(*events, done=done)
+
+
+def test_chat_streams_one_answer_and_names_the_version() -> None:
+    answer = routes(GET_v1_models=Reply({"data": [{"id": "qwen3.5"}]}), POST_v1_chat_completions=chunks("Hel", "lo!"))
+    with serving(answer) as (url, requests):
+        text = temper("chat", "hi", "--seed", "7", url=url)
+        as_json = temper("chat", "-", "--json", url=url, stdin="hi")
+    assert text.stdout == "Hello!\n"
+    assert "polite@3" in text.stderr
+    assert requests[1].json["seed"] == 7
+    assert requests[1].json["messages"] == [{"role": "user", "content": "hi"}]
+    assert json.loads(as_json.stdout)["content"] == "Hello!"
+    assert json.loads(as_json.stdout)["usage"] == {"total_tokens": 5}
+
+
+def test_chat_that_breaks_off_is_exit_3() -> None:
+    answer = routes(GET_v1_models=Reply({"data": [{"id": "m"}]}), POST_v1_chat_completions=chunks("Hel", done=False))
+    with serving(answer) as (url, _):
+        assert temper("chat", "hi", url=url).exit_code == 3
+        assert temper("chat", " ", url=url).exit_code == 2

@@ -1,0 +1,149 @@
+"""What `temper up` decides before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from cli.process import DirectoryLock, port_is_free, tail
+from cli.settings import UpSettings
+from cli.up import UpOptions, compose
+from services.common.errors import Conflict, InvalidRequest
+from tests.stack import ROOT, clean_environment
+
+
+def up(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", "up", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(),
+        cwd=ROOT,
+    )
+
+
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def one_error(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1
+    return result.stderr
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = up("--model", model(tmp_path), "--data-dir", tmp_path / "data", "--port", port)
+    assert f"port {port} on 127.0.0.1 is in use" in one_error(result)
+
+
+def test_data_directory_in_use(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    with DirectoryLock(data):
+        result = up("--model", model(tmp_path), "--data-dir", data)
+    assert "is in use by another `temper up`" in one_error(result)
+    with DirectoryLock(data):  # and it is free again
+        pass
+
+
+def test_not_a_model(tmp_path: Path) -> None:
+    assert "has no config.json" in one_error(up("--model", tmp_path, "--data-dir", tmp_path / "data"))
+
+
+@pytest.mark.parametrize("args", [("--port", "0"), ("--port", "70000"), ("--device", "tpu"), ("--what",)])
+def test_bad_options_are_usage_errors(args: tuple[str, ...]) -> None:
+    assert up(*args).returncode == 2
+
+
+def test_composition_keeps_secrets_private_and_stores_local(tmp_path: Path) -> None:
+    services, ports = compose(UpOptions(), tmp_path, UpSettings())
+    assert [service.name for service in services] == ["valkey", "s3", "engine", "gateway"]
+    secrets = tmp_path / "secrets.json"
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    credentials = json.loads(secrets.read_text())
+    for service in services:
+        for secret in (credentials["redis_password"], credentials["s3_secret_key"]):
+            assert not any(secret in word for word in service.argv), "everybody can read a command line"
+    assert stat.S_IMODE((tmp_path / "valkey" / "valkey.conf").stat().st_mode) == 0o600
+    assert "127.0.0.1" in services[0].argv
+    assert "-ip.bind=127.0.0.1" in services[1].argv
+    assert services[2].env["TEMPER_GRPC_HOST"] == "127.0.0.1"
+    # A second start finds the same credentials and, while they are free, the same ports.
+    again, same_ports = compose(UpOptions(), tmp_path, UpSettings())
+    assert same_ports == ports
+    assert again[2].env == services[2].env
+
+
+def test_stops_what_takes_requests_first(tmp_path: Path) -> None:
+    services, _ = compose(UpOptions(), tmp_path, UpSettings())
+    stages = {service.name: service.stop_stage for service in services}
+    assert stages["gateway"] > stages["engine"] > stages["s3"] == stages["valkey"]
+
+
+def test_external_stores_replace_local_ones(tmp_path: Path) -> None:
+    external = UpSettings(
+        redis_url=SecretStr("redis://elsewhere:6379/0"),
+        s3_endpoint="elsewhere:9000",
+        s3_access_key=SecretStr("a"),
+        s3_secret_key=SecretStr("b"),
+    )
+    services, ports = compose(UpOptions(), tmp_path, external)
+    assert [service.name for service in services] == ["engine", "gateway"]
+    assert set(ports) == {"engine", "gateway"}
+    assert "TEMPER_REDIS_URL" not in services[0].env, "it is inherited"
+
+
+def test_external_s3_needs_its_credentials(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="TEMPER_S3_SECRET_KEY"):
+        compose(UpOptions(), tmp_path, UpSettings(s3_endpoint="elsewhere:9000"))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://localhost:8420"),
+        ("0.0.0.0", "http://localhost:8420"),
+        ("10.1.2.3", "http://10.1.2.3:8420"),
+        ("::1", "http://[::1]:8420"),
+    ],
+)
+def test_url_is_one_that_works_here(host: str, url: str) -> None:
+    assert UpOptions(host=host).url == url
+
+
+def test_lock_names_its_owner(tmp_path: Path) -> None:
+    with DirectoryLock(tmp_path), pytest.raises(Conflict, match=r"process \d+"):
+        DirectoryLock(tmp_path)
+
+
+def test_port_is_free_sees_listeners() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not port_is_free("127.0.0.1", port)
+    assert port_is_free("127.0.0.1", port)
+    assert not port_is_free("no.such.host.invalid", 1)
+
+
+def test_tail_reads_only_what_is_new(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("old\n")
+    offset = log.stat().st_size
+    with log.open("a") as file:
+        file.write("\n".join(f"line {n}" for n in range(20)))
+    assert tail(log, lines=2, offset=offset) == ["line 18", "line 19"]
+    assert tail(log, lines=99, offset=offset)[0] == "line 0"
+    assert tail(tmp_path / "none", lines=2) == []
