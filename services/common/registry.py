@@ -215,8 +215,13 @@ class AdapterRegistry:
             manifest = self._put_manifest(version, manifest)
         if fence is not None:
             fence()
-        self._advance(version)
+        self.advance(version)
         return manifest
+
+    def advance(self, version: AdapterVersion) -> None:
+        """Makes a new version current, unless it or a newer one has been before."""
+        number = version.version
+        self._move(version.name, lambda newest: (number, number) if number > newest else None)
 
     def set_current(self, version: AdapterVersion) -> None:
         """Moves the adapter's pointer, also backwards (rollback). Raises ModelNotFound if there is no such version."""
@@ -316,11 +321,6 @@ class AdapterRegistry:
             return Manifest.model_validate_json(data)
         except ValidationError as error:
             raise AdapterRejected(f"{version}: manifest.json is malformed: {error.error_count()} errors") from error
-
-    def _advance(self, version: AdapterVersion) -> None:
-        """Makes a new version current, unless a newer one has been."""
-        number = version.version
-        self._move(version.name, lambda newest: (number, number) if number > newest else None)
 
     def _move(self, name: str, target: Callable[[int], tuple[int, int] | None]) -> None:
         for _ in range(_RACES):

@@ -1,0 +1,161 @@
+"""One claimed job's line to Redis: heartbeats and reports, in a thread that never waits for the computation.
+
+The computing thread never touches Redis: it leaves its reports here and asks whether it may go on. While Redis is away
+reports wait in memory and training continues.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import redis
+import structlog
+
+from services.common.consumer import ClaimedJob, EventKind, JobConsumer, JobLost
+from services.common.errors import Unavailable
+from services.common.jobs import JobProgress
+
+_BUFFERED = 10_000
+"""Reports kept while Redis is away, as many as a job's event stream holds; the oldest go first."""
+_AWAY_SECONDS = 0.5
+
+
+class JobCancelled(Exception):
+    """The user asked this job to stop."""
+
+
+class Draining(Exception):
+    """This process is shutting down: hand the job back."""
+
+
+class JobSession:
+    """Context manager: heartbeats run inside it.
+
+    Args:
+        draining: set when the process shuts down.
+    """
+
+    def __init__(
+        self, consumer: JobConsumer, claimed: ClaimedJob, *, heartbeat_seconds: float, draining: threading.Event
+    ) -> None:
+        self._consumer = consumer
+        self._claimed = claimed
+        self._interval = heartbeat_seconds
+        self._draining = draining
+        self._log = structlog.get_logger("trainer").bind(job=claimed.id, attempt=claimed.attempt)
+        self._pending: deque[Callable[[], None]] = deque(maxlen=_BUFFERED)
+        self._wake = threading.Condition()
+        self._closed = False
+        self._lost = False
+        self._cancelled = False
+        self._away = False
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="job-session", daemon=True)
+
+    def __enter__(self) -> JobSession:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self._thread.join()
+
+    @property
+    def lost(self) -> bool:
+        return self._lost
+
+    def check(self, *, cancellable: bool = True) -> None:
+        """Raises JobLost, JobCancelled or Draining when the job must not go on."""
+        if self._lost:
+            raise JobLost(f"job {self._claimed.id} has another owner by now")
+        if self._cancelled and cancellable:
+            raise JobCancelled
+        if self._draining.is_set():
+            raise Draining
+
+    def fence(self) -> None:
+        """Proves the ownership right now. Raises JobLost or Unavailable."""
+        try:
+            self._consumer.heartbeat(self._claimed)
+        except JobLost:
+            self._lost = True
+            raise
+
+    def ending(self) -> None:
+        """The job's end is about to be written: a heartbeat that comes after it is no news."""
+        self._ending = True
+
+    def report(self, progress: JobProgress, metrics: Mapping[str, float]) -> None:
+        copy = dict(metrics)
+        self._post(lambda: self._consumer.report(self._claimed, progress, copy))
+
+    def event(self, kind: EventKind, data: Mapping[str, Any]) -> None:
+        copy = dict(data)
+        self._post(lambda: self._consumer.event(self._claimed, kind, copy))
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until every report has been written; False if Redis stayed away or the job is lost."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._pending or self._lost, timeout) and not self._lost
+
+    def _post(self, write: Callable[[], None]) -> None:
+        with self._wake:
+            self._pending.append(write)
+            self._wake.notify_all()
+
+    def _run(self) -> None:
+        due = 0.0
+        while True:
+            try:
+                if time.monotonic() >= due:
+                    self._cancelled = self._consumer.heartbeat(self._claimed) or self._cancelled
+                    due = time.monotonic() + self._interval
+                self._write_pending()
+                if self._away:
+                    self._away = False
+                    self._log.info("queue.back")
+            except Unavailable as error:
+                self._note_away(error)
+            except redis.exceptions.RedisError as error:  # for instance a server that is still loading scripts or data
+                self._note_away(error)
+            except JobLost as error:
+                if not self._ending:
+                    self._log.warning("job.lost", error=error.message)
+                with self._wake:
+                    self._lost = True
+                    self._wake.notify_all()
+                return
+            with self._wake:
+                if self._closed:
+                    return
+                wait = _AWAY_SECONDS if self._away else max(0.0, due - time.monotonic())
+                self._wake.wait_for(lambda: self._closed or (bool(self._pending) and not self._away), wait)
+
+    def _note_away(self, error: Exception) -> None:
+        if not self._away:
+            self._away = True
+            self._log.warning("queue.away", error=str(error))
+
+    def _write_pending(self) -> None:
+        while True:
+            with self._wake:
+                if not self._pending:
+                    self._wake.notify_all()
+                    return
+                write = self._pending[0]
+            try:
+                write()
+            except (Unavailable, JobLost):
+                raise
+            except Exception:  # one unwritable report must not end the heartbeats
+                self._log.exception("report.dropped")
+            with self._wake:
+                if self._pending and self._pending[0] is write:
+                    self._pending.popleft()

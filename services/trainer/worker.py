@@ -1,0 +1,391 @@
+"""The trainer thread: claims jobs and drives them to the end, through every failure that a job can outlive.
+
+claim → what to start from → prepare → resume → steps → publish → attach → serve → succeed. Everything after the last
+step may happen twice (a process can die anywhere) and has the effect of happening once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from services.common.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.errors import (
+    AdapterRejected,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    TemperError,
+    Unavailable,
+)
+from services.common.events import AdapterEvents
+from services.common.job_records import Spec, spec_sha
+from services.common.jobs import JobProgress
+from services.common.names import AdapterVersion, parse_adapter_ref
+from services.common.registry import AdapterRegistry, Manifest
+from services.common.store import ObjectStore
+from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.base import JobRun
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.publish import Publisher, resolve_parent
+from services.trainer.session import Draining, JobCancelled, JobSession
+from services.trainer.settings import TrainerSettings
+
+_IDLE_SECONDS = 1.0
+_BACKOFF_SECONDS = (0.25, 5.0)
+"""First and longest pause between attempts to reach a store that is away."""
+_ETA_WEIGHT = 0.2
+"""Of the newest step in the moving average of step times."""
+_PASSING = (Unavailable, Overloaded, DeadlineExceeded)
+"""Errors that another attempt may not meet again."""
+
+T = TypeVar("T")
+
+
+class Prepare(Protocol):
+    """services.trainer.jobs.prepare_run"""
+
+    def __call__(self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, /) -> JobRun: ...
+
+
+class TrainerWorker:
+    """Runs jobs beside an engine, one after another, in a thread of its own.
+
+    Args:
+        host: the engine beside it.
+        prepare: makes a runnable job of a spec; a TemperError of it fails the job with its message.
+        metrics: None: counted, but not exported.
+    """
+
+    def __init__(
+        self,
+        host: PolicyHost,
+        settings: TrainerSettings,
+        *,
+        store: ObjectStore,
+        registry: AdapterRegistry,
+        prepare: Prepare,
+        metrics: TrainerMetrics | None = None,
+    ) -> None:
+        self._host = host
+        self._settings = settings
+        self._registry = registry
+        self._prepare = prepare
+        self._metrics = metrics or TrainerMetrics(CollectorRegistry())
+        owner = settings.trainer_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._consumer = JobConsumer(
+            settings,
+            owner=owner,
+            reclaim_seconds=settings.job_reclaim_seconds,
+            max_attempts=settings.job_max_attempts,
+        )
+        self._events = AdapterEvents(settings)
+        self._checkpoints = CheckpointStore(store, settings.checkpoint_dir, keep=settings.checkpoints_kept)
+        self._publisher = Publisher(registry, self._events, host, settings.adapter_sync_seconds)
+        self._draining = threading.Event()
+        self._deadline = float("inf")
+        self._current: str | None = None
+        self._log = structlog.get_logger("trainer").bind(owner=owner)
+        self._thread = threading.Thread(target=self._loop, name="trainer", daemon=True)
+
+    @property
+    def current_job(self) -> str | None:
+        """Id of the job that runs here now."""
+        return self._current
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._checkpoints.forget_old()
+        self._thread.start()
+
+    def drain(self) -> bool:
+        """Claims nothing more, has the running job checkpointed and handed back, and ends the thread.
+
+        Blocks for up to ``trainer_drain_seconds``; False if the thread was still busy then (its job will be reclaimed
+        by another trainer).
+        """
+        self._deadline = time.monotonic() + self._settings.trainer_drain_seconds
+        self._draining.set()
+        if self._thread.ident is not None:
+            self._thread.join(self._settings.trainer_drain_seconds)
+        if self._thread.is_alive():
+            return False
+        self._consumer.close()
+        self._events.close()
+        return True
+
+    # The thread.
+
+    def _loop(self) -> None:
+        away = False
+        while not self._draining.is_set():
+            try:
+                claimed = self._consumer.claim()
+                away = False
+            except Unavailable as error:
+                if not away:
+                    away = True
+                    self._log.warning("queue.away", error=error.message)
+                self._draining.wait(_IDLE_SECONDS)
+                continue
+            except Exception:  # a bug must not end the only trainer of this engine
+                self._log.exception("claim.failed")
+                self._draining.wait(_IDLE_SECONDS)
+                continue
+            if claimed is not None:
+                self._work(claimed)
+
+    def _work(self, claimed: ClaimedJob) -> None:
+        self._current = claimed.id
+        self._metrics.running.set(1)
+        log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
+        log.info("job.claimed", kind=claimed.spec.kind)
+        session = JobSession(
+            self._consumer,
+            claimed,
+            heartbeat_seconds=self._settings.job_heartbeat_seconds,
+            draining=self._draining,
+        )
+        try:
+            with session:
+                outcome = self._run_and_settle(claimed, session, log)
+        except JobLost:
+            outcome = "lost"
+        except Exception:
+            # Only a bug in settling itself comes here; the entry stays pending and is reclaimed.
+            log.exception("job.unsettled")
+            outcome = "unsettled"
+        finally:
+            self._current = None
+            self._metrics.running.set(0)
+        self._metrics.jobs.labels(outcome).inc()
+        log.info("job.done", outcome=outcome)
+
+    def _run_and_settle(self, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger) -> str:
+        """Runs the job and writes its end. Returns the outcome's name. Raises JobLost."""
+        consumer = self._consumer
+        try:
+            version = self._run(claimed, session)
+        except JobLost:
+            raise
+        except JobCancelled:
+            self._settle(session, lambda: consumer.cancelled(claimed))
+            self._discard(claimed)
+            return "cancelled"
+        except Draining:
+            self._settle(session, lambda: consumer.requeue(claimed))
+            return "requeued"
+        except TemperError as error:
+            if not isinstance(error, _PASSING):
+                log.warning("job.failed", code=error.code, reason=error.message)
+                message = error.message
+                self._settle(session, lambda: consumer.fail(claimed, message))
+                self._discard(claimed)
+                return "failed"
+            return self._retry(claimed, session, error, log)
+        except Exception as error:
+            return self._retry(claimed, session, error, log)
+        self._settle(session, lambda: consumer.succeed(claimed, str(version)))
+        self._discard(claimed)
+        return "succeeded"
+
+    def _retry(
+        self, claimed: ClaimedJob, session: JobSession, error: Exception, log: structlog.stdlib.BoundLogger
+    ) -> str:
+        log.error("job.crashed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
+        self._settle(session, lambda: self._consumer.retry(claimed, reason))
+        return "crashed"
+
+    def _settle(self, session: JobSession, write: Callable[[], None]) -> None:
+        """Writes the job's end behind its last report, however long Redis is away. Raises JobLost.
+
+        A draining process gives up at its deadline: the job is then reclaimed, and its end is repeated.
+        """
+        session.ending()
+        while True:
+            try:
+                session.flush(self._settings.job_heartbeat_seconds)
+                write()
+                return
+            except Unavailable:
+                if time.monotonic() > self._deadline:
+                    raise
+                time.sleep(_BACKOFF_SECONDS[0])
+
+    def _discard(self, claimed: ClaimedJob) -> None:
+        try:
+            self._checkpoints.discard(claimed.id)
+        except Unavailable as error:
+            self._log.warning("checkpoint.left_behind", job=claimed.id, error=error.message)
+
+    # One job.
+
+    def _run(self, claimed: ClaimedJob, session: JobSession) -> AdapterVersion:
+        spec = claimed.spec
+        manifest = self._until_back(session, lambda: self._registry.published(spec.adapter, claimed.id))
+        if manifest is None:
+            done = self._train(claimed, session)
+        else:
+            done = manifest
+            self._until_back(session, lambda: self._publisher.complete(done, session.fence), cancellable=False)
+            session.event("log", {"message": f"an earlier attempt published {done.ref}"})
+        attached = self._until_back(
+            session,
+            lambda: self._publisher.serve(done, attach=spec.attach, fence=session.fence),
+            cancellable=False,
+        )
+        session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
+        return done.ref
+
+    def _train(self, claimed: ClaimedJob, session: JobSession) -> Manifest:
+        parent = self._parent(claimed, session)
+        files = self._parent_files(parent, session) if parent is not None else None
+        run = self._prepare(claimed.spec, self._host, files)
+        for note in run.notes:
+            session.event("log", {"message": note})
+        sha = spec_sha(claimed.spec)
+        start = 0
+        checkpoint = self._until_back(session, lambda: self._checkpoints.newest(claimed.id, sha))
+        if checkpoint is not None:
+            try:
+                start = run.load_state(checkpoint.state)
+                session.event("log", {"message": f"resumed after step {start} of {run.total_steps}"})
+            except InvalidRequest as error:
+                self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
+                session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
+                run = self._prepare(claimed.spec, self._host, files)
+        writer = CheckpointWriter(
+            self._checkpoints,
+            claimed.id,
+            sha,
+            allowed=lambda: not session.lost,
+            saved=lambda step, where: session.event("checkpoint", {"step": step, "where": where}),
+        )
+        try:
+            metrics = self._steps(claimed, session, run, writer, start)
+            return self._publish(claimed, session, run, writer, parent, metrics)
+        finally:
+            writer.close()
+
+    def _steps(
+        self, claimed: ClaimedJob, session: JobSession, run: JobRun, writer: CheckpointWriter, start: int
+    ) -> dict[str, float]:
+        """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
+        total = run.total_steps
+        metrics = dict(claimed.job.metrics) if start > 0 else {}
+        seconds: float | None = None
+        saved = start
+        done = start
+        session.report(JobProgress(step=start, total_steps=total), {})
+        try:
+            for index in range(start, total):
+                session.check()
+                began = time.monotonic()
+                newest = run.step(index, session.check)
+                took = time.monotonic() - began
+                done = index + 1
+                seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
+                self._metrics.step_seconds.observe(took)
+                metrics |= newest
+                progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
+                session.report(progress, {**newest, "step_seconds": round(took, 6)})
+                evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
+                if evaluation:
+                    session.event("eval", {"step": done, **evaluation})
+                if done % claimed.spec.checkpoint_every == 0 and done < total:
+                    writer.submit(Checkpoint(done, run.state()))
+                    saved = done
+        except Draining:
+            if done > saved:
+                writer.submit(Checkpoint(done, run.state()))
+            writer.flush(self._remaining())
+            raise
+        return metrics
+
+    def _publish(
+        self,
+        claimed: ClaimedJob,
+        session: JobSession,
+        run: JobRun,
+        writer: CheckpointWriter,
+        parent: AdapterVersion | None,
+        metrics: Mapping[str, float],
+    ) -> Manifest:
+        files = run.lora.to_files(self._settings.served_model_name)
+        total = run.total_steps
+        try:
+            return self._until_back(
+                session,
+                lambda: self._publisher.publish(
+                    claimed.spec.adapter, claimed.id, files, parent=parent, metrics=metrics, fence=session.fence
+                ),
+                # The work is done: keep it on disk, should this process end before the stores are back.
+                away=lambda: writer.submit(Checkpoint(total, run.state())),
+            )
+        except Draining:
+            writer.submit(Checkpoint(total, run.state()))
+            writer.flush(self._remaining())
+            raise
+
+    def _parent(self, claimed: ClaimedJob, session: JobSession) -> AdapterVersion | None:
+        """What to start from: decided at the first attempt, kept at every later one."""
+        recorded, ref = self._until_back(session, lambda: self._consumer.recorded_parent(claimed))
+        if not recorded:
+            parent = self._until_back(session, lambda: resolve_parent(claimed.spec, self._registry))
+            text = str(parent) if parent is not None else None
+            ref = self._until_back(session, lambda: self._consumer.resolve_parent(claimed, text))
+        if ref is None:
+            return None
+        name, number = parse_adapter_ref(ref)
+        return AdapterVersion(name, number or 0)
+
+    def _parent_files(self, parent: AdapterVersion, session: JobSession) -> dict[str, bytes]:
+        manifest = self._until_back(session, lambda: self._registry.manifest(parent))
+        if manifest.base_digest != self._host.base_digest:
+            raise AdapterRejected(
+                f"cannot continue from {parent}: it belongs to base model {manifest.base_digest[:12]}, this engine "
+                f'serves {self._host.base_digest[:12]}; give start_from: "base" to start afresh',
+                param="start_from",
+            )
+        return self._until_back(session, lambda: self._registry.files(parent))
+
+    def _until_back(
+        self,
+        session: JobSession,
+        operation: Callable[[], T],
+        *,
+        away: Callable[[], None] | None = None,
+        cancellable: bool = True,
+    ) -> T:
+        """Repeats an operation while a store is away; heartbeats go on. Raises JobLost, JobCancelled, Draining."""
+        pause, longest = _BACKOFF_SECONDS
+        first = True
+        while True:
+            session.check(cancellable=cancellable)
+            try:
+                return operation()
+            except Unavailable as error:
+                if first:
+                    first = False
+                    self._log.warning("store.away", error=error.message)
+                    session.event("log", {"message": f"waiting: {error.message}"})
+                    if away is not None:
+                        away()
+            self._draining.wait(pause)
+            pause = min(2 * pause, longest)
+
+    def _remaining(self) -> float:
+        return max(0.5, min(self._deadline - time.monotonic(), self._settings.trainer_drain_seconds) - 1.0)
