@@ -1,36 +1,26 @@
-"""A StepPlan in the making and, until its results are in, in flight. No torch here."""
+"""The plan of one step while it is made and, until its results are in, in flight. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
 
-from services.engine.memory.prefix import Namespace, Node
+from services.engine.memory.prefix import Namespace
+from services.engine.memory.sequences import Restore, Snapshot
 from services.engine.plan import Chunk, StateCopy, StepPlan
 from services.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A slot that the plan copies a sequence's state to when it has computed the first ``position`` tokens."""
-
-    sequence: Sequence
-    position: int
-    slot: int
-
-
 class Draft:
-    """A plan in the making and, until its update, in flight."""
+    """A StepPlan and the sequences and memory behind it."""
 
     def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
         self.now = now
         self.decodes: list[tuple[Sequence, Chunk]] = []
         self.prefills: list[tuple[Sequence, Chunk]] = []
-        self.copies_before: list[StateCopy] = []
-        self.restored: list[Node] = []
+        self.restores: list[Restore] = []
         self.snapshots: list[Snapshot] = []
-        self.snapshot_keys: set[tuple[Namespace, SequenceABC[int]]] = set()
+        self._snapshot_keys: set[tuple[Namespace, SequenceABC[int]]] = set()
         self.seats_kept = 0
         """For sequences that wait one step for a snapshot of this plan."""
         self.blocks_kept = 0
@@ -41,6 +31,14 @@ class Draft:
         chunk = sequence.chunk(end)
         (self.decodes if chunk.is_decode else self.prefills).append((sequence, chunk))
         self.budget -= len(chunk.token_ids)
+
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        self.snapshots.append(snapshot)
+        self._snapshot_keys.add(_key(snapshot.sequence, snapshot.position))
+
+    def has_snapshot(self, sequence: Sequence, position: int) -> bool:
+        """Whether this plan computes and keeps the same first ``position`` tokens under the same policy."""
+        return bool(self._snapshot_keys) and _key(sequence, position) in self._snapshot_keys
 
     @property
     def has_chunks(self) -> bool:
@@ -54,7 +52,11 @@ class Draft:
         """The plan, decodes first."""
         self.plan = StepPlan(
             chunks=[chunk for _, chunk in self.entries],
-            copies_before=self.copies_before,
+            copies_before=[restore.copy for restore in self.restores],
             copies_after=[StateCopy(snapshot.sequence.slot, snapshot.slot) for snapshot in self.snapshots],
         )
         return self.plan
+
+
+def _key(sequence: Sequence, position: int) -> tuple[Namespace, SequenceABC[int]]:
+    return sequence.namespace, sequence.request.prompt_token_ids[:position]

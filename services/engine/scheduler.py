@@ -15,13 +15,11 @@ from bisect import bisect_left, insort
 from itertools import pairwise
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
-from services.engine.draft import Draft, Snapshot
+from services.engine.draft import Draft
 from services.engine.limits import Counts, SchedulerConfig
-from services.engine.memory.blocks import BlockPool
 from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.prefix import PrefixCache
-from services.engine.memory.slots import SlotPool
-from services.engine.plan import SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.memory.sequences import SequenceMemory
+from services.engine.plan import SampledToken, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
 from services.engine.sequence import Rank, Sequence
 from services.engine.updates import SequenceUpdate
@@ -30,7 +28,9 @@ from services.engine.updates import SequenceUpdate
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
+    """It waits one step; others may start."""
     BLOCKED = enum.auto()
+    """Nobody behind it may start either."""
 
 
 class Scheduler:
@@ -41,9 +41,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self._blocks = BlockPool(config.num_blocks)
-        self._slots = SlotPool(config.num_slots)
-        self._cache = PrefixCache(self._blocks, self._slots, config.block_size)
+        self._memory = SequenceMemory(config)
         self._sequences: dict[str, Sequence] = {}
         # Both sorted by rank.
         self._waiting: list[Sequence] = []
@@ -64,15 +62,16 @@ class Scheduler:
         return len(self._waiting)
 
     def counts(self) -> Counts:
+        blocks = self._memory.blocks
         return Counts(
             running=len(self._running),
             waiting=len(self._waiting),
-            blocks_used=self._blocks.used,
-            blocks_cached=self._blocks.idle,
-            blocks_total=self._blocks.total,
+            blocks_used=blocks.used,
+            blocks_cached=blocks.idle,
+            blocks_total=blocks.total,
             slots_used=len(self._running),
-            slots_cached=self._cache.num_snapshots,
-            slots_total=self._slots.total,
+            slots_cached=self._memory.num_snapshots,
+            slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
         )
 
@@ -156,8 +155,8 @@ class Scheduler:
         if len(result.tokens) != samples:
             self._in_flight = draft
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {samples} sampling chunks")
-        for node in draft.restored:
-            self._cache.unpin(node)
+        for restore in draft.restores:
+            self._memory.restored(restore)
         tokens = iter(result.tokens)
         updates: list[SequenceUpdate] = []
         for sequence, chunk in draft.entries:
@@ -168,16 +167,16 @@ class Scheduler:
             if token is not None:
                 updates.append(self._append(sequence, token, now))
         for snapshot in draft.snapshots:
-            self._store(snapshot)
+            self._memory.end_snapshot(snapshot, taken=True)
         return updates
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of a step that failed, and gives up the snapshots it would have taken."""
         draft = self._take(plan)
-        for node in draft.restored:
-            self._cache.unpin(node)
+        for restore in draft.restores:
+            self._memory.restored(restore)
         for snapshot in draft.snapshots:
-            self._slots.release(snapshot.slot)
+            self._memory.end_snapshot(snapshot, taken=False)
         return [self._end(sequence, FinishReason.ERROR, error) for sequence, _ in draft.entries if not sequence.ended]
 
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
@@ -189,7 +188,7 @@ class Scheduler:
 
     def clear_cache(self) -> None:
         """Forgets all cached prompts."""
-        self._cache.clear()
+        self._memory.clear_cache()
 
     def check_integrity(self) -> None:
         """Compares all books with each other; cheap enough for every idle moment.
@@ -212,11 +211,7 @@ class Scheduler:
         for sequence in self._running:
             if len(sequence.blocks) * self.config.block_size < sequence.computed or not sequence.slot:
                 raise IntegrityError(f"{sequence.request.request_id} runs without its blocks or slot")
-        in_flight = self._in_flight.snapshots if self._in_flight is not None else []
-        self._blocks.check((block for s in self._running for block in s.blocks), self._cache.held_blocks())
-        self._slots.check(
-            [*(s.slot for s in self._running), *self._cache.held_slots(), *(snapshot.slot for snapshot in in_flight)]
-        )
+        self._memory.check(self._running, self._in_flight.snapshots if self._in_flight is not None else ())
 
     # Planning.
 
@@ -235,8 +230,7 @@ class Scheduler:
             head, worst = self._waiting[0], self._running[-1]
             if head.request.priority >= worst.request.priority:
                 return
-            fits = self._blocks_for(head.known) <= self._blocks.free + self._blocks.idle
-            if fits and len(self._running) < self.config.max_num_seqs:
+            if self._memory.could_hold(head.known) and len(self._running) < self.config.max_num_seqs:
                 return
             self._preempt(worst)
 
@@ -251,15 +245,12 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets the block of the next token, from worse-ranked sequences if need be; False: preempted itself."""
-        if sequence.known <= len(sequence.blocks) * self.config.block_size:
-            return True
-        while not self._reserve(1):
+        while not self._memory.grow(sequence):
             # Those behind are not in the plan yet: decodes are planned in rank order.
             worst = self._running[-1]
             self._preempt(worst)
             if worst is sequence:
                 return False
-        sequence.blocks += self._blocks.take(1)
         return True
 
     def _add_prefills(self, draft: Draft) -> None:
@@ -286,120 +277,40 @@ class Scheduler:
             self._add_chunk(draft, sequence, min(sequence.known, sequence.computed + draft.budget))
 
     def _admit(self, draft: Draft, sequence: Sequence) -> _Admission:
-        """Gives a waiting sequence a seat, a slot and the blocks of all its known tokens, shared ones first."""
+        """Gives a waiting sequence a seat and its memory, or says why not now."""
         if len(self._running) + draft.seats_kept >= self.config.max_num_seqs:
             return _Admission.BLOCKED
-        boundary = self._snapshot_boundary(sequence)
-        prompt = sequence.request.prompt_token_ids
-        if boundary and (sequence.namespace, prompt[:boundary]) in draft.snapshot_keys:
+        if draft.has_snapshot(sequence, self._memory.boundary(sequence)):
             # An equal prompt is being computed by this very plan (n completions of one prompt): hit it one step later.
             draft.seats_kept += 1
-            draft.blocks_kept += self._blocks_for(sequence.known)
+            draft.blocks_kept += self._memory.blocks_for(sequence.known)
             return _Admission.DEFERRED
-        match = self._cache.match(sequence.namespace, prompt, boundary)
-        needed = self._blocks_for(sequence.known) - len(match.blocks)
-        spare = self._headroom() + draft.blocks_kept
-        if match.node is not None:
-            # Held before anything is evicted to make room.
-            source = self._cache.pin(match.node)
-            self._blocks.share(match.blocks)
-        slot = self._take_slot() if self._reserve(needed + spare) else None
-        if slot is None:
-            if match.node is not None:
-                self._cache.unpin(match.node)
-                self._blocks.release(match.blocks)
-            if draft.has_chunks or self._slots.free or not self._cache.evict_slot():
-                return _Admission.BLOCKED
-            # The snapshot itself had the only slot that was left: it gave way.
-            return self._admit(draft, sequence)
-        sequence.slot = slot
-        sequence.blocks = [*match.blocks, *self._blocks.take(needed)]
-        sequence.computed = len(match.blocks) * self.config.block_size
-        if match.node is not None:
-            draft.copies_before.append(StateCopy(source, slot))
-            draft.restored.append(match.node)
+        # So that it does not cause a preemption at once.
+        headroom = min(len(self._running), self.config.num_blocks // 64)
+        started, restore = self._memory.start(sequence, headroom + draft.blocks_kept, last_resort=not draft.has_chunks)
+        if not started:
+            return _Admission.BLOCKED
+        if restore is not None:
+            draft.restores.append(restore)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
             sequence.scheduled_at = draft.now
-        branch = match.shared_blocks * self.config.block_size
-        sequence.splits = tuple(sorted({split for split in (branch, boundary) if split > sequence.computed}))
         return _Admission.ADMITTED
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, end: int) -> None:
         """Plans the tokens up to ``end``, or up to the next position where a snapshot can be taken."""
         for split in sequence.splits:
-            if sequence.computed < split <= end:
-                slot = self._take_snapshot_slot(draft, sequence, split)
-                if slot is not None:
-                    draft.snapshots.append(Snapshot(sequence, split, slot))
-                    draft.snapshot_keys.add((sequence.namespace, sequence.request.prompt_token_ids[:split]))
+            if sequence.computed < split <= end and not draft.has_snapshot(sequence, split):
+                snapshot = self._memory.begin_snapshot(sequence, split)
+                if snapshot is not None:
+                    draft.add_snapshot(snapshot)
                     end = split
                     break
         draft.add(sequence, end)
 
-    # Memory.
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)
-
-    def _headroom(self) -> int:
-        """Blocks an admission leaves to the running decodes, so that it does not cause a preemption at once."""
-        return min(len(self._running), self.config.num_blocks // 64)
-
-    def _reserve(self, count: int) -> bool:
-        """Whether ``count`` blocks are free, after giving up cached ones if that is what it takes."""
-        if count > self._blocks.free + self._blocks.idle:
-            return False
-        while self._blocks.free < count:
-            if not self._cache.evict_blocks():
-                return False
-        return True
-
-    def _take_slot(self) -> int | None:
-        """A slot for a live sequence; snapshots give way."""
-        slot = self._slots.take()
-        if slot is None and self._cache.evict_slot():
-            slot = self._slots.take()
-        return slot
-
-    def _snapshot_boundary(self, sequence: Sequence) -> int:
-        """The last block boundary strictly before the prompt's end; 0 for prompts that are not worth a split."""
-        length = len(sequence.request.prompt_token_ids)
-        if not self.config.prefix_cache or length < 2 * self.config.block_size:
-            return 0
-        return (length - 1) // self.config.block_size * self.config.block_size
-
-    def _take_snapshot_slot(self, draft: Draft, sequence: Sequence, position: int) -> int | None:
-        """A slot for a snapshot, None if the cache has or gets it already or live sequences need all slots."""
-        prompt = sequence.request.prompt_token_ids
-        if (sequence.namespace, prompt[:position]) in draft.snapshot_keys:
-            return None
-        match = self._cache.match(sequence.namespace, prompt, position)
-        if len(match.blocks) * self.config.block_size == position:
-            return None
-        return self._take_slot()
-
-    def _store(self, snapshot: Snapshot) -> None:
-        sequence = snapshot.sequence
-        if sequence.ended:
-            self._slots.release(snapshot.slot)
-            return
-        tokens = sequence.request.prompt_token_ids[: snapshot.position]
-        blocks = sequence.blocks[: snapshot.position // self.config.block_size]
-        self._cache.insert(sequence.namespace, tokens, blocks, snapshot.slot)
-
-    def _free(self, sequence: Sequence) -> None:
-        self._blocks.release(sequence.blocks)
-        if sequence.slot:
-            self._slots.release(sequence.slot)
-        # A plan in flight may still look at the old list.
-        sequence.blocks = []
-        sequence.slot = 0
-        sequence.computed = 0
-
     def _preempt(self, sequence: Sequence) -> None:
         _remove(self._running, sequence)
-        self._free(sequence)
+        self._memory.free(sequence)
         sequence.preemptions += 1
         self._preemptions += 1
         # Its rank puts it in front of everything that arrived later.
@@ -428,7 +339,7 @@ class Scheduler:
         token: SampledToken | None = None,
     ) -> SequenceUpdate:
         _remove(self._running if sequence.slot else self._waiting, sequence)
-        self._free(sequence)
+        self._memory.free(sequence)
         sequence.ended = True
         del self._sequences[sequence.request.request_id]
         return sequence.last_update(reason, error, token)

@@ -331,7 +331,7 @@ def test_broken_books_end_all_requests_and_serving_goes_on(engine: Fixture) -> N
     engine.runner.entered.get(timeout=TIMEOUT)
 
     def break_books() -> None:
-        engine.loop._scheduler._slots.release(engine.loop._scheduler._running[0].slot)
+        engine.loop._scheduler._memory._slots.release(engine.loop._scheduler._running[0].slot)
 
     engine.loop.call_at_boundary(break_books)
     engine.loop.abort("r0")
@@ -349,7 +349,7 @@ def test_idle_moments_are_used_to_check_the_books(engine: Fixture) -> None:
     leaky = engine.loop.call_at_boundary(lambda: engine.loop._scheduler).result(TIMEOUT)
     found = threading.Event()
     engine.observer.step_failed = lambda error: found.set()
-    engine.loop.call_at_boundary(lambda: leaky._slots.take()).result(TIMEOUT)
+    engine.loop.call_at_boundary(lambda: leaky._memory._slots.take()).result(TIMEOUT)
     assert found.wait(TIMEOUT)
     engine.settle()
     assert engine.loop._scheduler is not leaky
