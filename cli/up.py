@@ -188,8 +188,8 @@ def _gateway(
         env={
             **env,
             "TEMPER_ENGINES": f"127.0.0.1:{engine}",
-            "TEMPER_HTTP_HOST": options.host,
-            "TEMPER_HTTP_PORT": str(options.port),
+            "TEMPER_HOST": options.host,
+            "TEMPER_PORT": str(options.port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
         },
         cwd=ROOT,

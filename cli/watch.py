@@ -44,7 +44,10 @@ def follow(client: Client, job_id: str, *, timeout: float | None) -> Iterator[Wa
                 away_since = None
                 last_id = event.id or last_id
                 body = parse_json(event.data)
-                watched = Watched(event.id, event.event, body.get("data", body))
+                if event.event == "error":
+                    error = body.get("error", {})
+                    raise CliError(str(error.get("message")), ExitCode.UNREACHABLE, error=error)
+                watched = Watched(event.id, event.event, body.get("data", {}))
                 yield watched
                 if watched.kind == "state" and watched.data.get("state") in TERMINAL:
                     return

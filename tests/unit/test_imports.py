@@ -117,7 +117,7 @@ def test_no_torch_where_none_belongs(module: str, path: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", ["services.engine.scheduler", "cli.main", "cli.up"])
+@pytest.mark.parametrize("module", ["services.gateway.app", "services.engine.scheduler", "cli.main", "cli.up"])
 def test_nothing_loads_torch_behind_our_back(module: str) -> None:
     """Also through third parties: what counts is what is in memory after the import."""
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"
