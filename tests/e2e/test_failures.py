@@ -1,0 +1,203 @@
+"""Real processes killed and frozen for real: jobs finish, nothing is published twice, inference goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from services.common.pb import engine_pb2, engine_pb2_grpc
+from tests.e2e import jobs
+from tests.stack import Stack
+
+OUTAGE_SECONDS = 10
+EPOCHS = 60
+"""One optimizer step each: the eight examples are one batch."""
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack of its own for this file, quick to notice a dead trainer."""
+    data_dir = tmp_path_factory.mktemp("faulty") / "data"
+    with Stack(data_dir, env={"TEMPER_JOB_RECLAIM_SECONDS": "4"}) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def undisturbed(faulty: Stack) -> dict[int, float]:
+    """The loss curve of the job that the tests disturb, without a disturbance."""
+    with httpx.Client(base_url=faulty.url, timeout=30) as client:
+        job_id = jobs.submit_sft(client, "undisturbed", epochs=EPOCHS, checkpoint_every=5)
+        assert jobs.wait_for_end(client, job_id)["state"] == "succeeded"
+        curve = dict(jobs.losses(client, job_id))
+    assert sorted(curve) == list(range(1, EPOCHS + 1))
+    assert curve[EPOCHS] < 0.5 * curve[1], "the job does not learn: its curve says nothing"
+    return curve
+
+
+def check_outcome(client: httpx.Client, job_id: str, adapter: str, undisturbed: dict[int, float]) -> None:
+    """The job succeeded, published one version, and every loss it reported is the undisturbed one."""
+    end = jobs.wait_for_end(client, job_id)
+    assert end["state"] == "succeeded", end
+    assert end["result_adapter"] == f"{adapter}@1"
+    assert jobs.versions(client, adapter) == [1]
+    reported = jobs.losses(client, job_id)
+    assert {step for step, _ in reported} == set(undisturbed)
+    far = [(step, loss, undisturbed[step]) for step, loss in reported if abs(loss - undisturbed[step]) > 1e-3]
+    assert not far, f"(step, loss, undisturbed loss): {far}"
+
+
+def test_engine_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float]) -> None:
+    with httpx.Client(base_url=faulty.url, timeout=30) as client:
+        job_id = jobs.submit_sft(client, "killed", epochs=EPOCHS, checkpoint_every=5)
+        jobs.wait_for_step(client, job_id, 12)
+        killed = faulty.pid("engine")
+        os.kill(killed, signal.SIGKILL)
+        check_outcome(client, job_id, "killed", undisturbed)
+        assert faulty.pid("engine") != killed
+        assert jobs.job(client, job_id)["attempts"] == 2
+        resumed = [step for step, _ in jobs.losses(client, job_id)]
+        back = next(after for before, after in itertools.pairwise(resumed) if after <= before)
+        assert back > 1, f"the job started over instead of continuing from a checkpoint: {resumed}"
+        assert jobs.chat(client)
+
+
+@contextmanager
+def chatting(url: str) -> Iterator[list[float]]:
+    """Chats without a pause in the background; yields the seconds that each answer took. Any error fails the test."""
+    seconds: list[float] = []
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            with httpx.Client(base_url=url, timeout=30) as client:
+                while not stop.is_set():
+                    began = time.monotonic()
+                    jobs.chat(client)
+                    seconds.append(time.monotonic() - began)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """The process is there and does not answer."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("service", ["valkey", "s3"])
+def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float], service: str) -> None:
+    adapter = f"frozen-{service}"
+    with httpx.Client(base_url=faulty.url, timeout=30) as client:
+        job_id = jobs.submit_sft(client, adapter, epochs=EPOCHS, checkpoint_every=5)
+        jobs.wait_for_step(client, job_id, 8)
+        with chatting(faulty.url) as seconds:
+            with frozen(faulty.pid(service)):
+                until = time.monotonic() + OUTAGE_SECONDS
+                path = "/v1/train/jobs" if service == "valkey" else "/v1/adapters/undisturbed/versions"
+                response = client.get(path)
+                assert response.status_code == 503, response.text
+                assert float(response.headers["retry-after"]) > 0
+                assert response.json()["error"]["code"]
+                time.sleep(max(0.0, until - time.monotonic()))
+                during = len(seconds)
+            check_outcome(client, job_id, adapter, undisturbed)
+        assert during >= 10, f"{during} answers in {OUTAGE_SECONDS} s without {service}"
+
+
+@pytest.mark.parametrize("service", ["valkey", "s3"])
+def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[int, float], service: str) -> None:
+    adapter = f"killed-{service}"
+    with httpx.Client(base_url=faulty.url, timeout=30) as client:
+        job_id = jobs.submit_sft(client, adapter, epochs=EPOCHS, checkpoint_every=5)
+        jobs.wait_for_step(client, job_id, 8)
+        with chatting(faulty.url) as seconds:
+            os.kill(faulty.pid(service), signal.SIGKILL)
+            check_outcome(client, job_id, adapter, undisturbed)
+        assert seconds
+
+
+def status(stack: Stack) -> engine_pb2.EngineStatus:
+    with grpc.insecure_channel(stack.engine_address) as channel:
+        answer: engine_pb2.EngineStatus = engine_pb2_grpc.EngineStub(channel).GetStatus(
+            engine_pb2.GetStatusRequest(), timeout=5
+        )
+    return answer
+
+
+async def disconnect_at_random(client: httpx.AsyncClient, body: dict[str, object], seconds: float) -> None:
+    """Sends a request and hangs up after the given time, wherever the request is then."""
+
+    async def ask() -> None:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                pass
+
+    with suppress(TimeoutError, httpx.HTTPError):
+        await asyncio.wait_for(ask(), seconds)
+
+
+async def test_two_hundred_clients_that_hang_up(stack: Stack) -> None:
+    rng = random.Random(7)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        async with asyncio.TaskGroup() as group:
+            for index in range(200):
+                body = {
+                    "model": model,
+                    "prompt": f"Client {index} says: " + "word " * rng.randrange(1, 120),
+                    "max_tokens": 400,
+                    "ignore_eos": True,
+                    "stream": index % 2 == 0,
+                    "n": rng.choice([1, 1, 2]),
+                }
+                group.create_task(disconnect_at_random(client, body, rng.uniform(0.01, 4.0)))
+    deadline = time.monotonic() + 20
+    now = status(stack)
+    while (now.running or now.waiting or now.blocks_used or now.slots_used) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        now = status(stack)
+    assert (now.running, now.waiting, now.blocks_used, now.slots_used) == (0, 0, 0, 0)
+    with httpx.Client(base_url=stack.url, timeout=60) as again:
+        assert jobs.chat(again)
+
+
+def test_termination_checkpoints_the_job_and_a_new_start_finishes_it(tmp_path: Path) -> None:
+    stack = Stack(tmp_path / "data")
+    with stack, httpx.Client(base_url=stack.url, timeout=30) as client:
+        job_id = jobs.submit_sft(client, "restarted", epochs=EPOCHS, checkpoint_every=1000)
+        jobs.wait_for_step(client, job_id, 10)
+        assert stack.stop() == 0
+    with stack, httpx.Client(base_url=stack.url, timeout=30) as client:
+        end = jobs.wait_for_end(client, job_id)
+        assert end["state"] == "succeeded"
+        steps = [step for step, _ in jobs.losses(client, job_id)]
+        assert steps == list(range(1, EPOCHS + 1)), "a drained job continues at the very step where it stopped"
+        assert jobs.versions(client, "restarted") == [1]
