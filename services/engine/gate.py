@@ -54,8 +54,8 @@ class SliceGate:
         self._engine_idle = True
         self._engine_waits_since: float | None = None
         self._trainer_waits = False
-        self._trainer: int | None = None
-        """Thread that is inside training()."""
+        self._training = False
+        """Whether somebody is inside training()."""
         self._credit = 0.0
         """Seconds that the trainer may make the engine wait; negative: it has overrun."""
 
@@ -96,11 +96,10 @@ class SliceGate:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Held by the trainer thread while it computes; entering waits for the engine's turn to end."""
-        me = threading.get_ident()
         with self._changed:
-            if self._trainer is not None:
+            if self._training:
                 raise RuntimeError("training() is entered twice")
-            self._trainer = me
+            self._training = True
             self._await_turn()
         try:
             yield
@@ -109,12 +108,15 @@ class SliceGate:
                 self._finish_work()
             finally:
                 with self._changed:
-                    self._trainer = None
+                    self._training = False
                     self._end_slice()
 
     def give_way(self) -> None:
-        """Called inside training() between layers: lets a waiting engine step run when the slice is used up."""
-        if self._trainer != threading.get_ident():
+        """Called inside training() between layers: lets a waiting engine step run when the slice is used up.
+
+        Not always by the thread that entered training(): on CUDA, autograd runs the backward pass on a thread of its own.
+        """
+        if not self._training:
             raise RuntimeError("give_way() is called outside training()")
         if self._engine_idle:
             return

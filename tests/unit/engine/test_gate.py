@@ -195,6 +195,23 @@ def test_a_trainer_that_leaves_lets_the_waiting_engine_first(stage: Stage) -> No
     assert stage.log == ["layer", "step", "layer"]
 
 
+def test_a_backward_thread_may_give_way_for_the_trainer(stage: Stage) -> None:
+    """On CUDA, autograd calls hooks on its own thread while the trainer waits for it."""
+
+    def engine() -> None:
+        with stage.gate.engine_step():
+            stage.compute("step", 0.1)
+        stage.gate.engine_idle()
+
+    with stage.gate.training():
+        stage.start(engine)
+        stage.until_engine_waits()
+        stage.compute("layer", 0.1)
+        stage.start(stage.gate.give_way).join(TIMEOUT)
+        stage.compute("layer", 0.1)
+    assert stage.log == ["layer", "step", "layer"]
+
+
 def test_exceptions_release_the_gate(stage: Stage) -> None:
     with pytest.raises(KeyError), stage.gate.training():
         raise KeyError
