@@ -114,7 +114,7 @@ class SliceGate:
     def give_way(self) -> None:
         """Called inside training() between layers: lets a waiting engine step run when the slice is used up.
 
-        Not always by the thread that entered training(): on CUDA, autograd runs the backward pass on a thread of its own.
+        Not always by the thread that entered training(): on CUDA, autograd runs the backward pass on its own thread.
         """
         if not self._training:
             raise RuntimeError("give_way() is called outside training()")
