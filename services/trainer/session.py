@@ -101,9 +101,9 @@ class JobSession:
         self._post(lambda: self._consumer.event(self._claimed, kind, copy))
 
     def flush(self, timeout: float) -> bool:
-        """Waits until every report has been written; False if Redis stayed away or the job is lost."""
+        """Waits until nothing is left to write; False if Redis stayed away."""
         with self._wake:
-            return self._wake.wait_for(lambda: not self._pending or self._lost, timeout) and not self._lost
+            return self._wake.wait_for(lambda: not self._pending or self._lost or not self._thread.is_alive(), timeout)
 
     def _post(self, write: Callable[[], None]) -> None:
         with self._wake:

@@ -217,13 +217,13 @@ class TrainerWorker:
         session.ending()
         while True:
             try:
-                session.flush(self._settings.job_heartbeat_seconds)
-                write()
-                return
+                if session.flush(_BACKOFF_SECONDS[1]):
+                    write()
+                    return
             except Unavailable:
-                if time.monotonic() > self._deadline:
-                    raise
                 time.sleep(_BACKOFF_SECONDS[0])
+            if time.monotonic() > self._deadline:
+                raise Unavailable("Redis stayed away until this process had to end")
 
     def _discard(self, claimed: ClaimedJob) -> None:
         try:

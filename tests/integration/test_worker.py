@@ -1,0 +1,356 @@
+"""The life of a training job with real Redis, real S3 and real deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.common import scripts
+from services.common.jobs import Job, JobEvent, JobState, SftJob
+from services.common.names import AdapterVersion
+from services.common.queue import JobQueue
+from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.settings import CommonSettings
+from services.common.store import ObjectStore
+from services.trainer.settings import TrainerSettings
+from services.trainer.worker import TrainerWorker
+from tests.integration.servers import RunningServer
+from tests.integration.toy import ToyHost, expected, make_worker
+
+RECLAIM = 1.5
+
+
+def spec(adapter: str = "math", *, sleep: float = 0.0, steps: int = 12, every: int = 3, **kw: object) -> SftJob:
+    metadata = {"sleep": str(sleep), "steps": str(steps)} | dict(kw.pop("metadata", {}))  # type: ignore[call-overload]
+    examples = [{"prompt": "1+1", "completion": "2"}]
+    return SftJob.model_validate(
+        {"adapter": adapter, "examples": examples, "checkpoint_every": every, "metadata": metadata, **kw}
+    )
+
+
+@pytest.fixture
+async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
+    queue = JobQueue(settings)
+    yield queue
+    await queue.aclose()
+
+
+@pytest.fixture
+def trainer_settings(settings: CommonSettings, store: ObjectStore, tmp_path: Path) -> TrainerSettings:
+    return TrainerSettings(
+        **settings.model_dump(),
+        job_reclaim_seconds=RECLAIM,
+        job_heartbeat_seconds=0.2,
+        checkpoint_dir=tmp_path / "checkpoints",
+        trainer_drain_seconds=10,
+        adapter_sync_seconds=5,
+    )
+
+
+@pytest.fixture
+def worker(trainer_settings: TrainerSettings) -> Iterator[TrainerWorker]:
+    worker = make_worker(trainer_settings, ToyHost())
+    worker.start()
+    yield worker
+    worker.drain()
+
+
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
+    """Starts a worker process on the same stores."""
+    processes: list[subprocess.Popen[bytes]] = []
+    env = {
+        "TEMPER_REDIS_URL": trainer_settings.redis_url.get_secret_value(),
+        "TEMPER_S3_ENDPOINT": trainer_settings.s3_endpoint,
+        "TEMPER_S3_BUCKET": trainer_settings.s3_bucket,
+        "TEMPER_JOB_RECLAIM_SECONDS": str(RECLAIM),
+        "TEMPER_JOB_HEARTBEAT_SECONDS": "0.2",
+        "TEMPER_CHECKPOINT_DIR": str(trainer_settings.checkpoint_dir),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start(**more: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / "worker.log").open("ab") as log:
+            argv = [sys.executable, "-m", "tests.integration.toy"]
+            processes.append(subprocess.Popen(argv, env={**os.environ, **env, **more}, stderr=log))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.wait()
+
+
+async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 40) -> Job:
+    deadline = time.monotonic() + timeout
+    while True:
+        job = await queue.get(job_id)
+        if condition(job):
+            return job
+        assert time.monotonic() < deadline, job
+        await asyncio.sleep(0.05)
+
+
+async def finished(queue: JobQueue, job_id: str, timeout: float = 40) -> Job:
+    return await until(queue, job_id, lambda job: job.state.terminal, timeout)
+
+
+async def events_of(queue: JobQueue, job_id: str) -> list[JobEvent]:
+    return [event async for event in queue.events(job_id)]
+
+
+async def loss_curve(queue: JobQueue, job_id: str) -> list[float]:
+    """The loss of each step, the last word for steps that were run twice."""
+    losses: dict[int, float] = {}
+    for event in await events_of(queue, job_id):
+        if event.kind == "progress" and "loss" in event.data:
+            step = int(event.data["step"])
+            assert losses.setdefault(step, event.data["loss"]) == pytest.approx(event.data["loss"], rel=1e-9)
+    assert sorted(losses) == list(range(1, len(losses) + 1))
+    return [losses[step] for step in sorted(losses)]
+
+
+async def check_done(queue: JobQueue, registry: AdapterRegistry, job: Job, wanted: SftJob, version: int = 1) -> None:
+    """One version, bitwise that of an undisturbed run, current and attached; nothing left behind."""
+    weights, losses = expected(wanted)
+    assert job.state is JobState.SUCCEEDED
+    assert job.result_adapter == f"{wanted.adapter}@{version}"
+    assert [m.version for m in registry.versions(wanted.adapter)] == list(range(1, version + 1))
+    ref = AdapterVersion(wanted.adapter, version)
+    assert registry.files(ref)[WEIGHTS] == weights
+    assert registry.current(wanted.adapter) == ref == registry.attached()
+    assert await loss_curve(queue, job.id) == pytest.approx(losses, rel=1e-9)
+
+
+async def test_a_job_from_submit_to_attached(
+    queue: JobQueue, registry: AdapterRegistry, trainer_settings: TrainerSettings, store: ObjectStore
+) -> None:
+    host = ToyHost()
+    worker = make_worker(trainer_settings, host)
+    worker.start()
+    job = await queue.submit(spec())
+    done = await finished(queue, job.id)
+    await check_done(queue, registry, done, spec())
+    assert done.progress.step == done.progress.total_steps == 12
+    assert host.synced == [AdapterVersion("math", 1)]
+    events = await events_of(queue, job.id)
+    assert {"state", "progress", "log", "published"} <= {event.kind for event in events}
+    assert events[-1].data["state"] == "succeeded"
+    manifest = registry.manifest(AdapterVersion("math", 1))
+    assert (manifest.job_id, manifest.parent, manifest.base_digest) == (job.id, None, host.base_digest)
+    assert manifest.metrics["loss"] == pytest.approx(done.metrics["loss"])
+    assert worker.drain()
+    assert not worker.alive
+    assert store.list(f"jobs/{job.id}/") == []
+
+
+async def test_training_continues_from_versions(
+    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker
+) -> None:
+    async def run(wanted: SftJob) -> AdapterVersion:
+        done = await finished(queue, (await queue.submit(wanted)).id)
+        assert done.state is JobState.SUCCEEDED, done.reason
+        return registry.current(wanted.adapter)
+
+    first = await run(spec(attach=False))
+    assert registry.attached() is None
+    second = await run(spec())
+    assert registry.manifest(second).parent == "math@1"
+    assert registry.files(second)[WEIGHTS] == expected(spec(), registry.files(first))[0]
+    fresh = await run(spec(start_from="base"))
+    assert registry.files(fresh)[WEIGHTS] == registry.files(first)[WEIGHTS]
+    other = await run(spec("other", start_from="math@2"))
+    assert registry.manifest(other).parent == "math@2"
+    newest = await run(spec("newest", start_from="math"))
+    assert registry.manifest(newest).parent == "math@3"
+
+
+async def test_what_cannot_succeed_fails_at_once(
+    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker
+) -> None:
+    refused = await finished(queue, (await queue.submit(spec(metadata={"refuse": "example 3 is too long"}))).id)
+    assert (refused.state, refused.reason, refused.attempts) == (JobState.FAILED, "example 3 is too long", 1)
+    missing = await finished(queue, (await queue.submit(spec(start_from="nobody"))).id)
+    assert missing.state is JobState.FAILED
+    assert "nobody" in (missing.reason or "")
+    registry.publish("alien", {WEIGHTS: b"x", "adapter_config.json": b"{}"}, base_digest="c" * 64)
+    alien = await finished(queue, (await queue.submit(spec("alien"))).id)
+    assert alien.state is JobState.FAILED
+    assert "base model" in (alien.reason or "")
+    assert registry.names() == ["alien"]
+
+
+async def test_a_bug_is_retried_and_then_dead(
+    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker
+) -> None:
+    done = await finished(queue, (await queue.submit(spec(metadata={"fail": "5"}))).id)
+    assert (done.state, done.attempts) == (JobState.FAILED, 3)
+    assert done.reason is not None
+    assert "bug at this step" in done.reason
+    assert registry.names() == []
+    assert (await finished(queue, (await queue.submit(spec())).id)).state is JobState.SUCCEEDED
+
+
+async def test_cancel_while_running(
+    queue: JobQueue, registry: AdapterRegistry, worker: TrainerWorker, store: ObjectStore
+) -> None:
+    job = await queue.submit(spec(sleep=0.2, steps=500, every=1))
+    await until(queue, job.id, lambda j: j.progress.step >= 2)
+    began = time.monotonic()
+    await queue.cancel(job.id)
+    done = await finished(queue, job.id)
+    assert done.state is JobState.CANCELLED
+    assert time.monotonic() - began < 3
+    assert registry.names() == []
+    await until(queue, job.id, lambda _: worker.current_job is None)
+    assert store.list(f"jobs/{job.id}/") == []
+
+
+async def test_drain_checkpoints_and_hands_back(
+    queue: JobQueue, registry: AdapterRegistry, trainer_settings: TrainerSettings, store: ObjectStore
+) -> None:
+    wanted = spec(sleep=0.1, steps=20, every=100)
+    job = await queue.submit(wanted)
+    first = make_worker(trainer_settings, ToyHost())
+    first.start()
+    await until(queue, job.id, lambda j: j.progress.step >= 5)
+    assert await asyncio.to_thread(first.drain)
+    waiting = await queue.get(job.id)
+    assert (waiting.state, waiting.attempts) == (JobState.QUEUED, 0)
+    assert len(store.list_dirs(f"jobs/{job.id}/checkpoints/")) == 1
+    second = make_worker(trainer_settings, ToyHost())
+    second.start()
+    done = await finished(queue, job.id)
+    await asyncio.to_thread(second.drain)
+    assert done.attempts == 1
+    await check_done(queue, registry, done, wanted)
+    logs = [event.data.get("message", "") for event in await events_of(queue, job.id)]
+    assert any("resumed after step" in message for message in logs)
+
+
+async def test_kill_nine_in_the_middle(queue: JobQueue, registry: AdapterRegistry, spawn: Spawn) -> None:
+    wanted = spec(sleep=0.1, steps=25, every=4)
+    job = await queue.submit(wanted)
+    process = spawn()
+    await until(queue, job.id, lambda j: j.progress.step >= 10)
+    process.kill()
+    process.wait()
+    spawn()
+    done = await finished(queue, job.id)
+    assert done.attempts == 2
+    await check_done(queue, registry, done, wanted)
+    resumed = [e.data["message"] for e in await events_of(queue, job.id) if "resumed" in e.data.get("message", "")]
+    assert resumed
+    assert "after step 0 " not in resumed[0]
+
+
+async def test_kill_nine_between_publish_and_the_end(
+    queue: JobQueue, registry: AdapterRegistry, spawn: Spawn, tmp_path: Path
+) -> None:
+    wanted = spec()
+    job = await queue.submit(wanted)
+    marker = str(tmp_path / "crashed")
+    process = spawn(TEMPER_TOY_CRASH_MARKER=marker)
+    assert await asyncio.to_thread(process.wait, 30) == -signal.SIGKILL
+    assert len(registry.versions("math")) == 1
+    assert (await queue.get(job.id)).state is JobState.RUNNING
+    spawn(TEMPER_TOY_CRASH_MARKER=marker)
+    await check_done(queue, registry, await finished(queue, job.id), wanted)
+
+
+async def test_a_frozen_owner_is_fenced_out(queue: JobQueue, registry: AdapterRegistry, spawn: Spawn) -> None:
+    wanted = spec(sleep=0.1, steps=20, every=4)
+    job = await queue.submit(wanted)
+    frozen = spawn()
+    await until(queue, job.id, lambda j: j.progress.step >= 6)
+    frozen.send_signal(signal.SIGSTOP)
+    spawn()
+    await until(queue, job.id, lambda j: j.attempts == 2)
+    frozen.send_signal(signal.SIGCONT)  # both run now, one of them owns
+    done = await finished(queue, job.id)
+    await check_done(queue, registry, done, wanted)
+    await asyncio.sleep(1.0)
+    assert len(registry.versions("math")) == 1
+
+
+@contextlib.contextmanager
+def outage(server: RunningServer, how: str) -> Iterator[None]:
+    with server.frozen() if how == "frozen" else server.down():
+        yield
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+async def test_redis_away_in_the_middle(
+    how: str,
+    queue: JobQueue,
+    registry: AdapterRegistry,
+    trainer_settings: TrainerSettings,
+    valkey: RunningServer,
+) -> None:
+    """Training goes on meanwhile, and what it reported arrives."""
+    patient = trainer_settings.model_copy(update={"job_reclaim_seconds": 30.0})
+    worker = make_worker(patient, ToyHost())
+    worker.start()
+    wanted = spec(sleep=0.1, steps=40, every=5)
+    job = await queue.submit(wanted)
+    await until(queue, job.id, lambda j: j.progress.step >= 5)
+    if how == "killed":
+        await asyncio.sleep(1.2)  # appendfsync everysec
+    with outage(valkey, how):
+        await asyncio.sleep(5)
+    done = await finished(queue, job.id)
+    assert done.attempts == 1
+    await asyncio.to_thread(worker.drain)
+    await check_done(queue, registry, done, wanted)
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+async def test_s3_away_until_after_the_last_step(
+    how: str, queue: JobQueue, registry: AdapterRegistry, trainer_settings: TrainerSettings, s3: RunningServer
+) -> None:
+    """Checkpoints wait on the disk, the publish waits for the store, and a drain in between loses nothing."""
+    first = make_worker(trainer_settings, ToyHost())
+    first.start()
+    wanted = spec(sleep=0.1, steps=20, every=5)
+    job = await queue.submit(wanted)
+    await until(queue, job.id, lambda j: j.progress.step >= 3)
+    with outage(s3, how):
+        await until(queue, job.id, lambda j: j.progress.step == 20)
+        await asyncio.sleep(6)
+        assert (await queue.get(job.id)).state is JobState.RUNNING
+        assert await asyncio.to_thread(first.drain)
+        assert (await queue.get(job.id)).state is JobState.QUEUED
+        assert list(trainer_settings.checkpoint_dir.glob("*/00000020/manifest.json"))
+    second = make_worker(trainer_settings, ToyHost())
+    second.start()
+    done = await finished(queue, job.id)
+    await asyncio.to_thread(second.drain)
+    await check_done(queue, registry, done, wanted)
+    where = [event.data["where"] for event in await events_of(queue, job.id) if event.kind == "checkpoint"]
+    assert "disk" in where
+    assert not list(trainer_settings.checkpoint_dir.glob("*/*"))
+
+
+async def test_one_poisonous_job_does_not_stop_the_queue(
+    queue: JobQueue, worker: TrainerWorker, settings: CommonSettings
+) -> None:
+    with redis.Redis.from_url(settings.redis_url.get_secret_value()) as raw:
+        raw.xadd(scripts.STREAM, {"spec": "not json"})
+        done = await finished(queue, (await queue.submit(spec())).id)
+        assert done.state is JobState.SUCCEEDED
+        assert raw.xlen(scripts.DEAD) == 1

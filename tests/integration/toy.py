@@ -1,0 +1,140 @@
+"""A small deterministic job and a host without a model, to test the life of jobs and not the mathematics.
+
+`python -m tests.integration.toy` runs a real worker process on them until SIGTERM. A job's metadata steers it:
+`sleep` (seconds a step), `steps`, `fail` (raise at this step), `refuse` (a TemperError from prepare).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.errors import InvalidRequest
+from services.common.job_records import Spec
+from services.common.names import AdapterVersion
+from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
+from services.common.settings import CommonSettings
+from services.common.store import ObjectStore
+from services.common.telemetry import configure_logging
+from services.trainer.jobs.base import RunState
+from services.trainer.settings import TrainerSettings
+from services.trainer.worker import TrainerWorker
+
+BASE_DIGEST = "b" * 64
+SIZE = 64
+
+
+class ToyHost:
+    """The part of PolicyHost that the worker itself uses."""
+
+    base_digest = BASE_DIGEST
+
+    def __init__(self, crash_marker: Path | None = None) -> None:
+        self.synced: list[AdapterVersion | None] = []
+        self._crash_marker = crash_marker
+
+    def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
+        if self._crash_marker is not None and not self._crash_marker.exists():
+            self._crash_marker.touch()  # dies once, after publish and attach and before the job's end is written
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.synced.append(version)
+
+
+class ToyLora:
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def to_files(self, base_model_name: str) -> dict[str, bytes]:
+        return {
+            WEIGHTS: self.weights.numpy().tobytes(),
+            CONFIG: json.dumps({"r": 1, "base_model_name_or_path": base_model_name}).encode(),
+        }
+
+
+class ToyRun:
+    """Momentum SGD towards zero with noise from a generator: any lost state changes every later bit."""
+
+    def __init__(self, spec: Spec, parent: Mapping[str, bytes] | None) -> None:
+        self._spec = spec
+        self._generator = torch.Generator().manual_seed(spec.seed)
+        if parent is None:
+            weights = torch.randn(SIZE, generator=self._generator)
+        else:
+            weights = torch.frombuffer(bytearray(parent[WEIGHTS]), dtype=torch.float32).clone()
+        self.lora = ToyLora(weights)
+        self._momentum = torch.zeros(SIZE)
+        self._step = 0
+        self.total_steps = int(spec.metadata.get("steps", "12"))
+        self.notes = ("toy data",)
+
+    def step(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        assert index == self._step
+        if self._spec.metadata.get("fail") == str(index):
+            raise KeyError("bug at this step")
+        for _ in range(10):
+            interrupt()
+            time.sleep(float(self._spec.metadata.get("sleep", "0")) / 10)
+        noise = torch.randn(SIZE, generator=self._generator)
+        gradient = self.lora.weights + 0.1 * noise
+        self._momentum = 0.9 * self._momentum + gradient
+        self.lora.weights = self.lora.weights - 0.05 * self._momentum
+        self._step += 1
+        return {"loss": float(self.lora.weights.square().mean())}
+
+    def state(self) -> RunState:
+        tensors = {"w": self.lora.weights.clone(), "m": self._momentum.clone(), "rng": self._generator.get_state()}
+        return RunState(tensors=tensors, data={"step": self._step})
+
+    def load_state(self, state: RunState) -> int:
+        self.lora.weights, self._momentum = state.tensors["w"], state.tensors["m"]
+        self._generator.set_state(state.tensors["rng"])
+        self._step = int(state.data["step"])
+        return self._step
+
+
+def prepare(spec: Spec, host: Any, parent: Mapping[str, bytes] | None) -> Any:
+    if "refuse" in spec.metadata:
+        raise InvalidRequest(spec.metadata["refuse"])
+    return ToyRun(spec, parent)
+
+
+def expected(spec: Spec, parent: Mapping[str, bytes] | None = None) -> tuple[bytes, list[float]]:
+    """The weights and the loss curve of a run that nothing disturbs."""
+    run = ToyRun(spec.model_copy(update={"metadata": {**spec.metadata, "sleep": "0"}}), parent)
+    losses = [run.step(index, lambda: None)["loss"] for index in range(run.total_steps)]
+    return run.lora.to_files("")[WEIGHTS], losses
+
+
+def make_worker(settings: TrainerSettings, host: ToyHost) -> TrainerWorker:
+    store = ObjectStore(settings)
+    registry = AdapterRegistry(store, settings.served_model_name)
+    return TrainerWorker(host, settings, store=store, registry=registry, prepare=prepare)  # type: ignore[arg-type]
+
+
+class ToySettings(CommonSettings):
+    """Of the worker process."""
+
+    toy_crash_marker: Path | None = None
+
+
+def main() -> None:
+    settings = TrainerSettings()
+    configure_logging(settings, service="toy")
+    worker = make_worker(settings, ToyHost(ToySettings().toy_crash_marker))
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    worker.start()
+    stop.wait()
+    raise SystemExit(0 if worker.drain() else 1)
+
+
+if __name__ == "__main__":
+    main()
