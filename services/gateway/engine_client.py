@@ -49,7 +49,8 @@ class EngineClient:
     Args:
         address: host:port.
         status_interval: seconds between two GetStatus calls.
-        on_model: awaited with the model's facts before the engine gets requests; an exception keeps it out.
+        on_model: awaited with the model's facts before the engine gets requests. It sets ``model``; an exception keeps
+            the engine out.
         on_change: called when readiness or load may have changed.
     """
 
@@ -206,11 +207,11 @@ class EngineClient:
         model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
         await self._on_model(self, model)
         self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=5)
-        self.model = model
         call = stub.Stream()
         await call.wait_for_connection()
         outgoing: asyncio.Queue[engine_pb2.ClientFrame] = asyncio.Queue()
         self._outgoing = outgoing
+        self.last_error = "the connection was closed"
         log.info("engine connected", engine=self.address, model=model.name, digest=model.digest[:12])
         self._on_change()
         try:
@@ -261,7 +262,8 @@ class EngineClient:
             self._on_change()
 
     def _disconnected(self) -> None:
-        was_connected, self._outgoing, self.status = self.connected, None, None
+        was_connected = self.connected
+        self._outgoing = self.status = self.model = None
         orphans, self._requests = self._requests, {}
         for index, inbox in orphans.values():
             inbox.put_nowait((index, EngineLost(self.last_error)))

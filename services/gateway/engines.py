@@ -115,7 +115,7 @@ class EnginePool:
     async def _accept_model(self, client: EngineClient, info: engine_pb2.Model) -> None:
         """Checks that an engine serves the same model as the others; fetches the tokenizer if it is new."""
         async with self._model_lock:
-            others = [c for c in self.clients if c is not client and c.connected and c.model is not None]
+            others = [c for c in self.clients if c is not client and c.model is not None]
             different = next((c for c in others if c.model is not None and c.model.digest != info.digest), None)
             if different is not None:
                 raise CheckpointRejected(
@@ -133,6 +133,7 @@ class EnginePool:
                 self._model = ServedModel(info, codec)
             elif self._model.info != info:
                 self._model = ServedModel(info, self._model.codec)
+            client.model = info
 
     def _wake(self) -> None:
         if self.ready:

@@ -1,0 +1,76 @@
+"""The process itself: start, a taken port, SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def spawn(**environment: str) -> subprocess.Popen[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TEMPER_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.gateway"],
+        env={**inherited, **environment},
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = spawn(TEMPER_PORT=str(port))
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.strip().splitlines() == [
+        f"temper gateway: port {port} on 127.0.0.1 is in use: stop what listens there or set TEMPER_PORT"
+    ]
+
+
+def test_bad_setting() -> None:
+    process = spawn(TEMPER_PORT="many")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert errors.startswith("temper gateway: TEMPER_PORT: ")
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nowhere = "127.0.0.1:1"
+    process = spawn(
+        TEMPER_PORT=str(port),
+        TEMPER_ENGINES=nowhere,
+        TEMPER_S3_ENDPOINT=nowhere,
+        TEMPER_REDIS_URL=f"redis://{nowhere}/0",
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/livez").status_code == 200
+                break
+            except httpx.TransportError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        assert httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 503
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode in (0, -signal.SIGTERM)

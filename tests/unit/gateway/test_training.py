@@ -1,0 +1,178 @@
+"""Training jobs over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.jobs import GrpoJob
+from services.common.pb import engine_pb2
+from tests.unit.gateway.conftest import Running
+
+SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "epochs": 2, "learning_rate": 1e-3}
+GRPO = {"adapter": "bot", "prompt": "2+2", "completions": ["4", "5"], "rewards": [1.0, 0.0], "learning_rate": 1e-4}
+
+
+def remember(running: Running, completion_id: str, prompt: list[int], tokens: list[int], **more: Any) -> None:
+    running.engine.rollouts[completion_id] = engine_pb2.Rollout(
+        completion_id=completion_id,
+        prompt_token_ids=prompt,
+        token_ids=tokens,
+        sampling_logprobs=[-0.5] * len(tokens),
+        temperature=1.0,
+        adapter="bot@1",
+        finish_reason=more.get("reason", engine_pb2.FINISH_REASON_STOP),
+    )
+
+
+def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    return dict(answer.json()["error"])
+
+
+def test_submit_and_look(running: Running, http: httpx.Client) -> None:
+    answer = http.post("/v1/train/sft", json=SFT)
+    assert answer.status_code == 202, answer.text
+    job = answer.json()
+    assert (job["state"], job["kind"], job["adapter"]) == ("queued", "sft", "bot")
+    assert answer.headers["location"] == f"/v1/train/jobs/{job['id']}"
+    assert http.get(f"/v1/train/jobs/{job['id']}").json() == job
+    assert job in http.get("/v1/train/jobs").json()["data"]
+    assert http.post(f"/v1/train/jobs/{job['id']}/cancel").json()["state"] == "cancelled"
+    assert http.get("/v1/train/jobs", params={"state": "cancelled"}).json()["data"][0]["id"] == job["id"]
+
+
+def test_grpo_shapes(running: Running, http: httpx.Client) -> None:
+    assert http.post("/v1/train/grpo", json=GRPO).status_code == 202
+    group = {
+        "prompt_token_ids": [1, 2],
+        "completions": [{"token_ids": [3], "logprobs": [-0.5], "reward": 1}, {"text": "no", "reward": 0}],
+    }
+    assert http.post("/v1/train/grpo", json={"adapter": "bot", "groups": [group]}).status_code == 202
+
+
+def test_completion_ids_become_rollouts(running: Running, http: httpx.Client) -> None:
+    remember(running, "c:0", [1, 2], [3, 4])
+    remember(running, "c:1", [1, 2], [5], reason=engine_pb2.FINISH_REASON_LENGTH)
+    remember(running, "d", [7], [8])
+    scored = [{"completion_id": i, "reward": r} for i, r in (("c:0", 1.0), ("d:0", 0.5), ("c:1", 0.0))]
+    job = http.post("/v1/train/grpo", json={"adapter": "bot", "rollouts": scored}).json()
+    spec = running.queue.specs[job["id"]]
+    assert isinstance(spec, GrpoJob)
+    assert spec.rollouts is None
+    assert [group.prompt_token_ids for group in spec.groups] == [[1, 2], [7]]
+    first, second = spec.groups[0].completions
+    assert (first.token_ids, first.logprobs, first.reward, first.truncated) == ([3, 4], [-0.5, -0.5], 1.0, False)
+    assert (second.token_ids, second.truncated, second.adapter) == ([5], True, "bot@1")
+    GrpoJob.model_validate_json(spec.model_dump_json())
+
+    groups = [{"completions": scored[::2]}]
+    job = http.post("/v1/train/grpo", json={"adapter": "bot", "groups": groups}).json()
+    assert running.queue.specs[job["id"]].groups[0].prompt_token_ids == [1, 2]
+
+
+def test_completion_ids_refused(running: Running, http: httpx.Client) -> None:
+    remember(running, "c", [1], [3])
+    remember(running, "d", [2], [3])
+    scored = [{"completion_id": "c", "reward": 1}, {"completion_id": "gone", "reward": 1}]
+    error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "rollouts": scored}), 404)
+    assert "gone" in error["message"]
+    error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "rollouts": scored[:1] * 2}))
+    assert "twice" in error["message"]
+    mixed = [{"completions": [{"completion_id": i, "reward": 1} for i in ("c", "d")]}]
+    error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "groups": mixed}))
+    assert error["param"] == "groups[0]"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"rewards": [1.0]}, None),
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"adapter": "../x"}, "adapter"),
+        ({"kind": "sft"}, "kind"),
+        ({"completions": ["4", "x" * 500]}, "completions[1]"),
+        ({"start_from": "ghost"}, "start_from"),
+    ],
+)
+def test_grpo_refused(http: httpx.Client, change: dict[str, Any], param: str | None) -> None:
+    status = 404 if "start_from" in change else 400
+    error = refusal(http.post("/v1/train/grpo", json=GRPO | change), status)
+    assert error["param"] == param, error
+
+
+def test_nan_reward(http: httpx.Client) -> None:
+    for word in ("NaN", "1e999", '"NaN"'):
+        body = json.dumps(GRPO | {"rewards": [1.0, "@"]}).replace('"@"', word)
+        answer = http.post("/v1/train/grpo", content=body, headers={"content-type": "application/json"})
+        assert "rewards" in refusal(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"examples": []}, "examples"),
+        ({"examples": [{"prompt": "x"}]}, "examples[0]"),
+        ({"examples": [{"prompt": "x", "completion": "y", "z": 1}]}, "examples[0].z"),
+        ({"examples": [SFT["examples"][0], {"prompt": "x", "completion": "y" * 400}]}, "examples[1]"),
+        ({"examples": [{"prompt": "x", "completion": "y" * 400}], "overlong": "drop"}, "examples"),
+        ({"examples": [{"messages": [{"role": "assistant", "content": "refuse"}]}]}, "examples[0]"),
+        ({"learning_rate": 0}, "learning_rate"),
+    ],
+)
+def test_sft_refused(http: httpx.Client, change: dict[str, Any], param: str) -> None:
+    error = refusal(http.post("/v1/train/sft", json=SFT | change))
+    assert error["param"] == param, error
+
+
+def test_overlong_policies(http: httpx.Client) -> None:
+    examples = [*SFT["examples"], {"prompt": "x", "completion": "y" * 400}]
+    for policy in ("drop", "truncate"):
+        assert http.post("/v1/train/sft", json=SFT | {"examples": examples, "overlong": policy}).status_code == 202
+
+
+def test_idempotency(http: httpx.Client) -> None:
+    headers = {"idempotency-key": "once"}
+    first = http.post("/v1/train/sft", json=SFT, headers=headers).json()
+    assert http.post("/v1/train/sft", json=SFT, headers=headers).json()["id"] == first["id"]
+    assert http.post("/v1/train/sft", json=SFT | {"epochs": 9}, headers=headers).status_code == 409
+    assert http.post("/v1/train/sft", json=SFT, headers={"idempotency-key": "x" * 300}).status_code == 400
+
+
+def _events(text: str) -> list[dict[str, str]]:
+    return [dict(line.split(": ", 1) for line in block.split("\n")) for block in text.strip().split("\n\n")]
+
+
+def test_events(running: Running, http: httpx.Client) -> None:
+    job = http.post("/v1/train/sft", json=SFT).json()
+    threading.Timer(0.1, running.queue.finish, [job["id"]]).start()
+    events = _events(http.get(f"/v1/train/jobs/{job['id']}/events").text)
+    assert [(event["id"], event["event"]) for event in events] == [
+        ("1-0", "state"),
+        ("2-0", "progress"),
+        ("3-0", "state"),
+    ]
+    assert json.loads(events[1]["data"])["data"]["loss"] == 0.5
+    later = http.get(f"/v1/train/jobs/{job['id']}/events", headers={"last-event-id": "2-0"})
+    assert [event["id"] for event in _events(later.text)] == ["3-0"]
+    assert http.get(f"/v1/train/jobs/{job['id']}/events", headers={"last-event-id": "zz"}).status_code == 400
+
+
+def test_missing_job(http: httpx.Client) -> None:
+    for method, path in [("GET", ""), ("GET", "/events"), ("POST", "/cancel")]:
+        assert http.request(method, f"/v1/train/jobs/ghost{path}").status_code == 404
+
+
+def test_redis_away(running: Running, http: httpx.Client) -> None:
+    running.queue.down = True
+    for method, path in [("POST", "sft"), ("GET", "jobs"), ("GET", "jobs/x"), ("GET", "jobs/x/events")]:
+        answer = http.request(method, f"/v1/train/{path}", json=SFT if method == "POST" else None)
+        assert refusal(answer, 503)["code"] == "unavailable"
+        assert "retry-after" in answer.headers
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert http.get("/readyz").status_code == 200
