@@ -160,6 +160,7 @@ def _engine(
             "TEMPER_DEVICE": options.device,
             "TEMPER_DTYPE": options.dtype,
             "TEMPER_DATA_DIR": str(data_dir / "engine"),
+            "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
             "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),
@@ -168,7 +169,7 @@ def _engine(
         after=stores,
         stop_stage=1,
         start_timeout=600.0,
-        stop_timeout=settings.drain_seconds + 20.0,
+        stop_timeout=settings.drain_seconds + 30.0,
     )
 
 

@@ -40,7 +40,7 @@ NO_TORCH = (
 )
 # The CLI renders settings of every service into the configuration guide without running any of them.
 EXTRA: dict[str, tuple[str, ...]] = {
-    "cli.settings_docs": ("services.gateway.settings", "services.engine.settings"),
+    "cli.settings_docs": ("services.gateway.settings", "services.engine.settings", "services.trainer.settings"),
 }
 
 
