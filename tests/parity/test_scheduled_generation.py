@@ -3,8 +3,6 @@ request gets the tokens that transformers' generate() gives it alone."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM
@@ -16,17 +14,10 @@ from services.engine.request import Request, SamplingParams
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
 from services.engine.updates import Finished
-from tests.parity.reference import make_checkpoint
+from tests.parity.conftest import Pair
 
 EOS = 5
 MAX_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3_5ForCausalLM, Path]:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("grouped")
-    return make_checkpoint("grouped", path), path
 
 
 def prompts() -> list[tuple[int, ...]]:
@@ -48,7 +39,9 @@ def generate(reference: Qwen3_5ForCausalLM, prompt: tuple[int, ...]) -> list[int
     return output[0, len(prompt) :].tolist()
 
 
-def serve(path: Path, requests: list[Request], *, arrivals: int, **changes: int | bool) -> tuple[list[Finished], int]:
+def serve(
+    model: Qwen3_5, requests: list[Request], *, arrivals: int, **changes: int | bool
+) -> tuple[list[Finished], int]:
     """Runs the requests, ``arrivals`` new ones a step; returns the results in the order of requests and how often
     one was preempted."""
     limits: dict[str, int | bool] = {
@@ -61,7 +54,6 @@ def serve(path: Path, requests: list[Request], *, arrivals: int, **changes: int 
         **changes,
     }
     config = SchedulerConfig(**limits, eos_token_ids=frozenset({EOS}))
-    model = Qwen3_5.from_directory(path, dtype=torch.float32, device="cpu")
     cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
     for pool in (*cache.keys, *cache.values, *cache.conv_states, *cache.recurrent_states):
         pool.normal_(0, 100)
@@ -95,13 +87,11 @@ def serve(path: Path, requests: list[Request], *, arrivals: int, **changes: int 
     ],
     ids=["at once", "no cache", "one by one", "small chunks", "few blocks", "few small blocks"],
 )
-def test_greedy_text_is_that_of_generate(
-    checkpoint: tuple[Qwen3_5ForCausalLM, Path], arrivals: int, changes: dict[str, int | bool]
-) -> None:
-    reference, path = checkpoint
+def test_greedy_text_is_that_of_generate(pairs: dict[str, Pair], arrivals: int, changes: dict[str, int | bool]) -> None:
+    reference, model = pairs["grouped"].reference, pairs["grouped"].model
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     requests = [Request(f"r{n}", prompt, sampling, arrival=n) for n, prompt in enumerate(prompts())]
-    results, preemptions = serve(path, requests, arrivals=arrivals, **changes)
+    results, preemptions = serve(model, requests, arrivals=arrivals, **changes)
     for result in results:
         assert list(result.output_ids) == generate(reference, result.request.prompt_token_ids), (
             result.request.request_id
@@ -111,9 +101,9 @@ def test_greedy_text_is_that_of_generate(
     assert (hits > 0) == (changes.get("prefix_cache", True) and "num_blocks" not in changes) or "num_blocks" in changes
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_happens(checkpoint: tuple[Qwen3_5ForCausalLM, Path]) -> None:
+def test_a_seed_gives_the_same_tokens_whatever_else_happens(pairs: dict[str, Pair]) -> None:
     """Alone, in a crowd, and preempted: same seed, same tokens."""
-    _, path = checkpoint
+    model = pairs["grouped"].model
 
     def requests() -> list[Request]:
         return [
@@ -128,9 +118,9 @@ def test_a_seed_gives_the_same_tokens_whatever_else_happens(checkpoint: tuple[Qw
             for n, prompt in enumerate(prompts())
         ]
 
-    crowd, _ = serve(path, requests(), arrivals=13)
-    squeezed, preemptions = serve(path, requests(), arrivals=13, num_blocks=9)
-    alone = [serve(path, [request], arrivals=1)[0][0] for request in requests()[:4]]
+    crowd, _ = serve(model, requests(), arrivals=13)
+    squeezed, preemptions = serve(model, requests(), arrivals=13, num_blocks=9)
+    alone = [serve(model, [request], arrivals=1)[0][0] for request in requests()[:4]]
     assert preemptions > 0
     for one, other in zip(crowd, squeezed, strict=True):
         assert list(one.output_ids) == list(other.output_ids)
