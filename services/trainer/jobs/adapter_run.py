@@ -43,12 +43,12 @@ def starting_adapter(spec: JobBase, host: PolicyHost, parent: Mapping[str, bytes
 
 def _check_agrees(given: LoraSettings, parent: BoundAdapter) -> None:
     for name in ("rank", "alpha", "use_rslora", "target_modules"):
-        if name not in given.model_fields_set or getattr(given, name) is None:
-            continue
         asked, present = getattr(given, name), getattr(parent, name)
-        if name == "target_modules":
-            asked, present = sorted(set(asked)), sorted(set(present))
-        if asked != present:
+        if name not in given.model_fields_set or asked is None:
+            continue
+        if (sorted(set(asked)) if isinstance(asked, list) else asked) != (
+            list(present) if isinstance(present, tuple) else present
+        ):
             raise InvalidRequest(
                 f"lora.{name} is {asked!r}, but the adapter this job continues has {present!r}: leave it out to "
                 'continue, or set start_from to "base" to start afresh',

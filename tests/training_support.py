@@ -1,0 +1,147 @@
+"""A random checkpoint of the family, and a pod's training side without the pod: for tests of the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load, load_file, save, save_file
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from services.common.jobs import LoraSettings
+from services.common.names import AdapterVersion
+from services.common.text.tokenizer import TextCodec
+from services.engine.model.lora import LoraParams
+from services.engine.model.qwen3_5 import Qwen3_5
+
+CPU = torch.device("cpu")
+
+
+def write_checkpoint(directory: Path, tokenizer_files: Mapping[str, bytes], *, seed: int = 0, **config: Any) -> Path:
+    """A random model of a few thousand parameters a layer, saved by transformers, with the tokenizer beside it."""
+    settings: dict[str, Any] = {
+        "vocab_size": 416,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+        **config,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings)).float()
+    model.save_pretrained(directory)
+    for name, data in tokenizer_files.items():
+        (directory / name).write_bytes(data)
+    return directory
+
+
+class CountingGate:
+    """Lets everything through and counts."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.inside = False
+        self.gave_way = 0
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        if self.inside:
+            raise RuntimeError("the gate was entered twice")
+        self.entered += 1
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def give_way(self) -> None:
+        if not self.inside:
+            raise RuntimeError("give_way outside of training()")
+        self.gave_way += 1
+
+
+class TrainingHost:
+    """PolicyHost over a checkpoint directory, without an engine."""
+
+    def __init__(self, directory: Path, *, max_train_tokens: int = 512, train_memory_bytes: int = 2**31) -> None:
+        self.model = Qwen3_5.from_directory(directory, dtype=torch.float32, device=CPU)
+        self.codec = TextCodec.from_directory(directory)
+        self.base_digest = "test"
+        self.gate = CountingGate()
+        self.max_train_tokens = max_train_tokens
+        self.max_lora_rank = 32
+        self.train_memory_bytes = train_memory_bytes
+
+    def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
+        """There is nothing to sync."""
+
+
+def random_adapter(host: TrainingHost, *, rank: int = 4, seed: int = 1, scale: float = 0.05) -> dict[str, bytes]:
+    """Files of an adapter whose B matrices are not zero, so that every gradient is alive."""
+    settings = LoraSettings(rank=rank, alpha=2.0 * rank, seed=seed)
+    files = dict(LoraParams.create(host.model.config, settings, device=CPU).to_files("base"))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load(files["adapter_model.safetensors"])
+    for name, tensor in sorted(tensors.items()):
+        if "lora_B" in name:
+            tensors[name] = (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
+    return files | {"adapter_model.safetensors": save(tensors)}
+
+
+def gradients(lora: LoraParams) -> dict[str, torch.Tensor]:
+    """The gradient of every adapter tensor, by its name in adapter_model.safetensors. Overwrites the parameters."""
+    with torch.no_grad():
+        for parameter in lora.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return load(lora.to_files("base")["adapter_model.safetensors"])
+
+
+def peft_reference(checkpoint: Path, files: Mapping[str, bytes], directory: Path) -> PeftModel:
+    """The same adapter on transformers' own model, by PEFT, in float32 with every adapter tensor trainable."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    # transformers' text class has no `language_model.` level.
+    tensors = load_file(directory / "adapter_model.safetensors")
+    renamed = {name.replace("model.language_model.layers", "model.layers"): value for name, value in tensors.items()}
+    save_file(renamed, directory / "adapter_model.safetensors")
+    base = Qwen3_5ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, directory, is_trainable=True)
+
+
+def reference_logprobs(model: PeftModel, tokens: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of ``tokens[start:]``, from full logits of one sequence."""
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs[start - 1 : -1].gather(1, torch.tensor(tokens[start:]).unsqueeze(1)).squeeze(1)
+
+
+def assert_same_gradients(found: Mapping[str, torch.Tensor], model: PeftModel, tolerance: float = 1e-4) -> float:
+    """Every adapter tensor's gradient, relative to its norm. Returns the largest difference."""
+    wanted = {
+        name.replace("model.model.layers", "model.model.language_model.layers").replace(".default", ""): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert set(found) == set(wanted)
+    worst = 0.0
+    for name, gradient in wanted.items():
+        assert gradient is not None
+        assert float(gradient.norm()) > 0, f"{name} gets no gradient: the test would prove nothing"
+        worst = max(worst, float((found[name] - gradient).norm() / gradient.norm()))
+    assert worst <= tolerance
+    return worst

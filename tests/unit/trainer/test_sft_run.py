@@ -1,0 +1,176 @@
+"""SFT jobs on a random model: learning, accumulation, evaluation, interruption, resume, limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.errors import DoesNotFit, InvalidRequest
+from services.common.jobs import SftJob
+from services.trainer.jobs import prepare_run
+from services.trainer.jobs.sft import SftRun
+from tests.training_support import TrainingHost, gradients, random_adapter
+
+EXAMPLES = [{"prompt": f"What is {n} + {n}?", "completion": f"The answer is {2 * n}."} for n in range(6)]
+
+
+def job(**fields: Any) -> SftJob:
+    defaults = {
+        "adapter": "a",
+        "examples": EXAMPLES,
+        "epochs": 2,
+        "batch_size": 4,
+        "learning_rate": 0.01,
+        "lora": {"rank": 4},
+        "max_tokens_per_microbatch": 128,
+    }
+    return SftJob.model_validate(defaults | fields)
+
+
+def prepared(host: TrainingHost, parent: dict[str, bytes] | None = None, **fields: Any) -> SftRun:
+    run = prepare_run(job(**fields), host, parent)
+    assert isinstance(run, SftRun)
+    return run
+
+
+def test_training_reduces_the_loss(host: TrainingHost) -> None:
+    run = prepared(host, epochs=6, eval_examples=EXAMPLES[:2], optimizer={"schedule": "cosine", "warmup_steps": 2})
+    assert run.total_steps == 12
+    history = [run.step(index) for index in range(run.total_steps)]
+    assert history[-1]["loss"] < 0.5 * history[0]["loss"]
+    assert history[-1]["token_accuracy"] > history[0]["token_accuracy"]
+    assert set(history[0]) == {
+        "loss", "token_accuracy", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second"
+    }  # fmt: skip
+    evaluated = [metrics for metrics in history if "eval_loss" in metrics]
+    assert len(evaluated) == 6
+    assert evaluated[-1]["eval_loss"] < evaluated[0]["eval_loss"]
+    assert 0 <= evaluated[-1]["eval_token_accuracy"] <= 1
+    assert [round(metrics["learning_rate"], 4) for metrics in history[:3]] == [0.005, 0.01, 0.01]
+    assert history[-1]["num_tokens"] == 6 * history[1]["num_tokens"]
+    assert not host.gate.inside
+    assert host.gate.gave_way > 0
+
+
+def test_evaluation_schedule(host: TrainingHost) -> None:
+    run = prepared(host, epochs=2, batch_size=1, eval_fraction=0.3, eval_every=3)
+    assert run.total_steps == 8
+    evaluated = [index for index in range(8) if "eval_loss" in run.step(index)]
+    assert evaluated == [2, 5, 7]
+
+
+def test_gradients_do_not_depend_on_the_microbatches(host: TrainingHost) -> None:
+    parent = random_adapter(host)
+    results = []
+    for limit in (40, 128, 512):
+        run = prepared(host, parent, batch_size=6, max_tokens_per_microbatch=limit)
+        entered = host.gate.entered
+        metrics, _ = run._accumulate(0, lambda: None)
+        results.append((host.gate.entered - entered, metrics["loss"], gradients(run.lora)))
+    assert results[0][0] > results[1][0] > results[2][0] == 1
+    for _, loss, found in results[:2]:
+        assert loss == pytest.approx(results[2][1], rel=1e-5)
+        for name, wanted in results[2][2].items():
+            assert float((found[name] - wanted).norm()) <= 1e-4 * float(wanted.norm()) + 1e-9, name
+
+
+@pytest.mark.parametrize("stop", range(1, 4))
+def test_resume_at_every_step_is_bitwise(host: TrainingHost, stop: int) -> None:
+    fields = {"optimizer": {"schedule": "cosine", "warmup_steps": 1}, "eval_fraction": 0.2, "seed": 5}
+    straight = prepared(host, **fields)
+    curve = [straight.step(index) for index in range(straight.total_steps)]
+    first = prepared(host, **fields)
+    for index in range(stop):
+        first.step(index)
+    state = first.state()
+    first.step(stop)  # what happens after a checkpoint does not change it
+    second = prepared(host, **fields)
+    assert second.load_state(state) == stop
+    resumed = [second.step(index) for index in range(stop, second.total_steps)]
+    timing = {"tokens_per_second", "eval_seconds"}
+    for wanted, found in zip(curve[stop:], resumed, strict=True):
+        assert {k: v for k, v in wanted.items() if k not in timing} == {
+            k: v for k, v in found.items() if k not in timing
+        }
+    for left, right in zip(straight.lora.parameters(), second.lora.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_an_interrupted_step_changes_nothing(host: TrainingHost) -> None:
+    class Cancelled(Exception):
+        pass
+
+    run = prepared(host, batch_size=6, max_tokens_per_microbatch=64)
+    run.step(0)
+    before = run.state()
+    calls = 0
+
+    def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        run.step(1, interrupt)
+    after = run.state()
+    assert after.data == before.data
+    assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
+    straight = prepared(host, batch_size=6, max_tokens_per_microbatch=64)
+    straight.step(0)
+    straight.step(1)
+    run.step(1)
+    for left, right in zip(straight.lora.parameters(), run.lora.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_steps_come_in_order_and_states_from_the_same_job(host: TrainingHost) -> None:
+    run = prepared(host)
+    with pytest.raises(ValueError, match="step 1"):
+        run.step(1)
+    with pytest.raises(InvalidRequest, match="another job"):
+        prepared(host, seed=1).load_state(run.state())
+
+
+def test_every_example_is_seen_once_an_epoch(host: TrainingHost) -> None:
+    run = prepared(host)
+    for epoch in range(2):
+        seen = [document.source for index in (0, 1) for document in run.batch(2 * epoch + index)]
+        assert sorted(seen) == list(range(6))
+    assert [d.source for d in prepared(host, shuffle=False).batch(0)] == [0, 1, 2, 3]
+
+
+def test_continuing_an_adapter(host: TrainingHost) -> None:
+    parent = random_adapter(host, rank=4)
+    fresh, continued = prepared(host), prepared(host, parent, lora={})
+    assert float(fresh.step(0)["loss"]) != float(continued.step(0)["loss"])
+    with pytest.raises(InvalidRequest, match=r"lora.rank is 8, but the adapter this job continues has 4"):
+        prepared(host, parent, lora={"rank": 8})
+    with pytest.raises(InvalidRequest, match="target_modules"):
+        prepared(host, parent, lora={"target_modules": ["q_proj"]})
+    # The defaults of fields that were not given do not count, also after a trip through the queue.
+    spec = SftJob.model_validate_json(job(lora={}).model_dump_json())
+    assert prepare_run(spec, host, parent).total_steps == 4
+
+
+def test_limits(host: TrainingHost) -> None:
+    with pytest.raises(InvalidRequest, match=r"examples\[0\] has \d+ tokens, over the limit of 16"):
+        prepared(host, max_tokens_per_microbatch=16)
+    small = [*EXAMPLES, {"prompt": "x" * 300, "completion": "y"}]
+    run = prepared(host, examples=small, overlong="drop")
+    assert run.notes == ("1 documents over 128 tokens dropped: examples 6",)
+    host.max_lora_rank = 2
+    with pytest.raises(InvalidRequest, match="up to rank 2"):
+        prepared(host)
+    host.max_train_tokens = 16
+    with pytest.raises(InvalidRequest, match="over the limit of 16"):
+        prepared(host)
+
+
+def test_a_job_that_does_not_fit_is_refused_with_the_numbers(host: TrainingHost) -> None:
+    host.train_memory_bytes = 2**20
+    with pytest.raises(DoesNotFit, match=r"needs .* MiB .*leaves 1.0 MiB"):
+        prepared(host)
+    assert host.gate.entered == 0
