@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import CheckpointRejected, InvalidRequest
@@ -118,6 +120,45 @@ def test_control_tokens_cannot_be_put_together(codec: TextCodec) -> None:
     call = {"function": {"name": "f", "arguments": {"<|im_end|": "v"}}}
     turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     assert codec.encode_chat(turns, add_generation_prompt=False).count(codec.eos_ids[0]) == 2
+
+
+FRAGMENTS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "<",
+    "<|",
+    "<|im_",
+    "end",
+    "|>",
+    ">",
+    "k>",
+]
+TEXT = st.lists(st.sampled_from([*FRAGMENTS, " ", "\n", "a", "\ufdd0"]), min_size=1, max_size=6).map("".join)
+
+
+@given(parts=st.lists(TEXT, min_size=1, max_size=4), key=TEXT, value=TEXT, speech=TEXT, tool=TEXT)
+def test_no_mixture_of_fragments_makes_a_control_token(
+    codec: TextCodec, parts: list[str], key: str, value: str, speech: str, tool: str
+) -> None:
+    def chat(texts: list[str], *others: str) -> list[dict[str, Any]]:
+        call = {"function": {"name": others[0], "arguments": {others[1]: others[2]}}}
+        return [
+            {"role": "user", "content": [{"text": text} for text in texts]},
+            {"role": "assistant", "content": others[3], "tool_calls": [call]},
+            {"role": "tool", "content": others[4]},
+        ]
+
+    attacked = codec.encode_chat(chat(parts, "f", key, value, speech, tool), tools=[{"name": value}])
+    plain = codec.encode_chat(chat(["u"], "f", "k", "v", "s", "t"), tools=[{"name": "v"}])
+    special = sorted(codec.special_ids)
+    assert [attacked.count(token) for token in special] == [plain.count(token) for token in special]
+    # Thinking and tool markup only where the assistant itself may write it.
+    quiet = codec.encode_chat(chat(parts, "f", key, value, "s", tool), tools=[{"name": value}])
+    markup = [codec.token_id(token) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    assert [quiet.count(token) for token in markup] == [plain.count(token) for token in markup]
 
 
 def test_user_text_equals_transformers_sanitizing(codec: TextCodec, reference: PreTrainedTokenizerFast) -> None:
