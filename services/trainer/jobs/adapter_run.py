@@ -172,6 +172,11 @@ class AdapterRun(ABC):
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
         return pack(documents, self._limit, self._host.model.device)
 
+    def _backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a microbatch, on this thread: the one that holds the gate and gives way."""
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(loss)
+
     def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
         """[N, hidden]: final hidden states of the rows whose next token is trained."""
         hidden = self._host.model.forward_train(

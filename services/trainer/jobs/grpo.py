@@ -226,7 +226,7 @@ class GrpoRun(AdapterRun):
                     reference=reference,
                     beta=self._job.beta,
                 )
-                torch.autograd.backward(part.loss)
+                self._backward(part.loss)
                 sums += torch.stack(
                     [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
                 )

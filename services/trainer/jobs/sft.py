@@ -113,7 +113,7 @@ class SftRun(AdapterRun):
             with self._host.gate.training():
                 hidden = self._scored_hidden(microbatch, self._lora)
                 part = negative_log_likelihood(self._host.model.token_logprobs(hidden, microbatch.targets), total)
-                torch.autograd.backward(part)
+                self._backward(part)
                 loss += part.detach()
                 correct += self._correct(hidden.detach(), microbatch.targets)
             inputs += microbatch.num_tokens
