@@ -138,10 +138,11 @@ def assert_same_gradients(found: Mapping[str, torch.Tensor], model: PeftModel, t
         if parameter.requires_grad
     }
     assert set(found) == set(wanted)
-    worst = 0.0
+    differences = {}
     for name, gradient in wanted.items():
         assert gradient is not None
         assert float(gradient.norm()) > 0, f"{name} gets no gradient: the test would prove nothing"
-        worst = max(worst, float((found[name] - gradient).norm() / gradient.norm()))
-    assert worst <= tolerance
-    return worst
+        differences[name] = float((found[name] - gradient).norm() / gradient.norm())
+    worst = max(differences, key=differences.__getitem__)
+    assert differences[worst] <= tolerance, f"{worst}: {differences[worst]:.2e}, norm {wanted[worst].norm():.2e}"
+    return differences[worst]

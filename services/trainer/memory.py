@@ -1,7 +1,7 @@
 """What a job needs beside the frozen weights, in bytes, before it allocates anything.
 
-The activation figures count the tensors that autograd keeps for the plain layers (tests compare them with what it
-really keeps); they are an upper bound, not a prediction.
+The activation figures count the tensors that autograd keeps (a test compares them with what it really keeps), plus
+working space: an upper bound, not a prediction.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ LOGIT_ROWS = 256
 """Rows whose logits exist at once."""
 CHUNK = 64
 """Tokens of a chunk of the gated delta rule."""
+MARGIN = 1.1
+"""For what is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +42,32 @@ def estimate(
 ) -> TrainingMemory:
     """Bytes for a job whose largest microbatch has ``tokens`` inputs and whose activations take ``itemsize`` bytes."""
     layers = [_layer_bytes(config, index, rank, itemsize) for index in range(config.num_layers)]
-    boundary = config.hidden_size * itemsize
-    # Checkpointing keeps each layer's input and one layer's activations; the final norm's are there in both cases.
-    per_token = config.num_layers * boundary + max(layers) if checkpointing else sum(layers)
-    per_token += config.hidden_size * (2 * itemsize + 8)
+    # Checkpointing keeps each layer's input and one layer's activations. The backward of a layer works in about as
+    # much again as its activations are.
+    kept = config.num_layers * config.hidden_size * itemsize + max(layers) if checkpointing else sum(layers)
+    final_norm = config.hidden_size * (2 * itemsize + 8)
     return TrainingMemory(
         adapter=adapter_numbers * MASTER_BYTES,
-        activations=tokens * per_token,
+        activations=int(MARGIN * tokens * (kept + max(layers) + final_norm)),
         logits=min(tokens, LOGIT_ROWS) * config.vocab_size * 4 * 3,
     )
 
 
 def _layer_bytes(config: ModelConfig, layer: int, rank: int, itemsize: int) -> int:
-    """Bytes a token that one layer keeps."""
-    shapes = config.linear_shapes(layer)
-    outputs = sum(out for out, _ in shapes.values())
-    # Each linear map keeps its output, its low-rank intermediate and the scaled update; both norms keep a float32 copy.
-    kept = 2 * outputs * itemsize + len(shapes) * rank * itemsize
-    kept += 2 * config.hidden_size * (2 * itemsize + 8)
-    kept += 3 * config.intermediate_size * itemsize
+    """Bytes a token that one layer keeps, counted from its inputs to autograd: the numbers of ``narrow`` are of the
+    model's dtype, those of ``wide`` float32."""
+    narrow = 4 * config.intermediate_size + len(config.linear_shapes(layer)) * rank
+    wide = 4 * config.hidden_size
     if config.layer_types[layer] == "full_attention":
-        # Normed, rotated and gated queries and keys, values, output.
-        return kept + (7 * config.query_size + 6 * config.kv_size) * max(itemsize, 4)
-    heads, key, value = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
-    # Convolution; queries, keys and values per value head in float32 through the chunk form: decays, triangular
-    # solves, the states between chunks; output norm and gate.
-    kept += 4 * config.conv_dim * itemsize
-    kept += heads * (12 * key + 8 * value + 6 * CHUNK + 3 * key * value // CHUNK) * 4
-    return kept + heads * value * (3 * itemsize + 8)
+        narrow += 6 * config.query_size + 4 * config.kv_size
+        wide += (5 * (config.query_size + config.kv_size)) // 4
+    else:
+        narrow += config.conv_dim + 3 * config.value_size
+        heads, key, value = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
+        # Queries, keys and values of each value head, the [chunk, chunk] matrices, the states between chunks.
+        wide += heads * (5 * key + 5 * value + 15 * CHUNK // 2 + 2 * key * value // CHUNK)
+        wide += 6 * config.linear_key_heads * key
+    return narrow * itemsize + wide * 4
 
 
 def check_fits(
