@@ -153,6 +153,25 @@ def completion_tokens(codec: TextCodec, text: str, *, ends: bool) -> list[int]:
     return codec.encode_completion(text) + ([codec.eos_ids[0]] if ends else [])
 
 
+def check_thinking(codec: TextCodec, prompt: Sequence[int], completion: Sequence[int]) -> None:
+    """Refuses a text completion that answers inside the thinking block its prompt opened: a client saw only the answer,
+    and training on it without the sampled reasoning would teach the model to skip closing the block.
+
+    Raises:
+        InvalidRequest: the prompt ends in an open `<think>` and the completion has no `</think>`.
+    """
+    opened, closed = codec.token_id("<think>"), codec.token_id("</think>")
+    if opened is None or closed is None or closed in completion:
+        return
+    last = next((token for token in reversed(prompt) if token in (opened, closed)), closed)
+    if last == opened:
+        raise InvalidRequest(
+            "the prompt opens a thinking block and the completion never closes it: include the reasoning and </think> "
+            "in the completion (for rollouts, send token_ids), or turn thinking off in chat_template_kwargs",
+            param="completion",
+        )
+
+
 def completion_document(prompt: Sequence[int], completion: Sequence[int], source: int) -> Document:
     """A document with the loss on the completion only."""
     return Document(
@@ -176,7 +195,10 @@ def example_documents(
         if example.prompt is None or example.completion is None:
             raise InvalidRequest("give either prompt and completion, or messages")
         prompt = prompt_tokens(codec, spec, example.prompt, example.tools)
-        return [completion_document(prompt, completion_tokens(codec, example.completion, ends=True), source)]
+        completion = completion_tokens(codec, example.completion, ends=True)
+        if spec.prompt_format == "chat":
+            check_thinking(codec, prompt, completion)
+        return [completion_document(prompt, completion, source)]
     except InvalidRequest as error:
         raise InvalidRequest(f"{field}[{source}]: {error.message}", param=f"{field}[{source}]") from error
 

@@ -148,7 +148,7 @@ class AdapterRun(ABC):
 
     def state(self) -> RunState:
         """See JobRun.state."""
-        tensors = {f"lora.{name}": value.detach().to("cpu", copy=True) for name, value in self._lora.state().items()}
+        tensors = {f"lora.{name}": value for name, value in self._lora.state().items()}
         tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
         data = {"step": self._finished, "num_tokens": self._num_tokens, "spec": spec_digest(self._spec)}
         return RunState(tensors, data)
@@ -157,7 +157,10 @@ class AdapterRun(ABC):
         """See JobRun.load_state."""
         if state.data.get("spec") != spec_digest(self._spec):
             raise InvalidRequest("the checkpoint belongs to another job")
-        self._lora.load_state(_under("lora.", state.tensors))
+        try:
+            self._lora.load_state(_under("lora.", state.tensors))
+        except ValueError as error:
+            raise InvalidRequest(f"the checkpoint does not fit the adapter: {error}") from error
         self._optimizer.load_state(_under("optimizer.", state.tensors))
         self._finished = int(state.data["step"])
         self._num_tokens = int(state.data["num_tokens"])

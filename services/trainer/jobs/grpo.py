@@ -10,8 +10,9 @@ version that is identical to its parent would look like progress.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,14 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob
-from services.trainer.data import Document, Microbatch, completion_document, completion_tokens, prompt_tokens
+from services.trainer.data import (
+    Document,
+    Microbatch,
+    check_thinking,
+    completion_document,
+    completion_tokens,
+    prompt_tokens,
+)
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, token_limit
 from services.trainer.jobs.base import RunState
@@ -73,6 +81,15 @@ def job_groups(spec: GrpoJob) -> list[GrpoGroup]:
     return [GrpoGroup(prompt=spec.prompt, completions=completions)]
 
 
+@contextlib.contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Puts the rollout's place in front of what is wrong with it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}", param=where) from error
+
+
 def _rollouts(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, first: int) -> list[Rollout] | None:
     """The group's rollouts, numbered from ``first``; None if it has no spread."""
     advantages = group_advantages([completion.reward for completion in group.completions], scale=spec.scale_rewards)
@@ -82,7 +99,9 @@ def _rollouts(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, fir
     if group.prompt_token_ids is not None:
         prompt = group.prompt_token_ids
     else:
-        prompt = prompt_tokens(host.codec, spec, group.prompt or group.messages or "", group.tools)
+        asked = group.messages if group.prompt is None else group.prompt
+        with _located(where):
+            prompt = prompt_tokens(host.codec, spec, asked or "", group.tools)
     if not prompt:
         raise InvalidRequest(f"{where}: the prompt has no tokens", param=where)
     rollouts = []
@@ -91,6 +110,9 @@ def _rollouts(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, fir
         tokens = completion.token_ids
         if tokens is None:
             tokens = completion_tokens(host.codec, completion.text or "", ends=not completion.truncated)
+            if spec.prompt_format == "chat" and not completion.truncated:
+                with _located(at):
+                    check_thinking(host.codec, prompt, tokens)
         if not tokens:
             raise InvalidRequest(f"{at} has no tokens: an empty completion must not be truncated", param=at)
         if max(*prompt, *tokens) >= vocab:

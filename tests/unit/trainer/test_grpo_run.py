@@ -218,6 +218,9 @@ def test_bad_rollouts_are_named(host: TrainingHost) -> None:
     empty = {"prompt": "q", "completions": [{"text": "", "truncated": True, "reward": 1}, {"text": "a", "reward": 0}]}
     with pytest.raises(InvalidRequest, match=r"completions\[0\] has no tokens"):
         prepared(host, groups=[empty])
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    with pytest.raises(InvalidRequest, match=r"groups\[0\].completions\[0\]: .*never closes it"):
+        prepared(host, prompt="q", completions=["a", "b"], rewards=[0.0, 1.0], **thinking)
     for unresolved in (
         {"rollouts": [{"completion_id": "x", "reward": 1.0}]},
         {"groups": [{"completions": [{"completion_id": "x", "reward": 1.0}]}]},

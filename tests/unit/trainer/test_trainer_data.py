@@ -58,6 +58,13 @@ def test_template_options_reach_the_prompt(codec: TextCodec) -> None:
     assert codec.token_id("</think>") in document.token_ids
 
 
+def test_an_answer_inside_an_open_thinking_block_is_refused(codec: TextCodec) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    with pytest.raises(InvalidRequest, match=r"examples\[7\]: .*never closes it"):
+        documents(codec, {"prompt": "q", "completion": "a"}, **thinking)
+    documents(codec, {"prompt": "q", "completion": "a"}, prompt_format="raw", **thinking)
+
+
 def test_raw_prompts_are_used_as_they_are(codec: TextCodec) -> None:
     [document] = documents(codec, {"prompt": "1 + 1 =", "completion": " 2"}, prompt_format="raw")
     assert list(document.token_ids) == [*codec.encode("1 + 1 ="), *codec.encode(" 2"), codec.eos_ids[0]]
