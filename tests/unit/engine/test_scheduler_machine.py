@@ -3,6 +3,8 @@ leaks, nobody starves, and every answer is the one the request would have got al
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from services.engine.limits import SchedulerConfig
 from services.engine.plan import StepPlan
 from services.engine.request import AdapterPin, FinishReason
 from services.engine.scheduler import Scheduler
+from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
 from tests.unit.engine.machine import ToyRunner, reference, request
 
@@ -165,7 +168,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert counts.blocks_cached == counts.slots_cached == 0
 
     def _schedule(self) -> StepPlan | None:
-        decoding = {s.request.request_id for s in self.scheduler._running if s.output_ids and s.known - s.computed == 1}
+        before = {s.request.request_id: s for s in self.scheduler._running}
+        decoding = [s for s in before.values() if s.output_ids and s.known - s.computed == 1]
         preemptions = self.scheduler.counts().preemptions
         plan = self.scheduler.schedule(self.now)
         expired = self.scheduler.take_expired()
@@ -176,20 +180,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline = self.requests[name].deadline
             assert deadline is None or deadline > self.now
         assert (plan is None) == (not self.live)
-        if plan is None:
-            return None
+        if plan is not None:
+            self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions)
+        return plan
+
+    def _check_fairness(
+        self, plan: StepPlan, before: Set[str], decoding: list[Sequence], preemptions_before: int
+    ) -> None:
         planned = {chunk.request.request_id for chunk in plan.chunks}
-        if self.scheduler.counts().preemptions == preemptions:
-            assert decoding & self.live <= planned, "a decode was left out"
         running = {s.request.request_id: s for s in self.scheduler._running}
         waiting = self.scheduler._waiting
         assert planned <= running.keys()
-        # The best-ranked sequence of all always makes progress, so nobody waits forever.
-        best = min([*self.scheduler._running, *waiting], key=lambda s: s.rank)
-        assert best.request.request_id in planned or best in waiting or len(planned) > 0
+        # Decodes: all of them, or the best-ranked ones if blocks or seats had to be taken from the others.
+        served = [s.rank for s in decoding if s.request.request_id in planned]
+        left_out = [s.rank for s in decoding if s.request.request_id not in planned]
+        assert not left_out or self.scheduler.counts().preemptions > preemptions_before
+        assert not served or not left_out or max(served) < min(left_out)
+        # The best-ranked sequence always advances: so each becomes the best-ranked one some day, and ends.
+        best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
             assert best.request.request_id in planned or plan.num_tokens == self.config.token_budget
-        return plan
+        # Nobody overtakes, except those who wait one step to share a prompt that this step computes.
+        started = [running[name].rank for name in planned - before]
+        draft, memory = self.scheduler._in_flight, self.scheduler._memory
+        for sequence in waiting:
+            if started and sequence.rank < max(started):
+                assert draft is not None
+                assert draft.has_snapshot(sequence, memory.boundary(sequence))
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)
