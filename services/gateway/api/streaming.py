@@ -19,8 +19,8 @@ log = structlog.get_logger(__name__)
 
 
 def adapter_header(adapter: str | None) -> dict[str, str]:
-    """The version that answered, "base" for the model without adapter."""
-    return {"x-temper-adapter": adapter or "base"}
+    """The version that answered; no header for the model without adapter, as `adapter` is null in the body."""
+    return {} if adapter is None else {"x-temper-adapter": adapter}
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
