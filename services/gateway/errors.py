@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import (
     AdapterRejected,
@@ -220,7 +220,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_: Request, error: Exception) -> Response:
-    if not isinstance(error, ClientDisconnected):
+    if not isinstance(error, ClientDisconnected | ClientDisconnect):
         raise error
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -231,3 +231,4 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnected, _on_disconnect)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.text.template import RESERVED_KWARGS
 from services.gateway.engines import ServedModel
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.completions import CompletionRequest
@@ -13,6 +15,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.text.chat import END_THINK, THINK
 
 _TAIL_TOKENS = 16
+_RESERVED = RESERVED_KWARGS | {"self"}
 
 
 def _chars(value: Any) -> int:
@@ -24,6 +27,19 @@ def _chars(value: Any) -> int:
     return sum(map(_chars, value)) if isinstance(value, list) else 0
 
 
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuses what would replace the conversation itself.
+
+    Raises:
+        InvalidRequest: a name is taken.
+    """
+    for name in sorted(_RESERVED & kwargs.keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs must not contain {name!r}: it is set by the request itself",
+            param=f"chat_template_kwargs.{name}",
+        )
+
+
 async def chat_prompt(served: ServedModel, body: ChatRequest, settings: GatewaySettings) -> list[int]:
     """Tokens of a conversation.
 
@@ -32,6 +48,7 @@ async def chat_prompt(served: ServedModel, body: ChatRequest, settings: GatewayS
     """
     turns, tools = body.turns(), body.offered_tools
     kwargs = body.chat_template_kwargs or {}
+    check_template_kwargs(kwargs)
 
     def encode() -> list[int]:
         return served.codec.encode_chat(turns, tools=tools or None, **kwargs)

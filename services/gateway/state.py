@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _STORE_THREADS = 8
 _STORE_CALLS = 64
+_UPLOADS = 2
 
 
 class Gateway:
@@ -54,6 +55,8 @@ class Gateway:
         # Threads of their own: while the store hangs, tokenizing must not wait behind it.
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "store")
         self._store_calls = 0
+        self.uploads = asyncio.Semaphore(_UPLOADS)
+        """Held while an upload is in memory."""
 
     async def store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a blocking call to the object store in a thread.

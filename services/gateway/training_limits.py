@@ -12,6 +12,8 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoGroup, GrpoJob, JobBase, Message, SftExample, SftJob
 from services.gateway.engines import ServedModel
+from services.gateway.prompts import check_template_kwargs
+from services.gateway.schemas.base import check_finite
 
 
 def check_training_job(served: ServedModel, job: SftJob | GrpoJob) -> None:
@@ -21,10 +23,32 @@ def check_training_job(served: ServedModel, job: SftJob | GrpoJob) -> None:
         InvalidRequest: an example is over the limit and the job's policy is to refuse, nothing is left to train on, a
             token id is outside the vocabulary, or the chat template refuses a conversation.
     """
+    check_template_kwargs(job.chat_template_kwargs)
+    for name, value in _free_parts(job):
+        try:
+            check_finite(value)
+        except ValueError as error:
+            raise InvalidRequest(f"{name}: {error}", param=name) from error
     if isinstance(job, SftJob):
         _check_sft(served, job)
     else:
         _check_grpo(served, job)
+
+
+def _free_parts(job: SftJob | GrpoJob) -> Iterator[tuple[str, Any]]:
+    """The parts that the job's schema does not look into."""
+    yield "chat_template_kwargs", job.chat_template_kwargs
+    if isinstance(job, SftJob):
+        for field, examples in (("examples", job.examples), ("eval_examples", job.eval_examples)):
+            for index, example in enumerate(examples):
+                yield f"{field}[{index}].tools", example.tools
+                for message in example.messages or ():
+                    yield f"{field}[{index}].messages", message.tool_calls
+    else:
+        for index, group in enumerate(job.groups or ()):
+            yield f"groups[{index}].tools", group.tools
+            for message in group.messages or ():
+                yield f"groups[{index}].messages", message.tool_calls
 
 
 def _over(field: str, tokens: int, limit: int) -> InvalidRequest:

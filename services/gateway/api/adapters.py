@@ -90,14 +90,15 @@ async def upload_adapter(request: Request, gateway: GatewayDep) -> dict[str, Any
         form = await request.form(max_files=4, max_fields=8)
     except MultiPartException as error:
         raise InvalidRequest(f"the multipart body is malformed: {error.message}") from error
-    try:
-        name, files = await read_form(form)
-    finally:
-        await form.close()
-    digest = gateway.engines.served.info.digest
-    await gateway.store(check_files, files)
-    await gateway.engines.validate_adapter(files)
-    manifest = await gateway.store(gateway.registry.publish, name, files, base_digest=digest)
+    async with gateway.uploads:
+        try:
+            name, files = await read_form(form)
+        finally:
+            await form.close()
+        digest = gateway.engines.served.info.digest
+        await gateway.store(check_files, files)
+        await gateway.engines.validate_adapter(files)
+        manifest = await gateway.store(gateway.registry.publish, name, files, base_digest=digest)
     await gateway.engines.sync_adapters()
     return _version(manifest, current=manifest.version, attached=None)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,6 +37,22 @@ class JsonRoute(APIRoute):
         return handle
 
 
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is not a success."""
+
+    error: ErrorObject
+
+
 def router(tag: str) -> APIRouter:
     """A router of such routes."""
-    return APIRouter(route_class=JsonRoute, tags=[tag])
+    responses: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
+    return APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)

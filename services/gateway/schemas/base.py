@@ -45,18 +45,23 @@ class RequestModel(BaseModel):
         return {key: value for key, value in body.items() if key not in cls.refused}
 
 
-def _finite(value: Any) -> Any:
+def check_finite(value: Any) -> Any:
+    """Returns a JSON value.
+
+    Raises:
+        ValueError: it contains NaN or an infinity.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("NaN and infinity are not allowed")
     if isinstance(value, dict):
         for member in value.values():
-            _finite(member)
+            check_finite(member)
     elif isinstance(value, list):
         for member in value:
-            _finite(member)
+            check_finite(member)
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
 """Any JSON object without NaN or infinity."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]

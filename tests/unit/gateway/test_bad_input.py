@@ -73,6 +73,9 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"adapter": "../etc"}, "adapter"),
         ({"adapter": "a@0"}, "adapter"),
         ({"seed": 2**70}, "seed"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
     ],
 )
 def test_chat_field(http: httpx.Client, change: dict[str, Any], param: str) -> None:

@@ -112,6 +112,12 @@ def test_nan_reward(http: httpx.Client) -> None:
         assert "rewards" in refusal(answer)["message"]
 
 
+def test_nan_inside_free_json(http: httpx.Client) -> None:
+    body = json.dumps(SFT | {"chat_template_kwargs": {"x": ["@"]}}).replace('"@"', "NaN")
+    answer = http.post("/v1/train/sft", content=body, headers={"content-type": "application/json"})
+    assert refusal(answer)["param"] == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -122,6 +128,7 @@ def test_nan_reward(http: httpx.Client) -> None:
         ({"examples": [{"prompt": "x", "completion": "y" * 400}], "overlong": "drop"}, "examples"),
         ({"examples": [{"messages": [{"role": "assistant", "content": "refuse"}]}]}, "examples[0]"),
         ({"learning_rate": 0}, "learning_rate"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ],
 )
 def test_sft_refused(http: httpx.Client, change: dict[str, Any], param: str) -> None:
