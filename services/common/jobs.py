@@ -102,6 +102,8 @@ class JobBase(StrictModel):
     prompt_format: Literal["chat", "raw"] = "chat"
     """How a plain-string prompt is read: as one user message, or as text that is used as it is."""
     max_tokens_per_microbatch: int = Field(2048, ge=1)
+    """Short documents are packed up to this many tokens a forward and backward; a longer one is alone. Gradients do not
+    depend on it, memory does."""
     gradient_checkpointing: bool = False
     checkpoint_every: int = Field(10, ge=1)
     """Optimizer steps between resumable checkpoints."""

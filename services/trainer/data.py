@@ -92,18 +92,13 @@ class Microbatch:
 
 
 def pack(documents: Sequence[Document], max_tokens: int, device: torch.device) -> list[Microbatch]:
-    """Best-fit decreasing: few microbatches, none over ``max_tokens`` inputs. Deterministic.
-
-    Raises:
-        ValueError: a document alone is over the limit (callers apply their overlong policy first).
-    """
+    """Best-fit decreasing: few microbatches of at most ``max_tokens`` inputs; a longer document is alone in one.
+    Deterministic."""
     order = sorted(range(len(documents)), key=lambda index: (-documents[index].length, index))
     bins: list[list[int]] = []
     room: list[int] = []
     for index in order:
         need = documents[index].length - 1
-        if need > max_tokens:
-            raise ValueError(f"document {documents[index].source} has {need} inputs, over {max_tokens}")
         fitting = [candidate for candidate in range(len(bins)) if room[candidate] >= need]
         if fitting:
             best = min(fitting, key=lambda candidate: (room[candidate], candidate))
@@ -119,6 +114,12 @@ def shuffled(count: int, *, seed: int, epoch: int) -> list[int]:
     """A permutation that depends on the seed and the epoch only, so that a data cursor is just a step number."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return [int(index) for index in torch.randperm(count, generator=generator)]
+
+
+def largest_microbatch(lengths: Sequence[int], max_tokens: int) -> int:
+    """Inputs of the largest microbatch that `pack` makes of documents of these lengths, at most."""
+    inputs = [length - 1 for length in lengths]
+    return max(max(inputs), min(max_tokens, sum(inputs)))
 
 
 # -- tokens
@@ -297,9 +298,8 @@ def apply_limit(
             continue
         if spec.overlong == "error":
             raise InvalidRequest(
-                f"{field}[{document.source}] has {document.length} tokens, over the limit of {limit} "
-                "(max_tokens_per_microbatch, bounded by the host): shorten it, raise max_tokens_per_microbatch, or set "
-                "overlong to drop or truncate",
+                f"{field}[{document.source}] has {document.length} tokens, over this engine's limit of {limit} for "
+                "training (max_train_tokens): shorten it, or set overlong to drop or truncate",
                 param=f"{field}[{document.source}]",
             )
         if spec.overlong == "truncate" and any(document.trained[:limit]):

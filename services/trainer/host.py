@@ -41,7 +41,7 @@ class PolicyHost(Protocol):
 
     @property
     def max_train_tokens(self) -> int:
-        """The longest document and the largest microbatch that a job may use."""
+        """The longest document that a job may train on, in tokens."""
         ...
 
     @property

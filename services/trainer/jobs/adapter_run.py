@@ -56,11 +56,6 @@ def _check_agrees(given: LoraSettings, parent: BoundAdapter) -> None:
             )
 
 
-def token_limit(spec: JobBase, host: PolicyHost) -> int:
-    """The longest document, in tokens: what a microbatch may hold."""
-    return min(spec.max_tokens_per_microbatch, host.max_train_tokens)
-
-
 def spec_digest(spec: JobBase) -> str:
     """Identifies the job whose checkpoint a state is."""
     return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
@@ -111,7 +106,6 @@ class AdapterRun(ABC):
         self._lora = lora
         self._total_steps = total_steps
         self._notes = tuple(notes)
-        self._limit = token_limit(spec, host)
         self._optimizer = AdapterOptimizer(
             parameters, spec.optimizer, peak=spec.effective_learning_rate, total_steps=total_steps
         )
@@ -173,7 +167,7 @@ class AdapterRun(ABC):
         """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read."""
 
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
-        return pack(documents, self._limit, self._host.model.device)
+        return pack(documents, self._spec.max_tokens_per_microbatch, self._host.model.device)
 
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a microbatch, on this thread: the one that holds the gate and gives way."""

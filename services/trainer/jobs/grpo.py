@@ -26,10 +26,11 @@ from services.trainer.data import (
     check_thinking,
     completion_document,
     completion_tokens,
+    largest_microbatch,
     prompt_tokens,
 )
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun, token_limit
+from services.trainer.jobs.adapter_run import AdapterRun
 from services.trainer.jobs.base import RunState
 from services.trainer.losses import group_advantages, policy_loss
 
@@ -95,7 +96,7 @@ def _rollouts(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, fir
     advantages = group_advantages([completion.reward for completion in group.completions], scale=spec.scale_rewards)
     if advantages is None:
         return None
-    limit, vocab = token_limit(spec, host), host.model.config.vocab_size
+    limit, vocab = host.max_train_tokens, host.model.config.vocab_size
     if group.prompt_token_ids is not None:
         prompt = group.prompt_token_ids
     else:
@@ -120,8 +121,8 @@ def _rollouts(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, fir
         document = completion_document(prompt, tokens, first + number)
         if document.length > limit:
             raise InvalidRequest(
-                f"{at} has {document.length} tokens with its prompt, over the limit of {limit} "
-                "(max_tokens_per_microbatch, bounded by the host): raise max_tokens_per_microbatch or leave it out",
+                f"{at} has {document.length} tokens with its prompt, over this engine's limit of {limit} for training "
+                "(max_train_tokens): leave it out",
                 param=at,
             )
         rollouts.append(
@@ -162,7 +163,9 @@ class GrpoRun(AdapterRun):
             host,
             parent,
             total_steps=spec.epochs * self._steps_per_epoch,
-            largest=min(token_limit(spec, host), sum(rollout.document.length - 1 for rollout in rollouts)),
+            largest=largest_microbatch(
+                [rollout.document.length for rollout in rollouts], spec.max_tokens_per_microbatch
+            ),
             notes=notes,
         )
 

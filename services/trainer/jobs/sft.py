@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import SftExample, SftJob
-from services.trainer.data import Document, apply_limit, example_documents, shuffled, split_evaluation
+from services.trainer.data import (
+    Document,
+    apply_limit,
+    example_documents,
+    largest_microbatch,
+    shuffled,
+    split_evaluation,
+)
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun, token_limit
+from services.trainer.jobs.adapter_run import AdapterRun
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.memory import LOGIT_ROWS
 
@@ -25,7 +32,7 @@ def _documents(
         for index, example in examples
         for document in example_documents(host.codec, spec, example, index, field=field)
     ]
-    kept, notes = apply_limit(everything, spec, token_limit(spec, host), field=field)
+    kept, notes = apply_limit(everything, spec, host.max_train_tokens, field=field)
     by_example: dict[int, list[Document]] = {}
     for document in kept:
         by_example.setdefault(document.source, []).append(document)
@@ -49,14 +56,14 @@ class SftRun(AdapterRun):
         self._examples = examples
         self._held_out = [document for example in held_out for document in example]
         self._steps_per_epoch = -(-len(examples) // spec.batch_size)
-        inputs = sorted((document.length - 1 for example in examples for document in example), reverse=True)
+        lengths = sorted((document.length for example in examples for document in example), reverse=True)
         documents_a_step = spec.batch_size * max(len(example) for example in examples)
         super().__init__(
             spec,
             host,
             parent,
             total_steps=spec.epochs * self._steps_per_epoch,
-            largest=min(token_limit(spec, host), sum(inputs[:documents_a_step])),
+            largest=largest_microbatch(lengths[:documents_a_step], spec.max_tokens_per_microbatch),
             notes=notes,
         )
 

@@ -213,8 +213,10 @@ def test_bad_rollouts_are_named(host: TrainingHost) -> None:
     with pytest.raises(InvalidRequest, match=r"groups\[1\].completions\[2\].*vocabulary of 416"):
         prepared(host, groups=groups)
     groups = token_groups(host, None, 1)
-    with pytest.raises(InvalidRequest, match=r"groups\[0\].completions\[0\] has 1\d tokens .* over the limit of 8"):
-        prepared(host, groups=groups, max_tokens_per_microbatch=8)
+    host.max_train_tokens = 8
+    with pytest.raises(InvalidRequest, match=r"groups\[0\].completions\[0\] has 1\d tokens .* engine's limit of 8"):
+        prepared(host, groups=groups)
+    host.max_train_tokens = 512
     empty = {"prompt": "q", "completions": [{"text": "", "truncated": True, "reward": 1}, {"text": "a", "reward": 0}]}
     with pytest.raises(InvalidRequest, match=r"completions\[0\] has no tokens"):
         prepared(host, groups=[empty])

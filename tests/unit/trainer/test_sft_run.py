@@ -156,16 +156,18 @@ def test_continuing_an_adapter(host: TrainingHost) -> None:
 
 
 def test_limits(host: TrainingHost) -> None:
-    with pytest.raises(InvalidRequest, match=r"examples\[0\] has \d+ tokens, over the limit of 16"):
-        prepared(host, max_tokens_per_microbatch=16)
-    small = [*EXAMPLES, {"prompt": "x" * 300, "completion": "y"}]
-    run = prepared(host, examples=small, overlong="drop")
+    # A document over the packing size trains alone.
+    assert prepared(host, max_tokens_per_microbatch=16).total_steps == 4
+    host.max_train_tokens = 128
+    more = [*EXAMPLES, {"prompt": "x" * 300, "completion": "y"}]
+    run = prepared(host, examples=more, overlong="drop")
     assert run.notes == ("1 documents over 128 tokens dropped: examples 6",)
+    with pytest.raises(InvalidRequest, match=r"examples\[6\] has \d+ tokens, over this engine's limit of 128"):
+        prepared(host, examples=more)
+    with pytest.raises(InvalidRequest, match=r"eval_examples\[0\] has \d+ tokens"):
+        prepared(host, eval_examples=more[-1:])
     host.max_lora_rank = 2
     with pytest.raises(InvalidRequest, match="up to rank 2"):
-        prepared(host)
-    host.max_train_tokens = 16
-    with pytest.raises(InvalidRequest, match="over the limit of 16"):
         prepared(host)
 
 
