@@ -82,17 +82,18 @@ class GatewayStream:
         self._done: dict[str, asyncio.Event] = {}
         self._first: dict[str, asyncio.Event] = {}
         self._reader = asyncio.create_task(self._read())
+        self._writing = asyncio.Lock()
 
     async def submit(self, message: pb.GenerateRequest) -> str:
         name = message.request_id
         self.answers[name] = Answer()
         self._done[name] = asyncio.Event()
         self._first[name] = asyncio.Event()
-        await self.call.write(pb.ClientFrame(submit=message))
+        await self._write(pb.ClientFrame(submit=message))
         return name
 
     async def abort(self, name: str, keep_tokens: int = 0) -> None:
-        await self.call.write(pb.ClientFrame(abort=pb.AbortRequest(request_id=name, keep_tokens=keep_tokens)))
+        await self._write(pb.ClientFrame(abort=pb.AbortRequest(request_id=name, keep_tokens=keep_tokens)))
 
     async def first(self, name: str) -> None:
         """Returns when something came back for the request."""
@@ -113,7 +114,13 @@ class GatewayStream:
 
     async def close(self) -> None:
         self.call.cancel()
+        self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _write(self, frame: pb.ClientFrame) -> None:
+        # grpc.aio takes one write at a time.
+        async with self._writing:
+            await self.call.write(frame)
 
     async def _read(self) -> None:
         async for frame in self.call:

@@ -1,0 +1,167 @@
+"""Versions published, attached and swapped under running requests, with a real object store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from grpc import aio
+
+from services.common.pb import adapters_pb2
+from services.common.pb import engine_pb2 as pb
+from services.common.store import ObjectStore
+from tests.integration.engine.harness import EngineUnderTest, adapter_files, request
+from tests.integration.servers import RunningServer
+
+PROMPT = [5, 9, 17, 23, 31]
+
+
+async def sync(engine: EngineUnderTest) -> adapters_pb2.SyncResponse:
+    return await engine.adapters.Sync(adapters_pb2.SyncRequest())
+
+
+async def validate(engine: EngineUnderTest, files: dict[str, bytes]) -> adapters_pb2.ValidateResponse:
+    async def chunks() -> AsyncIterator[pb.FileChunk]:
+        for name, data in files.items():
+            for start in range(0, len(data), 100_000):
+                yield pb.FileChunk(name=name, data=data[start : start + 100_000])
+
+    return await engine.adapters.Validate(chunks())
+
+
+async def test_a_running_answer_keeps_its_version(engine: EngineUnderTest) -> None:
+    stream = engine.stream()
+    base = await engine.generate(request(PROMPT, max_tokens=60))
+    await engine.publish("skill", seed=1)
+    reply = await sync(engine)
+    assert (reply.attached, [loaded.version for loaded in reply.loaded]) == ("skill@1", ["skill@1"])
+    running = await stream.submit(request(PROMPT, max_tokens=300))
+    await stream.tokens(running, 10)
+    await engine.publish("skill", seed=2)
+    assert (await sync(engine)).attached == "skill@2"
+    assert len(stream.answers[running].token_ids) < 300, "the swap must not wait for the answer"
+    newer = await engine.generate(request(PROMPT, max_tokens=60))
+    old = await stream.answer(running)
+    assert (base.adapter, old.adapter, newer.adapter) == ("", "skill@1", "skill@2")
+    assert old.token_ids == (await engine.generate(request(PROMPT, adapter="skill@1", max_tokens=300))).token_ids
+    assert newer.token_ids == (await engine.generate(request(PROMPT, adapter="skill@2", max_tokens=60))).token_ids
+    assert base.token_ids == (await engine.generate(request(PROMPT, adapter="base", max_tokens=60))).token_ids
+    assert len({tuple(a.token_ids[:60]) for a in (base, old, newer)}) == 3
+
+
+async def test_versions_of_one_batch_do_not_mix(engine: EngineUnderTest) -> None:
+    for seed in (1, 2):
+        await engine.publish("a", seed=seed, attach=False)
+    await engine.publish("b", seed=3, attach=False)
+    refs = ["a@1", "a@2", "b", "base"]
+    alone = [await engine.generate(request(PROMPT, adapter=ref, max_tokens=40)) for ref in refs]
+    stream = engine.stream()
+    names = [await stream.submit(request(PROMPT, adapter=ref, max_tokens=40)) for ref in refs * 2]
+    together = [await stream.answer(name) for name in names]
+    assert [a.adapter for a in together] == ["a@1", "a@2", "b@1", ""] * 2
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone] * 2
+
+
+async def test_polling_finds_a_new_version_without_a_sync(engine: EngineUnderTest) -> None:
+    await engine.publish("skill", seed=1)
+    await engine.until(lambda s: s.attached_adapter == "skill@1")
+    await asyncio.to_thread(engine.registry.detach)
+    await engine.until(lambda s: s.attached_adapter == "")
+
+
+async def test_a_corrupt_version_is_refused_and_the_old_one_stays(engine: EngineUnderTest, store: ObjectStore) -> None:
+    await engine.publish("skill", seed=1)
+    await sync(engine)
+    await engine.publish("skill", seed=2, corrupt=True)
+    assert (await sync(engine)).attached == "skill@1"
+    assert (await engine.generate(request(PROMPT))).adapter == "skill@1"
+    stream = engine.stream()
+    refused = await stream.run(request(PROMPT, adapter="skill@2"))
+    assert refused.error is not None
+    assert refused.error.code == pb.ERROR_CODE_ADAPTER_REJECTED
+    assert "skill@2" in refused.error.message
+
+    version = await engine.publish("skill", seed=3)
+    key = f"adapters/skill/versions/{version.version:08d}/adapter_model.safetensors"
+    data = bytearray(store.get(key).data)
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+    assert (await sync(engine)).attached == "skill@1"
+    tampered = await stream.run(request(PROMPT, adapter="skill@3"))
+    assert tampered.error is not None
+    assert "SHA-256" in tampered.error.message
+
+
+async def test_validate_binds_without_loading(engine: EngineUnderTest) -> None:
+    files = adapter_files(engine.engine, seed=1)
+    good = await validate(engine, files)
+    assert not good.HasField("error")
+    assert good.rank == 4
+    assert good.parameters > 0
+    files["adapter_model.safetensors"] = files["adapter_model.safetensors"][:1000]
+    bad = await validate(engine, files)
+    assert bad.error.code == pb.ERROR_CODE_ADAPTER_REJECTED
+    assert bad.error.message
+    assert not (await engine.status()).loaded_adapters
+
+
+async def test_more_versions_than_slots(engine: EngineUnderTest) -> None:
+    """Requests for six versions over three slots: each waits for its turn and gets its own version."""
+    for seed in range(6):
+        await engine.publish("many", seed=seed, attach=False)
+    stream = engine.stream()
+    names = [await stream.submit(request(PROMPT, adapter=f"many@{n}", max_tokens=20)) for n in range(1, 7)]
+    answers = [await stream.answer(name) for name in names]
+    assert [answer.adapter for answer in answers] == [f"many@{n}" for n in range(1, 7)]
+    for number, answer in enumerate(answers, start=1):
+        again = await engine.generate(request(PROMPT, adapter=f"many@{number}", max_tokens=20))
+        assert again.token_ids == answer.token_ids
+
+
+async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) -> None:
+    """No request fails, and each answer is the one its version gives alone."""
+    stream = engine.stream()
+    done: list[tuple[int, str, list[int]]] = []
+    stop = asyncio.Event()
+
+    async def client(number: int) -> None:
+        while not stop.is_set():
+            answer = await stream.run(request([5 + number, *PROMPT], max_tokens=24))
+            assert answer.error is None, answer.error
+            assert answer.adapter is not None
+            done.append((number, answer.adapter, answer.token_ids))
+
+    clients = [asyncio.create_task(client(number)) for number in range(6)]
+    for seed in range(8):
+        await engine.publish("policy", seed=seed)
+        assert (await sync(engine)).attached == f"policy@{seed + 1}"
+        await asyncio.sleep(0.1)
+    stop.set()
+    await asyncio.gather(*clients)
+    assert len({adapter for _, adapter, _ in done}) >= 4
+    expected: dict[tuple[int, str], list[int]] = {}
+    for number, adapter, tokens in done:
+        if (number, adapter) not in expected:
+            alone = request([5 + number, *PROMPT], adapter=adapter or "base", max_tokens=24, cache_salt="alone")
+            expected[number, adapter] = (await engine.generate(alone)).token_ids
+        assert tokens == expected[number, adapter], (number, adapter)
+
+
+@pytest.mark.parametrize("outage", ["down", "frozen"])
+async def test_an_outage_of_the_store_does_not_stop_serving(
+    engine: EngineUnderTest, s3: RunningServer, outage: str
+) -> None:
+    await engine.publish("skill", seed=1)
+    await sync(engine)
+    before = await engine.generate(request(PROMPT))
+    context = s3.down() if outage == "down" else s3.frozen()
+    with context:
+        await asyncio.sleep(0.5)
+        during = await asyncio.gather(*(engine.generate(request(PROMPT)) for _ in range(4)))
+        assert [a.token_ids for a in during] == [before.token_ids] * 4
+        with pytest.raises(aio.AioRpcError) as caught:
+            await sync(engine)
+        assert caught.value.code().name == "UNAVAILABLE"
+    await engine.publish("skill", seed=2)
+    assert (await sync(engine)).attached == "skill@2"
