@@ -71,8 +71,6 @@ class EngineSettings(CommonSettings):
     """Longest training example in tokens."""
     train_memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """What a training job may use; 0: a quarter of what weights, states and adapters leave."""
-    data_dir: Path = Path(".temper/engine")
-    """Local files of this engine: checkpoints of jobs while the object store is away."""
 
     # Process.
     grpc_host: str = "127.0.0.1"

@@ -1,4 +1,7 @@
-"""What must hold before a pod starts: settings, port, Redis, object store, model directory. Errors are one line."""
+"""What must hold before a pod starts: settings, port, Redis, object store, model directory. Errors are one line.
+
+No torch here: whoever mistypes an address learns it at once.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,40 @@ import urllib.parse
 import redis
 from pydantic import ValidationError
 
-from services.common.errors import CheckpointRejected, InvalidRequest, TemperError, Unavailable
+from services.common.errors import CheckpointRejected, InvalidRequest, Unavailable
 from services.common.store import ObjectStore
 from services.engine.settings import EngineSettings
+from services.trainer.settings import TrainerSettings
 
 _REDIS_SECONDS = 3.0
 
 
-def read_settings() -> EngineSettings:
-    """The settings from the environment.
+def read_settings() -> tuple[EngineSettings, TrainerSettings]:
+    """The settings of engine and trainer from the environment.
 
     Raises:
         InvalidRequest: one of them is malformed; the message names the variables.
     """
     try:
-        return EngineSettings()
+        return EngineSettings(), TrainerSettings()
     except ValidationError as error:
         problems = [
             f"{'TEMPER_' + '_'.join(map(str, e['loc'])).upper() if e['loc'] else 'settings'}: {e['msg']}"
             for e in error.errors(include_input=False, include_url=False)
         ]
         raise InvalidRequest("; ".join(problems)) from error
+
+
+def check_all(settings: EngineSettings) -> None:
+    """Everything that can be known before torch is imported and the model is loaded.
+
+    Raises:
+        TemperError: the first thing that is wrong, in one line.
+    """
+    check_model_directory(settings)
+    check_port(settings)
+    check_redis(settings)
+    ObjectStore(settings).check()
 
 
 def check_model_directory(settings: EngineSettings) -> None:
@@ -73,16 +89,6 @@ def check_redis(settings: EngineSettings) -> None:
     except (redis.RedisError, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise Unavailable(f"Redis at {without_password(url)} (TEMPER_REDIS_URL) does not answer: {reason}") from error
-
-
-def check_store(settings: EngineSettings, store: ObjectStore) -> None:
-    """Raises Unavailable or StoreRejected, naming the endpoint, if the object store cannot be used."""
-    try:
-        store.check()
-    except TemperError as error:
-        scheme = "https" if settings.s3_secure else "http"
-        where = f"S3 at {scheme}://{settings.s3_endpoint} (TEMPER_S3_ENDPOINT)"
-        raise type(error)(f"{where}: {error.message}") from error
 
 
 def without_password(url: str) -> str:

@@ -1,0 +1,156 @@
+"""The life of a pod after its checks: load, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from services.common.errors import Unavailable
+from services.common.events import AdapterEvents
+from services.common.registry import AdapterRegistry
+from services.common.store import ObjectStore
+from services.common.telemetry import start_metrics_server
+from services.engine.health import HealthReporter
+from services.engine.metrics import EngineMetrics, StateCollector
+from services.engine.server import Serving, bind, make_server
+from services.engine.settings import EngineSettings
+from services.pod.engine import Engine, build_engine, use_threads
+from services.pod.parent import parent_is_gone
+from services.pod.training import Training
+from services.trainer.settings import TrainerSettings
+
+_WATCH_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0
+"""After draining: for the last frames to leave."""
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(settings: EngineSettings, trainer: TrainerSettings, stop: asyncio.Event) -> None:
+    """Runs a pod until ``stop`` is set, then drains it.
+
+    Raises:
+        TemperError: it cannot start, or its loop died; one line says why.
+    """
+    started = time.monotonic()
+    parent = os.getppid()
+    store = ObjectStore(settings)
+    registry = AdapterRegistry(store, settings.served_model_name)
+    metrics = EngineMetrics(CollectorRegistry())
+    use_threads(settings)
+    engine = await asyncio.to_thread(build_engine, settings, registry, AdapterEvents(settings), metrics)
+    training = Training(settings, trainer, engine, registry, store, metrics.registry)
+    try:
+        await asyncio.to_thread(engine.start)
+        await _serve(settings, engine, training, metrics, stop, parent, started)
+    finally:
+        await asyncio.to_thread(training.drain)
+        await asyncio.to_thread(engine.stop)
+
+
+async def _serve(
+    settings: EngineSettings,
+    engine: Engine,
+    training: Training,
+    metrics: EngineMetrics,
+    stop: asyncio.Event,
+    parent: int,
+    started: float,
+) -> None:
+    loop = engine.loop
+    health = HealthReporter(
+        alive=lambda: loop.alive,
+        ready=lambda: not stop.is_set() and loop.healthy and loop.status().accepting,
+    )
+    serving = Serving(loop, engine.adapters, engine.codec, engine.description, settings.max_waiting, training.job_id)
+    server = make_server(serving, health.servicer, settings.max_message_bytes)
+    port = bind(server, settings.grpc_host, settings.grpc_port)
+    metrics.registry.register(
+        StateCollector(
+            settings.served_model_name,
+            loop.status,
+            engine.adapters.snapshot,
+            lambda: bool(training.job_id()),
+            settings.adapter_slots,
+        )
+    )
+    if settings.metrics_port:
+        _serve_metrics(settings.metrics_port, metrics.registry)
+    training.start()
+    await health.publish()
+    await server.start()
+    reporter = asyncio.create_task(health.run())
+    log.info(
+        "ready",
+        address=f"{settings.grpc_host}:{port}",
+        model=settings.served_model_name,
+        device=engine.description.device,
+        seconds=round(time.monotonic() - started, 1),
+    )
+    try:
+        died = await _watch(stop, lambda: not loop.alive, settings.exit_with_parent, parent)
+        if died:
+            raise Unavailable("the engine loop died; its log has the reason")
+        await health.publish()
+        await _drain(settings, engine, training)
+    finally:
+        reporter.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reporter
+        await asyncio.to_thread(loop.stop)
+        await server.stop(_CLOSE_SECONDS)
+
+
+def _serve_metrics(port: int, registry: CollectorRegistry) -> None:
+    try:
+        start_metrics_server(port, registry=registry)
+    except OSError as error:
+        raise Unavailable(f"cannot serve metrics on port {port} (TEMPER_METRICS_PORT): {error.strerror}") from error
+
+
+async def _watch(stop: asyncio.Event, dead: Callable[[], bool], with_parent: bool, parent: int) -> bool:
+    """Waits for the end: False when asked to stop, True when the loop died."""
+    while not stop.is_set():
+        if dead():
+            return True
+        if with_parent and parent_is_gone(parent):
+            log.warning("the parent process is gone, stopping")
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _WATCH_SECONDS)
+    return False
+
+
+async def _drain(settings: EngineSettings, engine: Engine, training: Training) -> None:
+    """Lets streams finish while the trainer checkpoints and requeues its job."""
+    log.info("draining", running=engine.loop.status().counts.running, seconds=settings.drain_seconds)
+    drained, trained = await asyncio.gather(
+        asyncio.to_thread(engine.loop.drain, settings.drain_seconds),
+        asyncio.to_thread(training.drain),
+    )
+    if not trained:
+        log.warning("the trainer was still busy, another one will take its job over")
+    if not drained:
+        log.warning("requests left after drain_seconds are ended", seconds=settings.drain_seconds)
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT drain; a second one ends the process at once."""
+    events = asyncio.get_running_loop()
+
+    def handle() -> None:
+        if stop.is_set():
+            log.warning("second signal, ending now")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        events.add_signal_handler(number, handle)

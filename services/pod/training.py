@@ -1,0 +1,65 @@
+"""The trainer thread beside the engine, if the settings want one."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from services.common.registry import AdapterRegistry
+from services.common.store import ObjectStore
+from services.engine.settings import EngineSettings
+from services.pod.engine import Engine
+from services.pod.host import PodHost
+from services.trainer.jobs import prepare_run
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.settings import TrainerSettings
+from services.trainer.worker import TrainerWorker
+
+
+class Training:
+    """Starts and drains the worker; without one there is never a job."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        trainer: TrainerSettings,
+        engine: Engine,
+        registry: AdapterRegistry,
+        store: ObjectStore,
+        metrics: CollectorRegistry,
+    ) -> None:
+        self._worker: TrainerWorker | None = None
+        self._drained = False
+        if settings.trainer:
+            host = PodHost(
+                model=engine.model,
+                codec=engine.codec,
+                base_digest=engine.base_digest,
+                gate=engine.gate,
+                max_train_tokens=settings.max_train_tokens,
+                max_lora_rank=settings.max_lora_rank,
+                train_memory_bytes=engine.memory.training,
+                adapters=engine.adapters,
+            )
+            self._worker = TrainerWorker(
+                host,
+                trainer,
+                store=store,
+                registry=registry,
+                prepare=prepare_run,
+                metrics=TrainerMetrics(metrics),
+            )
+
+    def job_id(self) -> str:
+        """The running job, empty when idle."""
+        return (self._worker.current_job or "") if self._worker is not None else ""
+
+    def start(self) -> None:
+        if self._worker is not None:
+            self._worker.start()
+
+    def drain(self) -> bool:
+        """Has the running job checkpointed and requeued and ends the thread; False if it was still busy."""
+        if self._worker is None or self._drained:
+            return True
+        self._drained = self._worker.drain()
+        return self._drained
