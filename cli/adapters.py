@@ -38,8 +38,8 @@ def _when(seconds: float | str | None) -> str:
 
 
 def _metrics(metrics: dict[str, Any]) -> str:
-    shown = [f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, int | float)]
-    return ", ".join(shown[:4])
+    shown = [f"{key} {metrics[key]:.4g}" for key in ("loss", "eval_loss", "reward_mean", "kl") if key in metrics]
+    return ", ".join(shown)
 
 
 @app.command("list")

@@ -163,6 +163,8 @@ def s3_server(
     # Unix sockets in the server's own fixed place, whatever TMPDIR says.
     sockets = [f"{name.split('.')[0]}-grpc-{number}" for name, number in ports.items() if name.endswith(".grpc")]
     sockets += [f"s3-{port}", f"filer-{ports['filer.port']}"]
+    leftovers = tuple(Path(f"/tmp/seaweedfs-{socket_name}.sock") for socket_name in sockets)
+    _forget_killed_server(data_dir / "sockets.txt", leftovers)
     return LocalServer(
         name="s3",
         argv=tuple(argv),
@@ -170,8 +172,16 @@ def s3_server(
         cwd=data_dir.resolve(),
         address=f"{LOOPBACK}:{port}",
         probe=lambda: _s3_answers(port, access_key, secret_key),
-        leftovers=tuple(Path(f"/tmp/seaweedfs-{socket_name}.sock") for socket_name in sockets),
+        leftovers=leftovers,
     )
+
+
+def _forget_killed_server(record: Path, leftovers: tuple[Path, ...]) -> None:
+    """Removes the sockets of the last server of this directory, which may have been killed, and notes the new ones."""
+    if record.exists():
+        for line in record.read_text().splitlines():
+            Path(line).unlink(missing_ok=True)
+    record.write_text("".join(f"{path}\n" for path in leftovers))
 
 
 def write_private(path: Path, text: str) -> None:

@@ -30,6 +30,10 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+_PIPE_WIDTH = 240
+"""Columns when nobody looks: a table in a log should not be cut to 80."""
+
+
 class CliError(Exception):
     """Ends a command with one clear line."""
 
@@ -45,7 +49,7 @@ class Output:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self.out = Console(highlight=False)
+        self.out = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
         self.err = Console(stderr=True, highlight=False)
 
     def json(self, value: Any, *, line: bool = False) -> None:
@@ -67,7 +71,9 @@ class Output:
         elif not rows:
             self.out.print(empty)
         else:
-            table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+            table = Table(box=None, header_style="bold", pad_edge=False)
+            for column in columns:
+                table.add_column(column, no_wrap=True)
             for row in rows:
                 table.add_row(*(escape(cell) for cell in row))
             self.out.print(table)

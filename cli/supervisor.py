@@ -22,6 +22,8 @@ from types import FrameType
 
 from cli.process import die_with_parent, tail
 
+_SAME_WISH_SECONDS = 1.0
+
 HealthCheck = Callable[[], str | None]
 """None when the service is ready, else why it is not. Must return within about a second and must not raise."""
 
@@ -176,7 +178,7 @@ class Supervisor:
     ) -> None:
         self._runners = {service.name: _Runner(service, base_env) for service in services}
         self._report = report
-        self._stopping = False
+        self._stop_requested_at: float | None = None
         self._hurry = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -188,9 +190,16 @@ class Supervisor:
         return {name: runner.pid for name, runner in self._runners.items() if runner.pid is not None}
 
     def request_stop(self) -> None:
-        """Makes `run` stop everything and return; a second call makes it kill instead of asking. Signal-safe."""
-        self._hurry = self._stopping
-        self._stopping = True
+        """Makes `run` stop everything and return; a later second call makes it kill instead of asking. Signal-safe.
+
+        Wrappers such as timeout(1) signal both the process and its group: calls within a second of the first are
+        the same wish.
+        """
+        now = time.monotonic()
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
+        elif now - self._stop_requested_at > _SAME_WISH_SECONDS:
+            self._hurry = True
         self._wake()
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -206,7 +215,7 @@ class Supervisor:
             stack.enter_context(_Signals(self))
             stack.callback(self._stop_all)
             announced = False
-            while not self._stopping:
+            while self._stop_requested_at is None:
                 self._advance(time.monotonic())
                 if not announced and all(runner.phase is Phase.READY for runner in self._runners.values()):
                     announced = True
@@ -215,7 +224,7 @@ class Supervisor:
 
     def _advance(self, now: float) -> None:
         for runner in self._runners.values():
-            if self._stopping:
+            if self._stop_requested_at is not None:
                 return
             if self._is_due(runner, now):
                 self._start(runner, now)
@@ -281,7 +290,7 @@ class Supervisor:
         detail = ""
         while process.poll() is None:
             if self._hurry or time.monotonic() - started > runner.service.stop_timeout:
-                detail = "killed: it did not stop in time"
+                detail = "killed at once, as asked" if self._hurry else "killed: it did not stop in time"
                 _kill(process)
                 break
             self._sleep(0.05)

@@ -154,6 +154,28 @@ def test_kills_what_ignores_the_stop_signal(tmp_path: Path) -> None:
     assert "killed" in events[-1].detail
 
 
+def test_a_doubled_signal_still_lets_them_stop_in_order(tmp_path: Path) -> None:
+    flag, farewell = tmp_path / "flag", tmp_path / "farewell"
+    code = (
+        "import pathlib,signal,sys,time\n"
+        "def leave(*_):\n"
+        "    time.sleep(0.3); pathlib.Path(sys.argv[2]).touch(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, leave); pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    service = Service(
+        name="polite", argv=python(code, flag, farewell), log=tmp_path / "polite.log", health=exists(flag)
+    )
+    supervisor, events = supervise(service)
+
+    def stop_twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    supervisor.run(stop_twice)
+    assert farewell.exists()
+    assert events[-1].detail == ""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent death signal")
 def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = f"""
