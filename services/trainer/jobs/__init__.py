@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, SftJob
+from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun
 
@@ -26,6 +28,12 @@ def prepare_run(spec: SftJob | GrpoJob, host: PolicyHost, parent: Mapping[str, b
     from services.trainer.jobs.grpo import GrpoRun
     from services.trainer.jobs.sft import SftRun
 
+    # A job that came straight from Redis has been seen by no gateway.
+    if taken := sorted((RESERVED_KWARGS | {"self"}) & spec.chat_template_kwargs.keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs must not contain {', '.join(taken)}: the job itself sets it",
+            param="chat_template_kwargs",
+        )
     if isinstance(spec, SftJob):
         return SftRun.prepare(spec, host, parent)
     return GrpoRun.prepare(spec, host, parent)

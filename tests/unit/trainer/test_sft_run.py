@@ -155,6 +155,12 @@ def test_continuing_an_adapter(host: TrainingHost) -> None:
     assert prepare_run(spec, host, parent).total_steps == 4
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "self"])
+def test_template_variables_cannot_replace_the_conversation(host: TrainingHost, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"must not contain {name}"):
+        prepared(host, chat_template_kwargs={name: 1})
+
+
 def test_limits(host: TrainingHost) -> None:
     # A document over the packing size trains alone.
     assert prepared(host, max_tokens_per_microbatch=16).total_steps == 4
