@@ -35,6 +35,9 @@ from services.common.settings import CommonSettings
 
 EventKind = Literal["checkpoint", "eval", "published", "log"]
 _REASON_LIMIT = 2000
+_SCAN = 100
+"""Stream entries that one adopt_waiting looks at."""
+_DEAD_CONSUMER_MS = 24 * 3600 * 1000
 
 
 class JobLost(TemperError):
@@ -76,6 +79,7 @@ class JobConsumer:
         self._reclaim_ms = max(1, int(reclaim_seconds * 1000))
         self._max_attempts = max_attempts
         self._scripts: dict[str, Script] = {}
+        self._scanned = "0-0"
         self._log = structlog.get_logger("queue").bind(owner=owner)
 
     def close(self) -> None:
@@ -104,6 +108,21 @@ class JobConsumer:
                 return claimed
             entry = self._abandoned() or self._waiting(0)
         return None
+
+    def adopt_waiting(self) -> None:
+        """Makes jobs of new valid specs in the stream without claiming them, so that they are seen while they wait."""
+        entries: Any = call(lambda: self._redis.xrange(scripts.STREAM, min=f"({self._scanned}", count=_SCAN))
+        for entry, fields in entries:
+            self._scanned = entry
+            if "job" not in fields:
+                self._adopt(entry, fields, waiting=True)
+
+    def forget_dead_consumers(self) -> None:
+        """Removes the names of processes that ended long ago from the group; never one that a job is pending for."""
+        found: Any = self._grouped(lambda: self._redis.xinfo_consumers(scripts.STREAM, scripts.GROUP))
+        for consumer in found:
+            if consumer["pending"] == 0 and consumer["idle"] > _DEAD_CONSUMER_MS:
+                self._forget(consumer["name"])
 
     def heartbeat(self, claimed: ClaimedJob) -> bool:
         """Says that the owner is alive; returns True if the job is to be cancelled. Raises JobLost."""
@@ -161,6 +180,9 @@ class JobConsumer:
 
     # Parts.
 
+    def _forget(self, name: str) -> None:
+        call(lambda: self._redis.xgroup_delconsumer(scripts.STREAM, scripts.GROUP, name))
+
     def _release(self, claimed: ClaimedJob, reason: str, *, counts: bool) -> None:
         args = [claimed.fence, scripts.GROUP, self._owner, claimed.entry, "1" if counts else "0"]
         keys = [scripts.events_key(claimed.id), scripts.STREAM]
@@ -207,7 +229,7 @@ class JobConsumer:
         try:
             return call(command)
         except redis.exceptions.ResponseError as error:
-            if "NOGROUP" not in str(error):
+            if "NOGROUP" not in str(error) and "no such key" not in str(error):
                 raise
         try:
             call(lambda: self._redis.xgroup_create(scripts.STREAM, scripts.GROUP, id="0", mkstream=True))
@@ -240,13 +262,14 @@ class JobConsumer:
             return None
         return ClaimedJob(job=job, spec=spec, fence=outcome[1], attempt=int(outcome[2]), entry=entry)
 
-    def _adopt(self, entry: str, fields: Mapping[str, str]) -> str | None:
-        """Makes a job of a spec that somebody XADDed; None (and a dead letter) if it is not a valid one."""
+    def _adopt(self, entry: str, fields: Mapping[str, str], *, waiting: bool = False) -> str | None:
+        """Makes a job of a spec that somebody XADDed; None if it is not a valid one, then a dead letter at delivery."""
         text = fields.get("spec", "")
         try:
             spec = SPEC.validate_json(text)
         except ValidationError as error:
-            self._bury(entry, f"invalid spec: {_first_error(error)}", text)
+            if not waiting:
+                self._bury(entry, f"invalid spec: {_first_error(error)}", text)
             return None
         key = fields.get("idempotency_key")
         job_id = job_id_of_entry(entry)
@@ -256,7 +279,8 @@ class JobConsumer:
             scripts.SUBMIT, [*keys, scripts.idempotency_key(key or "")], [*args, "1" if key else "0", entry]
         )
         if outcome == "conflict":
-            self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)
+            if not waiting:
+                self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)
             return None
         return str(existing)
 

@@ -55,8 +55,7 @@ class CheckpointStore:
         prefix = f"{_prefix(job_id)}{checkpoint.step:08d}/"
         for filename, data in _encode(spec_sha, checkpoint).items():
             self._store.put(prefix + filename, data)
-        steps = [int(part) for part in self._store.list_dirs(_prefix(job_id)) if part.isdigit()]
-        older = sorted((step for step in steps if step < checkpoint.step), reverse=True)
+        older = sorted((step for step in self._stored_steps(job_id) if step < checkpoint.step), reverse=True)
         for step in older[self._keep - 1 :]:
             self._store.delete_prefix(f"{_prefix(job_id)}{step:08d}/")
         shutil.rmtree(self._directory / job_id, ignore_errors=True)
@@ -85,8 +84,7 @@ class CheckpointStore:
         """
         local = self._first_valid(job_id, spec_sha, self._local_steps(job_id), self._read_local)
         try:
-            steps = [int(part) for part in self._store.list_dirs(_prefix(job_id)) if part.isdigit()]
-            newer = [step for step in steps if local is None or step > local.step]
+            newer = [step for step in self._stored_steps(job_id) if local is None or step > local.step]
             return self._first_valid(job_id, spec_sha, newer, self._read_stored) or local
         except Unavailable:
             if local is None:
@@ -109,6 +107,11 @@ class CheckpointStore:
     def _local_steps(self, job_id: str) -> list[int]:
         directory = self._directory / job_id
         return [int(path.name) for path in directory.iterdir() if path.name.isdigit()] if directory.is_dir() else []
+
+    def _stored_steps(self, job_id: str) -> set[int]:
+        """From the keys: some servers go on listing emptied directories."""
+        parts = (key[len(_prefix(job_id)) :].split("/")[0] for key in self._store.list(_prefix(job_id)))
+        return {int(part) for part in parts if part.isdigit()}
 
     def _first_valid(
         self, job_id: str, spec_sha: str, steps: Iterable[int], read: Callable[[str, int, str], bytes | None]
@@ -184,13 +187,15 @@ class CheckpointWriter:
         self._thread.join()
 
     def _safe(self) -> bool:
-        return self._waiting is None or self._waiting.step == self._on_disk or not self._thread.is_alive()
+        return self._waiting is None or self._waiting.step == self._on_disk or self._closed
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waiting is not None)
                 if self._closed or not self._allowed():
+                    self._closed = True
+                    self._changed.notify_all()
                     return
                 checkpoint = self._waiting
             if checkpoint is None:

@@ -117,6 +117,7 @@ class JobSession:
                 if time.monotonic() >= due:
                     self._cancelled = self._consumer.heartbeat(self._claimed) or self._cancelled
                     due = time.monotonic() + self._interval
+                    self._consumer.adopt_waiting()
                 self._write_pending()
                 if self._away:
                     self._away = False

@@ -130,9 +130,13 @@ class TrainerWorker:
 
     def _loop(self) -> None:
         away = False
+        tidied = False
         while not self._draining.is_set():
             try:
-                claimed = self._consumer.claim()
+                if not tidied:
+                    self._consumer.forget_dead_consumers()
+                    tidied = True
+                claimed = self._consumer.claim(_IDLE_SECONDS)
                 away = False
             except Unavailable as error:
                 if not away:

@@ -283,6 +283,29 @@ async def test_specs_straight_from_a_pipeline(queue: JobQueue, consumers: Consum
     assert raw.xlen(scripts.STREAM) == 0
 
 
+async def test_pipeline_specs_are_seen_while_they_wait(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    entry = str(raw.xadd(scripts.STREAM, {"spec": sft("ci").model_dump_json(), "idempotency_key": "ci-2"}))
+    raw.xadd(scripts.STREAM, {"spec": "broken"})
+    consumer = consumers("busy")
+    for _ in range(2):
+        consumer.adopt_waiting()
+        (waiting,) = await queue.list()
+        assert (waiting.id, waiting.state) == (job_id_of_entry(entry), JobState.QUEUED)
+    assert raw.xlen(scripts.DEAD) == 0
+    claimed = must_claim(consumer)
+    assert claimed.id == waiting.id
+    consumer.succeed(claimed, "ci@1")
+    raw.xadd(scripts.STREAM, {"spec": sft("ci").model_dump_json()})
+    consumer.adopt_waiting()
+    (again, _) = await queue.list()
+    assert (await queue.cancel(again.id)).state is JobState.CANCELLED
+    assert consumer.claim(0) is None
+    assert raw.xlen(scripts.STREAM) == 0
+    assert raw.xlen(scripts.DEAD) == 1
+    raw.flushall()
+    consumer.forget_dead_consumers()
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -1,0 +1,93 @@
+"""Checkpoints in a real S3 server and on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import Unavailable
+from services.common.store import ObjectStore
+from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
+from services.trainer.jobs.base import RunState
+from tests.integration.servers import RunningServer
+
+SHA = "5" * 64
+
+
+def checkpoint(step: int) -> Checkpoint:
+    state = RunState(
+        tensors={"w": torch.arange(4.0) + step, "rng": torch.Generator().manual_seed(step).get_state()},
+        data={"step": step, "cursor": [1, 2], "x": 0.1},
+    )
+    return Checkpoint(step, state)
+
+
+def same(found: Checkpoint | None, wanted: Checkpoint) -> bool:
+    return (
+        found is not None
+        and found.step == wanted.step
+        and found.state.data == wanted.state.data
+        and found.state.tensors.keys() == wanted.state.tensors.keys()
+        and all(torch.equal(found.state.tensors[name], tensor) for name, tensor in wanted.state.tensors.items())
+    )
+
+
+@pytest.fixture
+def checkpoints(store: ObjectStore, tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(store, tmp_path, keep=2)
+
+
+def test_newest_valid_one_counts_and_two_are_kept(checkpoints: CheckpointStore, store: ObjectStore) -> None:
+    assert checkpoints.newest("job-1", SHA) is None
+    for step in (3, 6, 9, 12):
+        checkpoints.save("job-1", SHA, checkpoint(step))
+    assert {key.split("/")[3] for key in store.list("jobs/")} == {"00000009", "00000012"}
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(12))
+    assert checkpoints.newest("job-1", "6" * 64) is None, "another spec's state is useless"
+    assert checkpoints.newest("job-2", SHA) is None
+    store.put("jobs/job-1/checkpoints/00000012/state.safetensors", b"torn")
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(9))
+    store.delete("jobs/job-1/checkpoints/00000009/manifest.json")
+    assert checkpoints.newest("job-1", SHA) is None
+    checkpoints.discard("job-1")
+    assert store.list("jobs/") == []
+
+
+def test_disk_and_store_compete_by_step(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    checkpoints.save("job-1", SHA, checkpoint(5))
+    checkpoints.save_locally("job-1", SHA, checkpoint(4))
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(5))
+    checkpoints.save_locally("job-1", SHA, checkpoint(7))
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(7))
+    assert len(list((tmp_path / "job-1").iterdir())) == 1
+    checkpoints.save("job-1", SHA, checkpoint(8))
+    assert not (tmp_path / "job-1").exists()
+
+
+def test_the_writer_keeps_trying(checkpoints: CheckpointStore, s3: RunningServer, store: ObjectStore) -> None:
+    saved: list[tuple[int, str]] = []
+    writer = CheckpointWriter(
+        checkpoints, "job-1", SHA, allowed=lambda: True, saved=lambda step, where: saved.append((step, where))
+    )
+    with s3.down():
+        writer.submit(checkpoint(1))
+        assert writer.flush(15)
+        assert saved == [(1, "disk")]
+        assert same(checkpoints.newest("job-1", SHA), checkpoint(1))
+        with pytest.raises(Unavailable):
+            checkpoints.newest("job-2", SHA)
+    writer.submit(checkpoint(2))
+    assert writer.flush(15)
+    writer.close()
+    assert saved[-1] == (2, "s3")
+    assert "jobs/job-1/checkpoints/00000002/manifest.json" in store.list("jobs/")
+
+
+def test_a_former_owner_writes_nothing(checkpoints: CheckpointStore, store: ObjectStore) -> None:
+    writer = CheckpointWriter(checkpoints, "job-1", SHA, allowed=lambda: False, saved=lambda *_: None)
+    writer.submit(checkpoint(1))
+    assert writer.flush(5)
+    writer.close()
+    assert store.list("jobs/") == []
