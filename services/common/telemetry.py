@@ -33,7 +33,6 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.stdlib.ExtraAdder(),
         _ServiceName(service),
         mask_secrets,
     ]
@@ -57,7 +56,8 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[],
+            # Of foreign records only: structlog's own carry their logger object as an extra.
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder()],
             processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *exceptions, renderer],
         )
     )
