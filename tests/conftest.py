@@ -9,6 +9,18 @@ import pytest
 from tests.stack import Stack
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `cuda` belong to machines with a GPU; elsewhere they are not part of the suite."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if item not in marked]
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One running Temper for all tests that leave it as they found it (their own adapters, nothing attached)."""

@@ -40,7 +40,7 @@ def generate(reference: Qwen3_5ForCausalLM, prompt: tuple[int, ...]) -> list[int
 
 
 def serve(
-    model: Qwen3_5, requests: list[Request], *, arrivals: int, **changes: int | bool
+    model: Qwen3_5, requests: list[Request], *, arrivals: int, lora: LoraSlots | None = None, **changes: int | bool
 ) -> tuple[list[Finished], int]:
     """Runs the requests, ``arrivals`` new ones a step; returns the results in the order of requests and how often
     one was preempted."""
@@ -57,7 +57,8 @@ def serve(
     cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
     for pool in (*cache.keys, *cache.values, *cache.conv_states, *cache.recurrent_states):
         pool.normal_(0, 100)
-    lora = LoraSlots(model.config, 1, 4, torch.float32, torch.device("cpu"))
+    if lora is None:
+        lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
     runner = ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS])
     scheduler = Scheduler(config)
     finished: dict[str, Finished] = {}

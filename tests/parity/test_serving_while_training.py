@@ -43,6 +43,7 @@ def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:
     with torch.no_grad():
         for parameter in lora.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    tokens = tokens.to(model.device)
     for _ in range(steps):
         with gate.training():
             hidden = model.forward_train(tokens, [40, 50], lora, checkpointing=True, give_way=gate.give_way)
