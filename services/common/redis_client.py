@@ -22,6 +22,8 @@ BLOCK_SECONDS = 2.0
 """The longest that one blocking command waits."""
 RETRY_SECONDS = 2.0
 """Refused connections are retried for this long; a command that timed out is not repeated."""
+ASYNC_CONNECTIONS = 1000
+"""Of one gateway: a client that follows a job's events holds one."""
 
 T = TypeVar("T")
 _AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
@@ -48,6 +50,7 @@ def connect_async(settings: CommonSettings) -> redis.asyncio.Redis:
         decode_responses=True,
         socket_timeout=SOCKET_SECONDS,
         socket_connect_timeout=CONNECT_SECONDS,
+        max_connections=ASYNC_CONNECTIONS,
         retry=AsyncRetry(NoBackoff(), 0),
     )
 
