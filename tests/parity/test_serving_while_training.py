@@ -37,7 +37,7 @@ class NoAdapters:
 
 def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:
     """The summed gradients of a fresh adapter over some identical steps."""
-    lora = LoraParams.create(model.config, LoraSettings(rank=4))
+    lora = LoraParams.create(model.config, LoraSettings(rank=4), device=model.device)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (90,), generator=generator)
     with torch.no_grad():
