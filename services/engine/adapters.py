@@ -50,8 +50,8 @@ class Nudges(Protocol):
 class Loop(Protocol):
     """What the manager needs of the engine loop."""
 
-    def call_at_boundary(self, function: Callable[[], None]) -> object:
-        """Runs a function on the loop thread between two steps."""
+    def call_at_boundary(self, function: Callable[[], None]) -> Future[None]:
+        """Runs a function on the loop thread between two steps; the future fails if the loop has stopped."""
         ...
 
     def retry_adapters(self) -> None:
@@ -474,7 +474,6 @@ class AdapterManager:
 
     def _flip(self, attached: AdapterVersion | None, current: dict[str, int]) -> None:
         """Makes aliases mean new versions, on the loop thread between two steps."""
-        done = threading.Event()
 
         def flip() -> None:
             with self._changed:
@@ -483,13 +482,13 @@ class AdapterManager:
                 self._attached = attached
                 self._current = current
                 self._failures.clear()
-            done.set()
 
         if self._loop is None:
             raise RuntimeError("start() was not called")
-        self._loop.call_at_boundary(flip)
-        if not done.wait(_FLIP_SECONDS):
-            raise Unavailable("the engine loop did not reach a step boundary")
+        try:
+            self._loop.call_at_boundary(flip).result(_FLIP_SECONDS)
+        except TimeoutError as error:
+            raise Unavailable("the engine loop did not reach a step boundary") from error
 
 
 def _not_found(choice: AdapterChoice) -> ModelNotFound:

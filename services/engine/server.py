@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters import AdapterManager
-from services.engine.errors import status_code, to_message
+from services.engine.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.loop import EngineLoop
 from services.engine.request import FinishReason
 from services.engine.updates import SequenceUpdate
@@ -56,7 +57,7 @@ class _Stream:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._events = asyncio.get_running_loop()
-        self._pending: list[list[SequenceUpdate]] = []
+        self._pending: deque[list[SequenceUpdate]] = deque()
         self._backlog = 0
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
@@ -64,7 +65,11 @@ class _Stream:
         self._overrun = False
 
     def __call__(self, updates: list[SequenceUpdate]) -> None:
-        self._events.call_soon_threadsafe(self._receive, updates)
+        self._events.call_soon_threadsafe(self._step_done, updates)
+
+    def _step_done(self, updates: list[SequenceUpdate]) -> None:
+        self._live.difference_update(update.request_id for update in updates if update.finish_reason is not None)
+        self._receive(updates)
 
     def _receive(self, updates: list[SequenceUpdate]) -> None:
         self._pending.append(updates)
@@ -88,9 +93,15 @@ class _Stream:
                 raise InvalidRequest(f"request_id {name!r} is in use", param="request_id")
             self._serving.loop.submit(submission(message, self._serving.model.vocab_size), self)
         except TemperError as error:
-            self._receive([SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)])
+            self._refuse(name, error)
+        except Exception as error:  # a bug that one request meets must not end the others of its gateway
+            log.exception("request could not be submitted", request=name)
+            self._refuse(name, TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})"))
         else:
             self._live.add(name)
+
+    def _refuse(self, name: str, error: TemperError) -> None:
+        self._receive([SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)])
 
     def abort(self, message: pb.AbortRequest) -> None:
         """Ends a request of this client; with keep_tokens its rollout stays, cut where the gateway ended the text."""
@@ -105,11 +116,10 @@ class _Stream:
         """
         while True:
             while self._pending:
-                updates = self._pending.pop(0)
+                updates = self._pending.popleft()
                 self._backlog -= len(updates)
                 if self._overrun:
                     raise Unavailable(f"more than {_MAX_BACKLOG} updates were left unread")
-                self._live.difference_update(u.request_id for u in updates if u.finish_reason is not None)
                 yield updates
             if self._closed and not self._live:
                 return

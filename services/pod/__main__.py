@@ -8,7 +8,6 @@ import sys
 from services.common.errors import TemperError
 from services.common.telemetry import configure_logging
 from services.engine.settings import EngineSettings
-from services.pod.parent import exit_with_parent
 from services.pod.preflight import check_all, read_settings
 from services.trainer.settings import TrainerSettings
 
@@ -27,8 +26,6 @@ def main() -> int:
     try:
         settings, trainer = read_settings()
         configure_logging(settings, service="engine")
-        if settings.exit_with_parent:
-            exit_with_parent()
         check_all(settings)
         asyncio.run(_run(settings, trainer))
     except TemperError as error:

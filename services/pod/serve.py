@@ -22,13 +22,15 @@ from services.engine.metrics import EngineMetrics, StateCollector
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, use_threads
-from services.pod.parent import parent_is_gone
 from services.pod.training import Training
 from services.trainer.settings import TrainerSettings
 
 _WATCH_SECONDS = 0.5
-_CLOSE_SECONDS = 2.0
+_CLOSE_SECONDS = 0.5
 """After draining: for the last frames to leave."""
+_SECOND_SIGNAL_SECONDS = 2.0
+"""A signal this soon after the first is the same wish: a terminal's Ctrl-C reaches the whole process group, and the
+supervisor passes it on."""
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +122,7 @@ async def _watch(stop: asyncio.Event, dead: Callable[[], bool], with_parent: boo
     while not stop.is_set():
         if dead():
             return True
-        if with_parent and parent_is_gone(parent):
+        if with_parent and os.getppid() != parent:
             log.warning("the parent process is gone, stopping")
             return False
         with contextlib.suppress(TimeoutError):
@@ -142,12 +144,14 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """SIGTERM and SIGINT drain; a second one ends the process at once."""
+    """SIGTERM and SIGINT drain; another one later ends the process at once."""
     events = asyncio.get_running_loop()
+    first: list[float] = []
 
     def handle() -> None:
-        if stop.is_set():
-            log.warning("second signal, ending now")
+        first.append(events.time())
+        if first[-1] - first[0] > _SECOND_SIGNAL_SECONDS:
+            log.warning("asked to stop again, ending now")
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         stop.set()

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -94,8 +95,10 @@ class FakeLoop:
         while (call := self._calls.get()) is not None:
             call()
 
-    def call_at_boundary(self, function: Callable[[], None]) -> None:
-        self._calls.put(function)
+    def call_at_boundary(self, function: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._calls.put(lambda: future.set_result(function()))
+        return future
 
     def retry_adapters(self) -> None:
         self.retries.release()
