@@ -1,0 +1,1 @@
+"""Model directories that travel with the repository."""

@@ -1,0 +1,1 @@
+"""A small trained model of the Qwen3.5 architecture; see README.md beside this file."""

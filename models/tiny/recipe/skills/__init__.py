@@ -1,0 +1,1 @@
+"""The skills, one module each. ``make(rng) -> Item`` draws one item of either split."""
