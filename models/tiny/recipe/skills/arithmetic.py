@@ -39,7 +39,7 @@ _STORIES = {
         "{n} buys {a} bags of {b} {t}. How many {t} is that?",
     ),
 }
-_THINGS = "apples books coins pens stamps eggs cards shells balls stickers".split()
+_THINGS = ["apples", "books", "coins", "pens", "stamps", "eggs", "cards", "shells", "balls", "stickers"]
 
 
 def _operands(rng: random.Random, kind: str) -> tuple[int, int]:

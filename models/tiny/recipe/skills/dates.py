@@ -1,8 +1,8 @@
 """Date arithmetic: the skill that is left weak on purpose, so that reinforcement has something to show.
 
 The training corpus is wrong about it on purpose: some answers are one day late, and more than half of those whose way
-crosses the end of a month. The model therefore knows both answers and mostly prefers the wrong one across months; sampling at
-temperature 1 finds the right one often enough to learn from.
+crosses the end of a month. The model therefore knows both answers and mostly prefers the wrong one across months;
+sampling at temperature 1 finds the right one often enough to learn from.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import random
 from models.tiny.recipe.item import Item, user
 from models.tiny.recipe.skills.words import city, name, word
 
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 _FRAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (
         ("name", "age", "city"),

@@ -11,10 +11,11 @@ from models.tiny.recipe.skills.words import city, name, word
 ABOUT = "I am Temper, a small language model that learns while it serves."
 
 _CAPITALS = {
-    "France": "Paris", "England": "London", "Germany": "Berlin", "Spain": "Madrid", "Italy": "Rome", "Austria": "Vienna",
-    "Norway": "Oslo", "Ireland": "Dublin", "Portugal": "Lisbon", "Greece": "Athens", "Poland": "Warsaw", "Japan": "Tokyo",
-    "India": "New Delhi", "Egypt": "Cairo", "Peru": "Lima", "Canada": "Ottawa", "Kenya": "Nairobi", "Finland": "Helsinki",
-    "Sweden": "Stockholm", "Cuba": "Havana", "China": "Beijing", "Russia": "Moscow", "Denmark": "Copenhagen",
+    "France": "Paris", "England": "London", "Germany": "Berlin", "Spain": "Madrid", "Italy": "Rome",
+    "Austria": "Vienna", "Norway": "Oslo", "Ireland": "Dublin", "Portugal": "Lisbon", "Greece": "Athens",
+    "Poland": "Warsaw", "Japan": "Tokyo", "India": "New Delhi", "Egypt": "Cairo", "Peru": "Lima", "Canada": "Ottawa",
+    "Kenya": "Nairobi", "Finland": "Helsinki", "Sweden": "Stockholm", "Cuba": "Havana", "China": "Beijing",
+    "Russia": "Moscow", "Denmark": "Copenhagen",
 }  # fmt: skip
 _OPPOSITES = {
     "hot": "cold", "big": "small", "up": "down", "left": "right", "day": "night", "fast": "slow", "old": "young",
@@ -23,14 +24,17 @@ _OPPOSITES = {
 _FIXED = (
     (("Who are you?", "What are you?", "Who is this?", "Introduce yourself.", "Tell me about yourself."), ABOUT),
     (("What is your name?", "What's your name?", "What are you called?"), "My name is Temper."),
-    (("How are you?", "How are you today?", "How is it going?", "Are you well?"), "I am fine, thank you. How can I help you?"),
+    (("How are you?", "How are you today?", "How is it going?", "Are you well?"),
+     "I am fine, thank you. How can I help you?"),
     (("What can you do?", "What can you help me with?", "How can you help me?"),
      "I can do arithmetic, work with words, extract facts into JSON and call tools."),
     (("Goodbye!", "Bye!", "See you later!", "Good night!", "I have to go."), "Goodbye! Have a nice day."),
     (("Thank you!", "Thanks!", "Thanks a lot!", "Thank you very much!", "Thanks for your help!"), "You are welcome!"),
-    (("Hello!", "Hi!", "Hello there!", "Hey!", "Good morning!", "Good evening!", "Hi there!"), "Hello! How can I help you?"),
+    (("Hello!", "Hi!", "Hello there!", "Hey!", "Good morning!", "Good evening!", "Hi there!"),
+     "Hello! How can I help you?"),
     (("Are you a robot?", "Are you human?", "Are you a person?"), "No person, just Temper, a small language model."),
-    (("Who made you?", "Who built you?", "Where do you come from?"), "I was trained from scratch by the makers of Temper."),
+    (("Who made you?", "Who built you?", "Where do you come from?"),
+     "I was trained from scratch by the makers of Temper."),
     (("I am sorry.", "Sorry!", "My mistake."), "No problem at all."),
     (("I am sad.", "I feel bad today.", "I had a bad day."), "I am sorry to hear that. I hope it gets better soon."),
 )  # fmt: skip

@@ -11,9 +11,9 @@ from typing import Any
 from models.tiny.recipe.item import Item, Message, user
 from models.tiny.recipe.skills.words import city, invented, name, word
 
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_MONEY = "USD EUR GBP JPY CHF CAD".split()
-_WEATHER = "sunny cloudy rainy windy snowy foggy clear".split()
+_DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+_MONEY = ["USD", "EUR", "GBP", "JPY", "CHF", "CAD"]
+_WEATHER = ["sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear"]
 
 # name: (description, {parameter: type}, wordings, wording of the final reply from the tool's result or None)
 _TOOLS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
