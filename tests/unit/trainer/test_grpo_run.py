@@ -108,7 +108,7 @@ def test_training_raises_the_reward(host: TrainingHost) -> None:
     parent: dict[str, bytes] | None = None
     run = None
     means: list[float] = []
-    for number in range(4):
+    for number in range(6):
         groups = token_groups(host, run, 4, seed=number, size=8)
         run = prepared(host, parent, groups=groups, learning_rate=0.02, epochs=3, lora={} if parent else {"rank": 4})
         history = [run.step(index) for index in range(3)]
