@@ -1,0 +1,161 @@
+"""The commands against a whole Temper, and the README's examples as they are written there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import ROOT, Stack, clean_environment
+
+TERMINAL = {"succeeded", "failed", "cancelled"}
+
+
+def temper(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment({"TEMPER_URL": stack.url, "NO_COLOR": "1"}),
+        cwd=ROOT,
+    )
+
+
+def ok(stack: Stack, *args: str) -> Any:
+    result = temper(stack, *args, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> str:
+    file = tmp_path / "examples.jsonl"
+    pairs = [("hello", "Good day!"), ("hi", "Good day!")]
+    file.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))
+    return str(file)
+
+
+def name() -> str:
+    return f"cli-{uuid.uuid4().hex[:8]}"
+
+
+def test_train_attach_roll_back(stack: Stack, examples: str, tmp_path: Path) -> None:
+    adapter = name()
+    submit = ("train", "submit", "sft", "--data", examples, "--adapter", adapter, "--epochs", "2", "--wait")
+    first = temper(stack, *submit)
+    assert first.returncode == 0, first.stderr
+    assert f"{adapter}@1" in first.stdout
+    assert "step 2/2" in first.stderr
+    assert "loss" in first.stderr
+    assert ok(stack, "chat", "hello", "--max-tokens", "4")["adapter"] == f"{adapter}@1"
+
+    lines = [json.loads(line) for line in temper(stack, *submit, "--json").stdout.splitlines()]
+    assert lines[-1]["result_adapter"] == f"{adapter}@2"
+    assert {line["kind"] for line in lines[:-1]} >= {"state", "progress", "published"}
+    job_id = lines[-1]["id"]
+    assert ok(stack, "train", "status", job_id)["state"] == "succeeded"
+    assert job_id in temper(stack, "train", "status").stdout
+    # The events of a job that has ended can be replayed.
+    assert temper(stack, "train", "watch", job_id).returncode == 0
+
+    assert [one["version"] for one in ok(stack, "adapters", "show", adapter)] == [1, 2]
+    assert ok(stack, "adapters", "rollback")["attached"] == f"{adapter}@1"
+    assert ok(stack, "chat", "hello", "--max-tokens", "4")["adapter"] == f"{adapter}@1"
+    assert temper(stack, "adapters", "rollback").returncode == 1
+    assert ok(stack, "chat", "hello", "--max-tokens", "4", "--adapter", "base")["adapter"] is None
+    assert ok(stack, "adapters", "attach", adapter)["attached"] == f"{adapter}@2"
+
+    other, directory = name(), str(tmp_path / "files")
+    ok(stack, "adapters", "download", f"{adapter}@1", directory)
+    assert ok(stack, "adapters", "upload", directory, "--name", other)["version"] == 1
+    listed = ok(stack, "adapters", "list")
+    assert {one["name"] for one in listed["data"]} >= {adapter, other}
+    assert listed["attached"] == f"{adapter}@2"
+    ok(stack, "adapters", "detach")
+    assert ok(stack, "chat", "hello", "--max-tokens", "4")["adapter"] is None
+    assert temper(stack, "adapters", "detach").returncode == 0
+
+
+def test_an_idempotency_key_trains_once(stack: Stack, examples: str) -> None:
+    submit = ("train", "submit", "sft", "--data", examples, "--adapter", name(), "--epochs", "1", "--no-attach")
+    key = ("--idempotency-key", uuid.uuid4().hex)
+    first, second = ok(stack, *submit, *key), ok(stack, *submit, *key)
+    assert first["id"] == second["id"]
+    clash = temper(stack, *submit, *key, "--learning-rate", "0.5")
+    assert clash.returncode == 1
+    assert "idempotency key" in clash.stderr
+
+
+def test_cancel_ends_a_wait_with_1(stack: Stack, examples: str) -> None:
+    job = ok(
+        *(stack, "train", "submit", "sft", "--data", examples, "--adapter", name(), "--epochs", "1000", "--no-attach")
+    )
+    assert temper(stack, "train", "watch", job["id"], "--timeout", "0").returncode == 4
+    assert ok(stack, "train", "cancel", job["id"])["id"] == job["id"]
+    watched = temper(stack, "train", "watch", job["id"])
+    assert watched.returncode == 1
+    assert "cancelled" in watched.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("chat", "hi", "--adapter", "nobody"), "nobody"),
+        (("adapters", "attach", "nobody"), "nobody"),
+        (("adapters", "show", "nobody"), "nobody"),
+        (("train", "watch", "job-nobody"), "job-nobody"),
+        (("train", "cancel", "job-nobody"), "job-nobody"),
+    ],
+)
+def test_unknown_things_exit_with_1_and_one_line(stack: Stack, args: tuple[str, ...], says: str) -> None:
+    result = temper(stack, *args)
+    assert result.returncode == 1
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_corrupt_upload_is_refused(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
+    result = temper(stack, "adapters", "upload", str(tmp_path), "--name", name())
+    assert result.returncode == 1
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+EXAMPLE = re.compile(r"<!-- test: (sh|python) -->\n```\1\n(.*?)```", re.DOTALL)
+EXAMPLES = EXAMPLE.findall((ROOT / "README.md").read_text())
+
+
+def test_readme_has_examples() -> None:
+    assert [language for language, _ in EXAMPLES] == ["sh", "python", "sh", "python", "sh"]
+
+
+@pytest.mark.parametrize(("language", "code"), EXAMPLES, ids=[f"{n}-{one[0]}" for n, one in enumerate(EXAMPLES)])
+def test_readme_examples_run_as_written(stack: Stack, tmp_path: Path, language: str, code: str) -> None:
+    code = code.replace("http://localhost:8420", stack.url)
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "temper").write_text(f'#!/bin/sh\nexec {sys.executable} -m cli "$@"\n')
+    (bin_dir / "temper").chmod(0o755)
+    command = ["sh", "-ec", code] if language == "sh" else [sys.executable, "-c", code]
+    env = clean_environment({"TEMPER_URL": stack.url, "PATH": f"{bin_dir}:{os.environ['PATH']}"})
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert '"error"' not in result.stdout
+    wait_for_jobs(stack)
+
+
+def wait_for_jobs(stack: Stack) -> None:
+    """The examples submit jobs that attach; the next test finds nothing attached."""
+    for job in ok(stack, "train", "status")["data"]:
+        if job["state"] not in TERMINAL:
+            temper(stack, "train", "watch", job["id"])
+    ok(stack, "adapters", "detach")

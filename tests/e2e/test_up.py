@@ -1,0 +1,164 @@
+"""`temper up` as a user has it: start, trouble, stop, start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cli.local_stores import free_ports
+from tests.stack import ROOT, TINY, Stack, clean_environment
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
+        time.sleep(0.1)
+
+
+def answers(stack: Stack) -> bool:
+    try:
+        return httpx.get(f"{stack.url}/readyz", timeout=2, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def chat(stack: Stack) -> httpx.Response:
+    body = {"model": stack.served_model_name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    return httpx.post(f"{stack.url}/v1/chat/completions", json=body, timeout=30, trust_env=False)
+
+
+def sockets_of(stack: Stack) -> set[str]:
+    """Addresses that its processes listen on."""
+    found = set()
+    for child in stack.children():
+        for connection in child.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.add(f"{connection.laddr.ip}:{connection.laddr.port}")
+    return found
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Stack:
+    return Stack(tmp_path / "data")
+
+
+def test_one_line_when_ready_and_nothing_but_the_gateway_in_the_open(stack: Stack) -> None:
+    assert stack.ready_line == f"Temper is ready on http://localhost:{stack.port}\n"
+    assert set(stack.state["pids"]) == {"valkey", "s3", "engine", "gateway"}
+    assert chat(stack).status_code == 200
+    assert all(address.startswith("127.0.0.1:") for address in sockets_of(stack))
+    assert (stack.data_dir.stat().st_mode & 0o777) == 0o700
+
+
+def test_second_up_is_refused_by_the_same_directory_and_by_the_same_port(stack: Stack, tmp_path: Path) -> None:
+    for data_dir, port, says in (
+        (stack.data_dir, free_ports(1)[0], "in use by another `temper up`"),
+        (tmp_path / "other", stack.port, f"port {stack.port}"),
+    ):
+        second = Stack(data_dir, port=port)
+        result = subprocess.run(
+            second.argv, capture_output=True, text=True, timeout=60, env=clean_environment(), cwd=ROOT
+        )
+        assert result.returncode == 1
+        assert says in result.stderr
+        assert result.stdout == ""
+    assert answers(stack)
+
+
+def test_what_dies_comes_back_and_a_restart_keeps_credentials(own: Stack) -> None:
+    with own:
+        before = own.state["pids"]
+        for service in ("gateway", "valkey", "s3", "engine"):
+            os.kill(own.pid(service), signal.SIGKILL)
+        wait_until(lambda: set(own.state["pids"]) == set(before), "the restart of all four")
+        wait_until(lambda: answers(own), "readiness")
+        assert chat(own).status_code == 200
+        assert not set(before.values()) & set(own.state["pids"].values())
+        began = time.monotonic()
+        assert own.stop() == 0
+        assert time.monotonic() - began < 30
+    assert not (own.data_dir / "state.json").exists()
+    stderr = own.stderr_file.read_text()
+    stopped = [line.split()[0] for line in stderr.splitlines() if " stopped" in line]
+    assert stopped[:2] == ["gateway", "engine"]
+    assert "killed: it did not stop" not in stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent death signal")
+def test_nothing_survives_a_killed_supervisor(own: Stack) -> None:
+    own.start()
+    children = own.children()
+    assert len(children) >= 4
+    assert own.process is not None
+    own.process.kill()
+    own.process.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    own.stop()
+    assert not alive
+    with own:  # neither a lock nor a half-written store is in the way
+        assert chat(own).status_code == 200
+
+
+def fails(stack: Stack) -> str:
+    """Standard error of a `temper up` that must give up by itself, and leave nothing running."""
+    result = subprocess.run(
+        stack.argv, capture_output=True, text=True, timeout=60, env=clean_environment(stack.env), cwd=ROOT
+    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    needle = str(stack.data_dir)
+    left = [p for p in psutil.process_iter(["cmdline"]) if any(needle in word for word in p.info["cmdline"] or ())]
+    assert not left
+    return result.stderr
+
+
+def test_checkpoint_with_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(TINY, broken, ignore=shutil.ignore_patterns("recipe"))
+    tensors = load_file(broken / "model.safetensors")
+    victim = next(name for name in sorted(tensors) if name.endswith("k_proj.weight"))
+    del tensors[victim]
+    save_file(tensors, broken / "model.safetensors")
+    message = fails(Stack(tmp_path / "data", model=broken))
+    assert victim.removeprefix("model.language_model.").removeprefix("model.") in message
+
+
+def test_external_redis_that_is_away_is_named(tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    message = fails(Stack(tmp_path / "data", env={"TEMPER_REDIS_URL": f"redis://:hush@127.0.0.1:{port}/0"}))
+    assert f"127.0.0.1:{port}" in message
+    assert "TEMPER_REDIS_URL" in message
+    assert "hush" not in message
+
+
+def test_external_s3_that_is_away_is_named(tmp_path: Path) -> None:
+    port = free_ports(1)[0]
+    env = {"TEMPER_S3_ENDPOINT": f"127.0.0.1:{port}", "TEMPER_S3_ACCESS_KEY": "a", "TEMPER_S3_SECRET_KEY": "hush"}
+    message = fails(Stack(tmp_path / "data", env=env))
+    assert f"127.0.0.1:{port}" in message
+    assert "TEMPER_S3_ENDPOINT" in message
+    assert "hush" not in message
+
+
+def test_json_line(own: Stack) -> None:
+    own.options = ("--json",)
+    with own:
+        line = json.loads(own.ready_line)
+        assert line["url"] == f"http://localhost:{own.port}"
+        assert set(line["pids"]) == {"valkey", "s3", "engine", "gateway"}
+        # Ctrl-C in a terminal is SIGINT.
+        assert own.stop(signal.SIGINT) == 0
