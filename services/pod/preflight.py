@@ -44,7 +44,7 @@ def check_all(settings: EngineSettings) -> None:
     check_model_directory(settings)
     check_port(settings)
     check_redis(settings)
-    ObjectStore(settings).check()
+    check_store(settings)
 
 
 def check_model_directory(settings: EngineSettings) -> None:
@@ -89,6 +89,14 @@ def check_redis(settings: EngineSettings) -> None:
     except (redis.RedisError, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise Unavailable(f"Redis at {without_password(url)} (TEMPER_REDIS_URL) does not answer: {reason}") from error
+
+
+def check_store(settings: EngineSettings) -> None:
+    """Raises Unavailable if the object store does not answer, StoreRejected if it has no conditional writes."""
+    try:
+        ObjectStore(settings).check()
+    except Unavailable as error:
+        raise Unavailable(f"{error.message}; TEMPER_S3_ENDPOINT says where it is") from error
 
 
 def without_password(url: str) -> str:
