@@ -27,7 +27,7 @@ class GatewaySettings(CommonSettings):
     """Tokens a chat may generate when the request sets no limit and the context leaves room."""
     request_timeout_seconds: float = Field(600.0, gt=0)
     """Longest life of a completion, queueing included."""
-    engine_retry_seconds: float = Field(10.0, ge=0)
+    engine_retry_seconds: float = Field(20.0, ge=0)
     """How long a request that has no token yet waits for another engine, or for this one to come back."""
     status_interval_seconds: float = Field(1.0, gt=0)
     """Pause between two GetStatus calls to an engine."""
