@@ -23,6 +23,7 @@ T = TypeVar("T")
 _STORE_THREADS = 8
 _STORE_CALLS = 64
 _UPLOADS = 2
+_CHECKS = 2
 
 
 class Gateway:
@@ -57,6 +58,8 @@ class Gateway:
         self._store_calls = 0
         self.uploads = asyncio.Semaphore(_UPLOADS)
         """Held while an upload is in memory."""
+        self.checks = asyncio.Semaphore(_CHECKS)
+        """Held while a training job is tokenized: the threads are shared with prompts."""
 
     async def store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a blocking call to the object store in a thread.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import structlog
@@ -12,15 +13,18 @@ from services.gateway.api.routing import router
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("models")
+_PATIENCE = 1.5
+"""Seconds for the object store: clients ask for the models first, and completions do not need it."""
 log = structlog.get_logger(__name__)
 
 
 async def _adapters(gateway: Gateway) -> tuple[str | None, dict[str, int]]:
     """What is attached, and the current version of every adapter; without the object store, what engines report."""
     try:
-        pointers = await gateway.store(gateway.registry.pointers)
-    except Unavailable as error:
-        log.warning("adapters are listed from the engines", error=error.message)
+        async with asyncio.timeout(_PATIENCE):
+            pointers = await gateway.store(gateway.registry.pointers)
+    except (Unavailable, TimeoutError) as error:
+        log.warning("adapters are listed from the engines", error=str(error) or "the object store hangs")
         current: dict[str, int] = {}
         for client in gateway.engines.clients:
             for text in client.status.loaded_adapters if client.status is not None else ():

@@ -45,7 +45,8 @@ async def submit_grpo(
 
 async def _submit(gateway: Gateway, spec: SftJob | GrpoJob, key: str | None, response: Response) -> dict[str, Any]:
     await _check_start(gateway, spec.start_from)
-    await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
+    async with gateway.checks:
+        await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
     job = await gateway.queue.submit(spec, idempotency_key=key)
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")

@@ -44,7 +44,7 @@ class Running:
 
     def start(self) -> None:
         self._thread.start()
-        if not self._ready.wait(20):
+        if not self._ready.wait(60):
             raise RuntimeError(f"the gateway did not start: {self._failure!r}")
 
     def stop(self) -> None:
@@ -55,7 +55,7 @@ class Running:
         """Runs a coroutine on the gateway's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ class Running:
         self.server = uvicorn.Server(config)
         self.server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 50
         while time.monotonic() < deadline and not serving.done():
             if self.server.started and self._enough(c.ready for c in self.app.state.gateway.engines.clients):
                 self._ready.set()

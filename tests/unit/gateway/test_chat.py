@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.common.pb import engine_pb2
-from tests.unit.gateway.conftest import MODEL, Running
+from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import says
 
 USER = [{"role": "user", "content": "hi"}]
@@ -263,6 +263,14 @@ def test_sampling_fields_reach_the_engine(running: Running, client: openai.OpenA
     assert (request.cache_salt, request.priority) == ("s", -1)
     assert request.adapter.named == engine_pb2.NamedAdapter(name="bot", version=2)
     assert request.deadline_unix_ms > 0
+
+
+def test_long_prompts_are_tokenized_in_a_thread(start: Starter) -> None:
+    running = start(offload_chars=0)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        assert client.chat.completions.create(model=MODEL, messages=USER).choices[0].message.content == "Hello, world"
+        assert client.completions.create(model=MODEL, prompt="ab").usage.prompt_tokens == 2
+    assert list(running.engine.requests[0].prompt_token_ids) == running.engine.codec.encode_chat(USER)
 
 
 def test_adapter_by_model_name(running: Running, client: openai.OpenAI) -> None:

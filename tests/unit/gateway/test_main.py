@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
+
+from services.gateway.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,19 +36,19 @@ def test_port_in_use() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         process = spawn(TEMPER_PORT=str(port))
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=90)
     assert process.returncode == 1
     assert errors.strip().splitlines() == [
         f"temper gateway: port {port} on 127.0.0.1 is in use: stop what listens there or set TEMPER_PORT"
     ]
 
 
-def test_bad_setting() -> None:
-    process = spawn(TEMPER_PORT="many")
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert errors.startswith("temper gateway: TEMPER_PORT: ")
-    assert len(errors.strip().splitlines()) == 1
+def test_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEMPER_PORT", "many")
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert str(error.value).startswith("temper gateway: TEMPER_PORT: ")
+    assert "\n" not in str(error.value)
 
 
 def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
@@ -60,7 +63,7 @@ def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
         TEMPER_REDIS_URL=f"redis://{nowhere}/0",
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while True:
             try:
                 assert httpx.get(f"http://127.0.0.1:{port}/livez").status_code == 200
@@ -72,5 +75,5 @@ def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
         assert httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 503
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=90)
     assert process.returncode in (0, -signal.SIGTERM)

@@ -170,22 +170,21 @@ def test_no_engine(start: Starter) -> None:
         answer = http.post(ROUTE, json=CHAT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert "retry-after" in answer.headers
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 10
         assert http.get("/readyz").status_code == 503
         assert http.get("/livez").status_code == 200
         assert http.get("/healthz").json()["status"] == "degraded"
         running.run(running.engine.start(running.engine.port))
-        running.wait_for(lambda: running.gateway.engines.ready, 10)
+        running.wait_for(lambda: running.gateway.engines.ready)
         assert http.get("/readyz").status_code == 200
         assert http.post(ROUTE, json=CHAT).status_code == 200
 
 
 def test_engine_with_another_checkpoint_is_kept_out(start: Starter) -> None:
     running = start(FakeEngine(), FakeEngine(digest="e" * 64), all_ready=False)
-    time.sleep(0.5)
-    assert [client.ready for client in running.gateway.engines.clients].count(True) == 1
-    refused = next(client for client in running.gateway.engines.clients if not client.ready)
-    assert "another checkpoint" in refused.last_error
+    clients = running.gateway.engines.clients
+    running.wait_for(lambda: any("another checkpoint" in client.last_error for client in clients))
+    assert [client.ready for client in clients].count(True) == 1
 
 
 def test_metrics(running: Running, http: httpx.Client) -> None:

@@ -22,7 +22,7 @@ OPERATIONS = [
 @pytest.mark.parametrize("operation", OPERATIONS, ids=[operation.label for operation in OPERATIONS])
 def test_no_server_error(running: Running, operation: schemathesis.schemas.APIOperation) -> None:
     @settings(
-        max_examples=15,
+        max_examples=10,
         deadline=None,
         derandomize=True,
         database=None,

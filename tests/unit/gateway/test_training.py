@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from services.common.jobs import GrpoJob
 from services.common.pb import engine_pb2
-from tests.unit.gateway.conftest import Running
+from tests.unit.gateway.conftest import Running, Starter
 
 SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "epochs": 2, "learning_rate": 1e-3}
 GRPO = {"adapter": "bot", "prompt": "2+2", "completions": ["4", "5"], "rewards": [1.0, 0.0], "learning_rate": 1e-4}
@@ -167,6 +168,24 @@ def test_events(running: Running, http: httpx.Client) -> None:
     later = http.get(f"/v1/train/jobs/{job['id']}/events", headers={"last-event-id": "2-0"})
     assert [event["id"] for event in _events(later.text)] == ["3-0"]
     assert http.get(f"/v1/train/jobs/{job['id']}/events", headers={"last-event-id": "zz"}).status_code == 400
+
+
+def test_stopping_ends_followers_and_readiness(start: Starter) -> None:
+    running = start()
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        job = http.post("/v1/train/sft", json=SFT).json()
+
+        async def stop() -> None:
+            await asyncio.sleep(0.2)
+            running.gateway.stopping.set()
+
+        stopping = threading.Thread(target=running.run, args=(stop(),))
+        stopping.start()
+        events = _events(http.get(f"/v1/train/jobs/{job['id']}/events").text)
+        stopping.join()
+        assert [event["id"] for event in events] == ["1-0"]
+        assert http.get("/readyz").status_code == 503
+        assert http.get("/livez").status_code == 200
 
 
 def test_missing_job(http: httpx.Client) -> None:
