@@ -1,7 +1,7 @@
 """Depthwise causal convolution with SiLU over packed segments, and its one-token step. References in plain torch.
 
 ``y[t] = silu(sum_j weight[j] · x[t - (kernel - 1) + j])`` per channel (Gu & Dao's causal_conv1d). What a segment needs
-from its past are its last kernel - 1 inputs: the state.
+from its past are its last kernel - 1 inputs: the state. Sums are float32.
 """
 
 from __future__ import annotations
@@ -71,15 +71,16 @@ def causal_conv_packed(
         if state is not None:
             buffer = buffer.index_copy(0, layout.history, state.transpose(1, 2).reshape(-1, channels).to(x.dtype))
     count = buffer.shape[0] - kernel + 1
-    out = buffer[:count] * weight[0]
+    inputs, taps = buffer.float(), weight.float()
+    out = inputs[:count] * taps[0]
     for tap in range(1, kernel):
-        out = torch.addcmul(out, buffer[tap : tap + count], weight[tap])
+        out = torch.addcmul(out, inputs[tap : tap + count], taps[tap])
     if layout.segments == 1:
         final = buffer[count:].t().unsqueeze(0)
     else:
         out = out.index_select(0, layout.outputs)
         final = buffer.index_select(0, layout.finals).view(layout.segments, kernel - 1, channels).transpose(1, 2)
-    return F.silu(out), final
+    return F.silu(out).to(x.dtype), final
 
 
 def causal_conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,4 +95,4 @@ def causal_conv_step(x: Tensor, weight: Tensor, state: Tensor) -> tuple[Tensor, 
         [n, channels] with SiLU applied, and the new state [n, channels, kernel - 1].
     """
     window = torch.cat((state.transpose(1, 2), x.unsqueeze(1)), dim=1)
-    return F.silu((window * weight).sum(1)), window[:, 1:].transpose(1, 2)
+    return F.silu((window.float() * weight.float()).sum(1)).to(x.dtype), window[:, 1:].transpose(1, 2)

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-CHUNK = 64
+CHUNK = 32
+"""Tokens of a chunk: at 64 the triangular system of strongly alike keys costs ten times the rounding error, and the
+time is the same."""
 
 
 def recurrent_gated_delta(queries_keys: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def recurrent_gated_delta(queries_keys: Tensor, v: Tensor, decay: Tensor, beta: 
     delta = (v.reshape(-1, value_dim).float() - reads[:, 1]).mul_(beta.view(-1, 1)).unsqueeze(1)
     queries, keys = pairs.unbind(1)
     flat.baddbmm_(keys.unsqueeze(2), delta)
-    overlap = torch.linalg.vecdot(queries, keys).view(-1, 1)
+    overlap = (queries * keys).sum(-1, keepdim=True)
     return torch.addcmul(reads[:, 0], overlap, delta.squeeze(1)).view(n, heads, value_dim)
 
 

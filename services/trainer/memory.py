@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.gated_delta import CHUNK
 from services.common.errors import DoesNotFit
 from services.engine.model.config import ModelConfig
 
@@ -15,8 +16,6 @@ MASTER_BYTES = 16
 """A trained number: float32 master, gradient, and AdamW's two moments."""
 LOGIT_ROWS = 256
 """Rows whose logits exist at once."""
-CHUNK = 64
-"""Tokens of a chunk of the gated delta rule."""
 MARGIN = 1.1
 """For what is not counted."""
 

@@ -252,6 +252,8 @@ def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any]) -> None:
         raise CheckpointRejected(f"config.json: model_type {kind!r} is neither qwen3_5 nor qwen3_5_text")
     if text.get("attention_bias"):
         raise CheckpointRejected("config.json: attention_bias=true is not supported")
+    if text.get("attn_output_gate", True) is not True:
+        raise CheckpointRejected("config.json: attn_output_gate=false is not supported")
     if text.get("hidden_act", "silu") != "silu":
         raise CheckpointRejected(f"config.json: hidden_act {text['hidden_act']!r} is not supported, only 'silu' is")
     for source in (data, text):

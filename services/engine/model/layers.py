@@ -93,14 +93,14 @@ def _delta_net(
         mixed, new = causal_conv_step(qkv[:count], weights.conv, states.take(conv))
         states.put(conv, new)
         state = states.take(recurrent)
-        queries_keys, v = split_heads(mixed, config)
+        queries_keys, v = split_heads(mixed, config, step.qk_scale)
         outputs.append(recurrent_gated_delta(queries_keys, v, g[:count].exp(), beta[:count], state))
         states.put(recurrent, state)
     if step.prefill is not None:
         part = step.prefill
         mixed, new = causal_conv_packed(qkv[count:], weights.conv, part.conv, part.states.take(conv))
         part.states.put(conv, new)
-        queries_keys, v = split_heads(mixed, config)
+        queries_keys, v = split_heads(mixed, config, step.qk_scale)
         q, k = queries_keys.unbind(1)
         out, state = chunk_gated_delta(q, k, v, g[count:], beta[count:], part.chunks, part.states.take(recurrent))
         part.states.put(recurrent, state)
@@ -110,12 +110,10 @@ def _delta_net(
     return gated_rms_norm(out, gate, weights.norm, config.rms_norm_eps).view(-1, config.value_size)
 
 
-def split_heads(mixed: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def split_heads(mixed: Tensor, config: ModelConfig, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The convolution's output [T, conv_dim] as queries and keys [T, 2, key_heads, key_dim] float32, L2-normalised and
-    the queries scaled by 1/√key_dim, and values [T, value_heads, value_dim]."""
+    multiplied by ``scale`` (query_key_scale()), and values [T, value_heads, value_dim]."""
     rows = mixed.shape[0]
     pairs = mixed[:, : 2 * config.key_size].view(rows, 2, config.linear_key_heads, config.linear_key_dim)
-    scale = mixed.new_tensor((config.linear_key_dim**-0.5, 1.0), dtype=torch.float32).view(2, 1, 1)
-    return l2_normalize(pairs, scale), mixed[:, 2 * config.key_size :].view(
-        rows, config.linear_value_heads, config.linear_value_dim
-    )
+    values = mixed[:, 2 * config.key_size :].view(rows, config.linear_value_heads, config.linear_value_dim)
+    return l2_normalize(pairs, scale), values

@@ -26,6 +26,8 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Multimodal class, its older spelling, text class."""
 _SKIPPED = ("mtp.", "model.visual.", "visual.", "model.language_model.rotary_emb.", "model.rotary_emb.")
 _FLOATS = ("F64", "F32", "BF16", "F16")
+_HEAD_COPY_BYTES = 64 * 2**20
+"""A tied head up to this size gets a copy in the faster memory order; a larger one is not worth the memory."""
 _MAX_HEADER = 100 * 2**20
 
 
@@ -94,8 +96,13 @@ class _Builder:
 
     def build(self) -> ModelWeights:
         layers = tuple(self._layer(index) for index in range(self._config.num_layers))
-        embedding = self._matrix("embed_tokens.weight")
-        head = embedding if self._config.tie_word_embeddings else self._matrix("lm_head.weight")
+        embedding = self._copy("embed_tokens.weight")
+        if not self._config.tie_word_embeddings:
+            head = self._matrix("lm_head.weight")
+        elif embedding.numel() * embedding.element_size() <= _HEAD_COPY_BYTES:
+            head = _in_memory_order(embedding)
+        else:
+            head = embedding
         return ModelWeights(embedding, layers, self._norm("norm.weight"), head)
 
     def _layer(self, index: int) -> LayerWeights:
@@ -141,18 +148,27 @@ class _Builder:
         except SafetensorError as error:
             raise CheckpointRejected(f"tensor {full_name} cannot be read: {error}") from error
 
-    def _matrix(self, name: str) -> Tensor:
+    def _copy(self, name: str) -> Tensor:
         # copy=True: a tensor that aliases the mapped file would change when the file does.
         return self._read(name).to(self._device, self._dtype, copy=True)
 
+    def _matrix(self, name: str) -> Tensor:
+        return _in_memory_order(self._copy(name))
+
     def _stacked(self, parts: Iterator[Tensor]) -> Tensor:
-        return torch.cat([part.to(self._device, self._dtype) for part in parts])
+        return _in_memory_order(torch.cat([part.to(self._device, self._dtype) for part in parts]))
 
     def _float(self, name: str) -> Tensor:
         return self._read(name).to(self._device, torch.float32, copy=True)
 
     def _norm(self, name: str) -> Tensor:
         return 1.0 + self._float(name)
+
+
+def _in_memory_order(matrix: Tensor) -> Tensor:
+    """The same [out, in] matrix, on the CPU with its transpose contiguous in memory: products with few rows are up to
+    twice as fast there. Other devices do not care."""
+    return matrix.t().contiguous().t() if matrix.device.type == "cpu" else matrix
 
 
 def _shard_files(path: Path) -> list[Path]:

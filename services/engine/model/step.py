@@ -90,6 +90,8 @@ class Step:
 
     cos: Tensor
     sin: Tensor
+    qk_scale: Tensor
+    """See query_key_scale()."""
     kv_slots: Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
@@ -111,10 +113,18 @@ class Step:
         return cls(
             cos=cos,
             sin=sin,
+            qk_scale=query_key_scale(config, batch.token_ids.device),
             kv_slots=batch.kv_slots,
             decode=_decode_part(batch, cache.block_size) if count else None,
             prefill=_prefill_part(batch, cache.block_size, config) if count < len(batch.lengths) else None,
         )
+
+
+def query_key_scale(config: ModelConfig, device: torch.device) -> Tensor:
+    """[2, 1, 1] float32: queries of the gated delta rule are scaled by 1/√key_dim, keys are not."""
+    scale = torch.ones(2, 1, 1, device=device)
+    scale[0] = config.linear_key_dim**-0.5
+    return scale
 
 
 def _decode_part(batch: ForwardBatch, block_size: int) -> DecodePart:

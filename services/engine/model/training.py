@@ -19,6 +19,7 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.layers import split_heads
 from services.engine.model.loader import query_row_order
 from services.engine.model.lora_params import LoraParams, TrainableTarget
+from services.engine.model.step import query_key_scale
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 
 
@@ -31,6 +32,7 @@ class PackedStep:
     conv: ConvLayout
     chunks: ChunkLayout
     attention: PackedLayout
+    qk_scale: Tensor
     query_rows: Tensor
     """Order in which q_proj's rows stand in the fused projection."""
 
@@ -44,6 +46,7 @@ class PackedStep:
             conv=ConvLayout.build(lengths, config.conv_kernel, device),
             chunks=ChunkLayout.build(lengths, device),
             attention=PackedLayout.build(lengths, device),
+            qk_scale=query_key_scale(config, device),
             query_rows=query_row_order(config).to(device),
         )
 
@@ -165,7 +168,7 @@ def _delta_net(
     qkv, z, b, a = adapter.project(x, weights.in_proj, modules)
     mixed, _ = causal_conv_packed(qkv, weights.conv, step.conv)
     g, beta = gates(a, b, weights.negative_a, weights.dt_bias)
-    queries_keys, v = split_heads(mixed, config)
+    queries_keys, v = split_heads(mixed, config, step.qk_scale)
     q, k = queries_keys.unbind(1)
     out, _ = chunk_gated_delta(q, k, v, g, beta, step.chunks)
     gate = z.view(-1, heads, config.linear_value_dim)
