@@ -74,8 +74,8 @@ def losses(client: httpx.Client, job_id: str) -> list[tuple[int, float]]:
             if line.startswith("data: "):
                 event = json.loads(line[6:])
                 data = event.get("data", event)
-                if "loss" in data.get("metrics", {}):
-                    found.append((int(data["step"]), float(data["metrics"]["loss"])))
+                if event.get("kind") == "progress" and "loss" in data:
+                    found.append((int(data["step"]), float(data["loss"])))
     return found
 
 
@@ -86,10 +86,15 @@ def versions(client: httpx.Client, adapter: str) -> list[int]:
     return [int(v["version"]) for v in response.json()["data"]]
 
 
-def chat(client: httpx.Client, text: str = "Hello") -> str:
-    """One short greedy answer of the base model's name."""
+def base_model(client: httpx.Client) -> str:
+    """The base model's name."""
+    return str(client.get("/v1/models").json()["data"][0]["id"])
+
+
+def chat(client: httpx.Client, text: str = "Hello", *, model: str | None = None) -> str:
+    """One short greedy answer of the base model's name (asked for, unless given)."""
     body = {
-        "model": client.get("/v1/models").json()["data"][0]["id"],
+        "model": model or base_model(client),
         "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         "max_tokens": 16,

@@ -79,13 +79,15 @@ def chatting(url: str) -> Iterator[list[float]]:
     seconds: list[float] = []
     failures: list[BaseException] = []
     stop = threading.Event()
+    with httpx.Client(base_url=url, timeout=30) as asking:
+        model = jobs.base_model(asking)  # once: the list of adapters comes from the object store
 
     def work() -> None:
         try:
             with httpx.Client(base_url=url, timeout=30) as client:
                 while not stop.is_set():
                     began = time.monotonic()
-                    jobs.chat(client)
+                    jobs.chat(client, model=model)
                     seconds.append(time.monotonic() - began)
         except BaseException as error:
             failures.append(error)
