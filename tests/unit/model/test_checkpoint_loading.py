@@ -1,0 +1,209 @@
+"""Configuration, strict loading and the digest of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.common.errors import CheckpointRejected, InvalidRequest
+from services.engine.model.config import ModelConfig
+from services.engine.model.loader import checkpoint_digest
+from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
+from tests.parity.reference import Driver, make_checkpoint, prompt
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original")
+    make_checkpoint("grouped", path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "copy"))
+
+
+def load(path: Path) -> Qwen3_5:
+    return Qwen3_5.from_directory(path, dtype="float32", device="cpu")
+
+
+def logits(path: Path) -> torch.Tensor:
+    return Driver(load(path)).prefill(prompt(20), None)[1]
+
+
+def edit_config(path: Path, edit: Edit) -> None:
+    file = path / "config.json"
+    data = json.loads(file.read_text())
+    edit(data)
+    file.write_text(json.dumps(data))
+
+
+def edit_tensors(path: Path, edit: Edit) -> None:
+    file = path / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def make_multimodal(path: Path) -> None:
+    """What the published weights look like: nested config, other prefix, vision and mtp tensors, two shards."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    renamed["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(4, 4)
+    renamed["mtp.fc.weight"] = torch.zeros(4, 4)
+    names = sorted(renamed)
+    weight_map = {}
+    for shard, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{shard + 1:05d}-of-00002.safetensors"
+        save_file({name: renamed[name].contiguous() for name in part}, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    data = json.loads((path / "config.json").read_text())
+    nested = {"model_type": "qwen3_5", "text_config": data, "vision_config": {}, "tie_word_embeddings": True}
+    (path / "config.json").write_text(json.dumps(nested))
+
+
+def test_multimodal_checkpoint_is_the_same_model(original: Path, checkpoint: Path) -> None:
+    make_multimodal(checkpoint)
+    assert ModelConfig.from_directory(checkpoint) == ModelConfig.from_directory(original)
+    assert torch.equal(logits(checkpoint), logits(original))
+    assert checkpoint_digest(checkpoint) == checkpoint_digest(original)
+
+
+def test_layer_types_follow_the_interval(checkpoint: Path) -> None:
+    edit_config(checkpoint, lambda data: (data.pop("layer_types"), data.update(full_attention_interval=2)))
+    kinds = ModelConfig.from_directory(checkpoint).layer_types
+    assert kinds == ("linear_attention", "full_attention") * 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda data: data.pop("hidden_size"), "hidden_size is missing"),
+        (lambda data: data.update(hidden_size="48"), "hidden_size must be a positive integer"),
+        (lambda data: data.update(rms_norm_eps=0), "rms_norm_eps must be a positive number"),
+        (lambda data: data.update(model_type="llama"), "model_type 'llama'"),
+        (lambda data: data.update(num_key_value_heads=3), "num_attention_heads must be a multiple"),
+        (lambda data: data.update(linear_num_value_heads=3), "linear_num_value_heads must be a multiple"),
+        (lambda data: data.update(layer_types=["sliding"] * 4), "layer_types must list"),
+        (lambda data: data.update(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (lambda data: data.update(attention_bias=True), "attention_bias"),
+        (lambda data: data.update(attn_output_gate=False), "attn_output_gate"),
+        (lambda data: data.update(quantization_config={"bits": 4}), "quantization_config"),
+        (lambda data: data["rope_parameters"].update(rope_type="yarn"), "rope_type 'yarn'"),
+        (lambda data: data["rope_parameters"].update(partial_rotary_factor=0.3), "rotary dimensions|layer"),
+    ],
+)
+def test_config_errors_name_the_key(checkpoint: Path, edit: Edit, named: str) -> None:
+    def apply(data: dict[str, Any]) -> None:
+        edit(data)
+        if "rotary" in named:
+            data["head_dim"] = 18
+
+    edit_config(checkpoint, apply)
+    with pytest.raises(CheckpointRejected, match=named):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_unreadable_config(checkpoint: Path, content: str | None) -> None:
+    file = checkpoint / "config.json"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(CheckpointRejected, match=r"config\.json"):
+        load(checkpoint)
+
+
+PROJECTION = "model.layers.3.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda tensors: tensors.pop(PROJECTION), "layers.3.self_attn.q_proj.weight is missing"),
+        (lambda tensors: tensors.update({PROJECTION: torch.zeros(4, 48)}), f"{PROJECTION} has shape"),
+        (lambda tensors: tensors.update({PROJECTION: torch.zeros(128, 48).int()}), f"{PROJECTION} is I32"),
+        (lambda tensors: tensors.update({"model.layers.9.mlp.x": torch.zeros(1)}), "layers.9.mlp.x is not part"),
+        (
+            lambda tensors: tensors.update({PROJECTION.replace("model.", "model.language_model."): torch.zeros(1)}),
+            "twice",
+        ),
+    ],
+)
+def test_tensor_errors_name_the_tensor(checkpoint: Path, edit: Edit, named: str) -> None:
+    edit_tensors(checkpoint, edit)
+    with pytest.raises(CheckpointRejected, match=named):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("size", [0, 5, 200, -100])
+def test_cut_file(checkpoint: Path, size: int) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    for read in (load, checkpoint_digest):
+        with pytest.raises(CheckpointRejected, match=r"model\.safetensors"):
+            read(checkpoint)
+
+
+def test_missing_files(checkpoint: Path) -> None:
+    index = checkpoint / "model.safetensors.index.json"
+    for content in ('{"weight_map": {"a": "../secret.safetensors"}}', '{"weight_map": {"a": "x.safetensors"}}', "{}"):
+        index.write_text(content)
+        with pytest.raises(CheckpointRejected, match=r"index\.json"):
+            load(checkpoint)
+    index.unlink()
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CheckpointRejected, match=r"no \*\.safetensors"):
+        load(checkpoint)
+
+
+def test_digest_changes_with_one_bit_and_with_the_config(original: Path, checkpoint: Path) -> None:
+    before = checkpoint_digest(original)
+    assert checkpoint_digest(checkpoint) == before
+    edit_config(checkpoint, lambda data: data.update(rms_norm_eps=2e-6))
+    assert checkpoint_digest(checkpoint) != before
+    edit_config(checkpoint, lambda data: data.update(rms_norm_eps=1e-6))
+    assert checkpoint_digest(checkpoint) == before
+    file = checkpoint / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert checkpoint_digest(checkpoint) != before
+
+
+def test_weights_do_not_follow_the_file(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    before = [tensor.clone() for tensor in (model.weights.embedding, model.weights.layers[0].mixer.in_proj)]
+    file = checkpoint / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(-file.stat().st_size // 2, 2)
+        handle.write(b"\xff" * 4096)
+    after = (model.weights.embedding, model.weights.layers[0].mixer.in_proj)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_byte_counts(original: Path) -> None:
+    model = load(original)
+    cache = model.allocate_cache(3, 8, 5)
+    kv = sum(pool.numel() * pool.element_size() for pool in (*cache.keys, *cache.values))
+    states = sum(pool.numel() * pool.element_size() for pool in (*cache.conv_states, *cache.recurrent_states))
+    assert kv == 3 * model.cache_bytes_per_block(8)
+    assert states == 5 * model.state_bytes_per_slot()
+    assert model.weights.nbytes() > 0
+
+
+def test_resolve_dtype() -> None:
+    assert resolve_dtype("auto", "cpu") == resolve_dtype("float32", "cuda") == torch.float32
+    assert resolve_dtype("auto", "cuda") == resolve_dtype("bfloat16", "cpu") == torch.bfloat16
+    with pytest.raises(InvalidRequest, match="dtype must be"):
+        resolve_dtype("int8", "cpu")

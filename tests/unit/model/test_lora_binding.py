@@ -1,0 +1,194 @@
+"""Adapters bind completely or are refused with the name of the tensor or field at fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from services.common.errors import AdapterRejected, InvalidRequest
+from services.common.jobs import LoraSettings
+from services.engine.model.config import ModelConfig
+from services.engine.model.lora import TARGET_MODULES, LoraParams, LoraSlots, bind_adapter
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MODEL = ModelConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    layer_types=("linear_attention", "full_attention"),
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rotary_dim=4,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    linear_key_heads=1,
+    linear_value_heads=2,
+    linear_key_dim=4,
+    linear_value_dim=6,
+    conv_kernel=4,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+KEY = "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+def files(**settings: Any) -> dict[str, bytes]:
+    return LoraParams.create(MODEL, LoraSettings(**({"rank": 4, "alpha": 8.0} | settings))).to_files("base")
+
+
+def changed(
+    source: dict[str, bytes],
+    tensors: Callable[[dict[str, Tensor]], Any] | None = None,
+    config: dict[str, Any] | None = None,
+) -> dict[str, bytes]:
+    held = load(source[WEIGHTS])
+    if tensors:
+        tensors(held)
+    return {WEIGHTS: save(held), CONFIG: json.dumps(json.loads(source[CONFIG]) | (config or {})).encode()}
+
+
+def test_all_linear_layers_bind() -> None:
+    bound = bind_adapter(files(), MODEL, max_rank=4)
+    assert len(bound.targets) == 8 + 7
+    assert bound.target_modules == TARGET_MODULES
+    assert (bound.rank, bound.alpha, bound.use_rslora, bound.max_rank) == (4, 8.0, False, 4)
+    assert bound.targets["layers.0.linear_attn.in_proj_qkv"].scale == 2.0
+    assert bind_adapter(files(use_rslora=True), MODEL, max_rank=4).targets["layers.0.mlp.up_proj"].scale == 4.0
+
+
+def test_both_key_prefixes_bind() -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.replace("model.language_model.", "model.")] = tensors.pop(key)
+
+    renamed = bind_adapter(changed(files(), rename), MODEL, max_rank=4)
+    plain = bind_adapter(files(), MODEL, max_rank=4)
+    assert renamed.targets.keys() == plain.targets.keys()
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda t: t.pop(KEY), f"{KEY} is missing"),
+        (lambda t: t.update({KEY: torch.zeros(3, 16)}), f"{KEY} has shape"),
+        (lambda t: t.update({KEY: torch.zeros(4, 16, dtype=torch.int32)}), f"{KEY} is torch.int32"),
+        (lambda t: t[KEY].fill_(float("nan")), f"{KEY} has values that are not finite"),
+        (lambda t: t[KEY].fill_(float("inf")), f"{KEY} has values that are not finite"),
+        (lambda t: t.update({KEY.replace("language_model.", ""): torch.zeros(4, 16)}), "bind to the same layer"),
+        (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(1)}), "lm_head"),
+        (lambda t: t.update({KEY.replace("layers.1", "layers.2"): torch.zeros(4, 16)}), r"layers\.2"),
+        (lambda t: t.update({KEY.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(1)}), "magnitude"),
+        (lambda t: t.update({KEY.replace("lora_A.weight", "lora_B.bias"): torch.ones(1)}), "bias"),
+        (lambda t: t.update({KEY.replace("base_model.model.", ""): t.pop(KEY)}), "binds to no linear layer"),
+    ],
+)
+def test_tensor_errors_name_the_tensor(edit: Callable[[dict[str, Tensor]], Any], named: str) -> None:
+    with pytest.raises(AdapterRejected, match=named):
+        bind_adapter(changed(files(), edit), MODEL, max_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"something_new": 3}, "something_new"),
+        ({"r": 0}, "r must be"),
+        ({"r": True}, "r must be"),
+        ({"lora_alpha": "8"}, "lora_alpha must be"),
+        ({"use_rslora": 1}, "use_rslora"),
+        ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"rank_pattern": {"(": 2}}, "malformed pattern"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern of layers.1.self_attn.q_proj"),
+        ({"target_modules": None}, "target_modules is missing"),
+        ({"target_modules": ["lm_head"]}, "matches no linear layer"),
+        ({"target_modules": 3}, "target_modules must be"),
+        ({"layers_to_transform": ["x"]}, "layers_to_transform"),
+    ],
+)
+def test_config_errors_name_the_field(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(AdapterRejected, match=named):
+        bind_adapter(changed(files(), config=config), MODEL, max_rank=4)
+
+
+def test_rank_over_the_limit() -> None:
+    with pytest.raises(AdapterRejected, match="rank 4, over this engine's limit of 3"):
+        bind_adapter(files(), MODEL, max_rank=3)
+    slots = LoraSlots(MODEL, 2, 2, torch.float32, "cpu")
+    with pytest.raises(AdapterRejected, match="rank 4 is over the limit of 2"):
+        slots.load(1, bind_adapter(files(), MODEL, max_rank=4))
+
+
+def test_missing_and_corrupt_files() -> None:
+    good = files()
+    for name in good:
+        with pytest.raises(AdapterRejected, match=f"has no {name}"):
+            bind_adapter({key: data for key, data in good.items() if key != name}, MODEL, max_rank=4)
+        for data in (b"", b"{", good[name][: len(good[name]) // 2]):
+            with pytest.raises(AdapterRejected, match=name):
+                bind_adapter(good | {name: data}, MODEL, max_rank=4)
+    with pytest.raises(AdapterRejected, match="not a JSON object"):
+        bind_adapter(good | {CONFIG: b"[]"}, MODEL, max_rank=4)
+
+
+def test_another_base_model_is_refused() -> None:
+    other = ModelConfig(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"hidden_size": 20})
+    with pytest.raises(AdapterRejected, match="has shape"):
+        bind_adapter(files(), other, max_rank=4)
+
+
+def test_params_round_trip_through_files_and_state() -> None:
+    params = LoraParams.create(MODEL, LoraSettings(rank=3, alpha=5.0, seed=9, target_modules=["q_proj", "up_proj"]))
+    with torch.no_grad():
+        for tensor in params.parameters():
+            tensor.normal_()
+    again = LoraParams.from_bound(bind_adapter(params.to_files("base"), MODEL, max_rank=4))
+    assert again.to_files("base") == params.to_files("base")
+    other = LoraParams.create(MODEL, LoraSettings(rank=3, seed=1, target_modules=["q_proj", "up_proj"]))
+    other.load_state(params.state())
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), params.parameters(), strict=True))
+    assert all(tensor.requires_grad and tensor.dtype == torch.float32 for tensor in other.parameters())
+    assert (params.rank, params.target_modules) == (3, ("q_proj", "up_proj"))
+    assert params.num_parameters() == sum(tensor.numel() for tensor in params.parameters())
+    for wrong in ({}, {name: tensor[:1] for name, tensor in params.state().items()}):
+        with pytest.raises(ValueError, match=r"adapter|is \["):
+            other.load_state(wrong)
+
+
+def test_new_adapters_are_seeded_and_add_nothing() -> None:
+    first, same, other = (LoraParams.create(MODEL, LoraSettings(rank=4, seed=seed)) for seed in (1, 1, 2))
+    assert first.to_files("b") == same.to_files("b") != other.to_files("b")
+    for target in first.targets.values():
+        assert not target.b.any()
+        assert float(target.a.detach().abs().max()) <= target.a.shape[1] ** -0.5
+
+
+def test_unknown_target_modules() -> None:
+    for names in (["lm_head"], []):
+        with pytest.raises(InvalidRequest, match="target_modules"):
+            LoraParams.create(MODEL, LoraSettings(target_modules=names))
+
+
+def test_bytes_per_slot_is_what_the_buffers_take() -> None:
+    slots = LoraSlots(MODEL, 3, 4, torch.bfloat16, "cpu")
+    taken = sum(
+        tensor.numel() * tensor.element_size()
+        for groups in slots._layers
+        for group in groups.values()
+        for tensor in (group.a, *group.bs)
+    )
+    assert taken == 3 * LoraSlots.bytes_per_slot(MODEL, 4, torch.bfloat16)
