@@ -19,7 +19,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 def event(data: Any, *, name: str | None = None, event_id: str | None = None) -> bytes:
     """One event with a JSON payload."""
     head = (f"id: {event_id}\n" if event_id else "") + (f"event: {name}\n" if name else "")
-    return head.encode() + b"data: " + to_json(data) + b"\n\n"
+    return head.encode() + b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
 
 
 class EventStream(Response):

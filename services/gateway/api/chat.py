@@ -8,10 +8,9 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic_core import to_json
 
+from services.gateway.api.answers import json_response, stream_response
 from services.gateway.api.routing import router
-from services.gateway.api.streaming import adapter_header, stream_response
 from services.gateway.choices import Step, TokenLogprob
 from services.gateway.disconnect import while_connected
 from services.gateway.formats import chat_logprobs, usage
@@ -235,4 +234,4 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
     }
     if body.return_token_ids:
         answer["prompt_token_ids"] = generation.jobs[0].prompt
-    return Response(to_json(answer), headers=adapter_header(adapter), media_type="application/json")
+    return json_response(answer, adapter)

@@ -8,10 +8,9 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic_core import to_json
 
+from services.gateway.api.answers import json_response, stream_response
 from services.gateway.api.routing import router
-from services.gateway.api.streaming import adapter_header, stream_response
 from services.gateway.choices import Choice, Step
 from services.gateway.disconnect import while_connected
 from services.gateway.formats import text_logprobs, usage
@@ -181,4 +180,4 @@ async def _complete(generation: Generation, body: CompletionRequest) -> Response
         )
     adapter = generation.choices[0].adapter
     answer = {**writer.body(entries, adapter), "usage": writer.usage()}
-    return Response(to_json(answer), headers=adapter_header(adapter), media_type="application/json")
+    return json_response(answer, adapter)

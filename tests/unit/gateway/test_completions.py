@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import httpx
 import openai
 import pytest
 
+from services.common.pb import engine_pb2
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says
+
+FINISHED = engine_pb2.FINISH_REASON_LENGTH
 
 
 def test_defaults(running: Running, client: openai.OpenAI) -> None:
@@ -78,3 +84,21 @@ def test_min_tokens_holds_stop_strings_off(running: Running, client: openai.Open
     running.engine.behaviour = says("a.b.c.d")
     answer = client.completions.create(model=MODEL, prompt="a", stop=["."], extra_body={"min_tokens": 3})
     assert answer.choices[0].text == "a.b"
+
+
+def test_answers_are_json_whatever_the_engine_says(running: Running, http: httpx.Client) -> None:
+    async def impossible(engine, request, send) -> None:
+        update = engine_pb2.Update(request_id=request.request_id, token_ids=[97], finish_reason=FINISHED)
+        update.logprobs.append(float("-inf"))
+        update.sampling_logprobs.append(float("nan"))
+        update.top_logprobs.append(engine_pb2.TopLogprobs(token_ids=[98], logprobs=[float("-inf")]))
+        await send(update)
+
+    running.engine.behaviour = impossible
+    body = {"model": MODEL, "prompt": "a", "logprobs": 1, "return_token_ids": True}
+    plain = http.post("/v1/completions", json=body).text
+    stream = http.post("/v1/completions", json=body | {"stream": True}).text
+    for text in (plain, stream.split("\n\n")[0].removeprefix("data: ")):
+        choice = json.loads(text, parse_constant=pytest.fail)["choices"][0]
+        assert choice["logprobs"]["token_logprobs"] == [-9999.0]
+        assert choice["sampling_logprobs"] == [None]

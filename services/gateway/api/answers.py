@@ -1,11 +1,14 @@
-"""Answering with a stream of completion chunks."""
+"""Answering with completions: in one piece, or as a stream of chunks."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import structlog
+from pydantic_core import to_json
 from starlette.requests import Request
+from starlette.responses import Response
 
 from services.common.errors import TemperError
 from services.gateway.disconnect import while_connected
@@ -21,6 +24,12 @@ log = structlog.get_logger(__name__)
 def adapter_header(adapter: str | None) -> dict[str, str]:
     """The version that answered; no header for the model without adapter, as `adapter` is null in the body."""
     return {} if adapter is None else {"x-temper-adapter": adapter}
+
+
+def json_response(answer: dict[str, Any], adapter: str | None) -> Response:
+    """An answer in one piece."""
+    body = to_json(answer, inf_nan_mode="null")
+    return Response(body, headers=adapter_header(adapter), media_type="application/json")
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
