@@ -19,7 +19,12 @@ def generate(target: Path) -> None:
     """Compiles every .proto of temper.v1 into flat modules of the package services.common.pb."""
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-        status = protoc.main(["protoc", f"--proto_path={ROOT / 'proto'}", *outputs, *map(str, SOURCES)])
+        # Named, because the environment of this Python need not be the active one.
+        plugins = [
+            f"--plugin={name}={Path(sys.executable).parent / name}"
+            for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+        ]
+        status = protoc.main(["protoc", f"--proto_path={ROOT / 'proto'}", *plugins, *outputs, *map(str, SOURCES)])
         if status != 0:
             raise SystemExit(f"protoc failed with status {status}")
         for generated in sorted(Path(scratch, "temper", "v1").iterdir()):
