@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from services.common.errors import AdapterRejected, ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry
+from services.engine.adapter_loader import AdapterLoader
+from services.engine.adapter_ports import AdapterLimits, AdapterSnapshot, LoadedAdapter, Loop, Nudges
 from services.engine.adapter_slots import Resident, SlotTable
 from services.engine.request import BASE_PIN, AdapterPin
 from services.engine.wire import AdapterChoice
-
-if TYPE_CHECKING:
-    from services.engine.model.lora import BoundAdapter, LoraSlots
 
 _FAILURE_SECONDS = 2.0
 """How long a failed choice is answered with its error before the store is asked again."""
@@ -37,51 +35,6 @@ _FLIP_SECONDS = 60.0
 """Longest wait for the loop to reach a boundary."""
 
 log = structlog.get_logger(__name__)
-
-
-class Nudges(Protocol):
-    """Adapter events (services/common/events.py): a hint to look now instead of at the next poll."""
-
-    def wait(self, timeout: float) -> object:
-        """Blocks until something happened to an adapter, at most ``timeout`` seconds; falsy if nothing did."""
-        ...
-
-
-class Loop(Protocol):
-    """What the manager needs of the engine loop."""
-
-    def call_at_boundary(self, function: Callable[[], None]) -> Future[None]:
-        """Runs a function on the loop thread between two steps; the future fails if the loop has stopped."""
-        ...
-
-    def retry_adapters(self) -> None:
-        """A request that waited for its adapter may try `pin` again."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLimits:
-    """The manager's part of the engine's settings."""
-
-    num_slots: int
-    poll_seconds: float
-    wait_seconds: float
-    """How long a version may wait for a slot that no request uses."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """One version in a slot, for status and metrics."""
-
-    pin: AdapterPin
-    requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSnapshot:
-    attached: str
-    """"name@n", empty for the base."""
-    loaded: tuple[LoadedAdapter, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +52,20 @@ class AdapterManager:
 
     Args:
         nudges: None: only polling.
-        lora: slots 1 to ``limits.num_slots`` are this manager's.
-        bind: reads an adapter's files strictly; raises AdapterRejected.
-        base_digest: of the checkpoint that serves; adapters of another one are refused.
+        loader: its slots 1 to ``limits.num_slots`` are this manager's.
     """
 
     def __init__(
         self,
         registry: AdapterRegistry,
         nudges: Nudges | None,
-        lora: LoraSlots,
-        bind: Callable[[Mapping[str, bytes]], BoundAdapter],
+        loader: AdapterLoader,
         limits: AdapterLimits,
-        *,
-        base_digest: str,
     ) -> None:
         self._registry = registry
         self._nudges = nudges
-        self._lora = lora
-        self._bind = bind
+        self._loader = loader
         self._limits = limits
-        self._base_digest = base_digest
         self._loop: Loop | None = None
         self._stopping = threading.Event()
         # Guarded by the condition's lock.
@@ -224,14 +170,6 @@ class AdapterManager:
         except TimeoutError:
             future.cancel()
             raise self._slots_busy() from None
-
-    def validate(self, files: Mapping[str, bytes]) -> BoundAdapter:
-        """Binds an adapter's files without loading them.
-
-        Raises:
-            AdapterRejected: they do not bind; the message names the tensor or field.
-        """
-        return self._bind(files)
 
     def snapshot(self) -> AdapterSnapshot:
         with self._changed:
@@ -387,7 +325,7 @@ class AdapterManager:
             raise _NoFreeSlot
         started = time.monotonic()
         try:
-            digest = self._load(version, slot)
+            digest = self._loader.load(version, slot)
         except BaseException as error:
             with self._changed:
                 self._table.give_back(slot)
@@ -399,20 +337,6 @@ class AdapterManager:
         with self._changed:
             self._table.put(version, digest, slot)
         log.info("adapter loaded", version=str(version), slot=slot, seconds=round(time.monotonic() - started, 3))
-
-    def _load(self, version: AdapterVersion, slot: int) -> str:
-        manifest = self._registry.manifest(version)
-        if manifest.base_digest and manifest.base_digest != self._base_digest:
-            raise AdapterRejected(
-                f"{version} belongs to another base model (digest {manifest.base_digest[:12]}, this engine serves "
-                f"{self._base_digest[:12]})"
-            )
-        try:
-            bound = self._bind(self._registry.files(version))
-        except AdapterRejected as error:
-            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
-        self._lora.load(slot, bound)
-        return manifest.digest
 
     def _refresh(self) -> bool:
         """Applies the pointers; False if a version that should be live has no slot yet."""

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.engine.adapters import AdapterSnapshot
+from services.engine.adapter_ports import AdapterSnapshot
 from services.engine.ports import LoopStatus, StepStats
 from services.engine.updates import Finished
 

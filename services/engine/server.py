@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapters import AdapterManager
 from services.engine.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.loop import EngineLoop
+from services.engine.model.lora import BoundAdapter
 from services.engine.request import FinishReason
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import rollout_message, submission, update_message
@@ -44,6 +45,8 @@ class Serving:
 
     loop: EngineLoop
     adapters: AdapterManager
+    bind: Callable[[Mapping[str, bytes]], BoundAdapter]
+    """Reads an adapter's files strictly; raises AdapterRejected."""
     codec: TextCodec
     model: pb.Model
     max_waiting: int
@@ -266,9 +269,7 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an adapter may have at most 4 GiB")
             files.setdefault(chunk.name, bytearray()).extend(chunk.data)
         try:
-            bound = await asyncio.to_thread(
-                self._serving.adapters.validate, {name: bytes(data) for name, data in files.items()}
-            )
+            bound = await asyncio.to_thread(self._serving.bind, {name: bytes(data) for name, data in files.items()})
         except TemperError as error:
             return adapters_pb2.ValidateResponse(error=to_message(error))
         return adapters_pb2.ValidateResponse(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,13 +14,15 @@ from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
 from services.common.text.tokenizer import TextCodec
-from services.engine.adapters import AdapterLimits, AdapterManager, Nudges
+from services.engine.adapter_loader import AdapterLoader
+from services.engine.adapter_ports import AdapterLimits, Nudges
+from services.engine.adapters import AdapterManager
 from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
 from services.engine.model.loader import checkpoint_digest
-from services.engine.model.lora import LoraSlots, bind_adapter
+from services.engine.model.lora import BoundAdapter, LoraSlots, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.ports import LoopObserver
 from services.engine.rollouts import RolloutMemory
@@ -42,6 +45,8 @@ class Engine:
     memory: MemoryPlan
     gate: SliceGate
     adapters: AdapterManager
+    bind: Callable[[Mapping[str, bytes]], BoundAdapter]
+    """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
     description: pb.Model
 
@@ -94,13 +99,12 @@ def build_engine(
 
     cache = model.allocate_cache(memory.num_blocks, settings.block_size, state_slots(settings))
     lora = LoraSlots(model.config, settings.adapter_slots + 1, settings.max_lora_rank, model.dtype, device)
+    bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     adapters = AdapterManager(
         registry,
         nudges,
-        lora,
-        partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank),
+        AdapterLoader(registry, lora, bind, base_digest=base_digest),
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
-        base_digest=base_digest,
     )
     gate = SliceGate(
         settings.tpot_goal_ms / 1000, synchronize=torch.cuda.synchronize if device.type == "cuda" else None
@@ -138,4 +142,4 @@ def build_engine(
         tokenizer_digest=codec.digest,
         version=VERSION,
     )
-    return Engine(model, codec, base_digest, memory, gate, adapters, loop, description)
+    return Engine(model, codec, base_digest, memory, gate, adapters, bind, loop, description)

@@ -71,7 +71,15 @@ async def _serve(
         alive=lambda: loop.alive,
         ready=lambda: not stop.is_set() and loop.healthy and loop.status().accepting,
     )
-    serving = Serving(loop, engine.adapters, engine.codec, engine.description, settings.max_waiting, training.job_id)
+    serving = Serving(
+        loop,
+        engine.adapters,
+        engine.bind,
+        engine.codec,
+        engine.description,
+        settings.max_waiting,
+        training.job_id,
+    )
     server = make_server(serving, health.servicer, settings.max_message_bytes)
     port = bind(server, settings.grpc_host, settings.grpc_port)
     metrics.registry.register(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from grpc import aio
 
+from services.common.errors import Unavailable
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
 from services.common.pb import adapters_pb2_grpc, engine_pb2_grpc
@@ -21,6 +23,8 @@ from services.engine.health import HealthReporter
 from services.engine.model.lora import LoraParams
 from services.engine.server import Serving, bind, make_server
 from services.pod.engine import Engine
+
+T = TypeVar("T")
 
 _numbers = itertools.count()
 _OUTER = ("deadline_unix_ms", "keep_rollout", "cache_salt", "priority", "request_id")
@@ -143,7 +147,8 @@ class EngineUnderTest:
     async def __aenter__(self) -> EngineUnderTest:
         await asyncio.to_thread(self.engine.start)
         loop = self.engine.loop
-        serving = Serving(loop, self.engine.adapters, self.engine.codec, self.engine.description, 64, lambda: "")
+        engine = self.engine
+        serving = Serving(loop, engine.adapters, engine.bind, engine.codec, engine.description, 64, lambda: "")
         self.health = HealthReporter(lambda: loop.alive, lambda: loop.healthy and loop.status().accepting)
         await self.health.publish()
         self.server = make_server(serving, self.health.servicer, 64 * 1024 * 1024)
@@ -197,12 +202,23 @@ class EngineUnderTest:
             files["adapter_model.safetensors"] = files["adapter_model.safetensors"][:-64]
 
         def write() -> AdapterVersion:
-            manifest = self.registry.publish(name, files, base_digest=self.engine.base_digest)
+            manifest = self.registry.publish(
+                name, files, base_digest=self.engine.base_digest, job_id=f"{name}-{seed}-{corrupt}"
+            )
             if attach:
                 self.registry.attach(manifest.ref)
             return manifest.ref
 
-        return await asyncio.to_thread(write)
+        return await patiently(lambda: asyncio.to_thread(write), Unavailable)
+
+
+async def patiently(call: Callable[[], Awaitable[T]], error: type[Exception], attempts: int = 5) -> T:
+    """Repeats what a busy machine's store may be too slow for."""
+    for _ in range(attempts - 1):
+        with contextlib.suppress(error):
+            return await call()
+        await asyncio.sleep(0.5)
+    return await call()
 
 
 def adapter_files(engine: Engine, seed: int) -> dict[str, bytes]:

@@ -11,13 +11,17 @@ from grpc import aio
 from services.common.pb import adapters_pb2
 from services.common.pb import engine_pb2 as pb
 from services.common.store import ObjectStore
-from tests.integration.engine.harness import EngineUnderTest, adapter_files, request
+from tests.integration.engine.harness import EngineUnderTest, adapter_files, patiently, request
 from tests.integration.servers import RunningServer
 
 PROMPT = [5, 9, 17, 23, 31]
 
 
 async def sync(engine: EngineUnderTest) -> adapters_pb2.SyncResponse:
+    return await patiently(lambda: sync_once(engine), aio.AioRpcError)
+
+
+async def sync_once(engine: EngineUnderTest) -> adapters_pb2.SyncResponse:
     return await engine.adapters.Sync(adapters_pb2.SyncRequest())
 
 
@@ -161,7 +165,7 @@ async def test_an_outage_of_the_store_does_not_stop_serving(
         during = await asyncio.gather(*(engine.generate(request(PROMPT)) for _ in range(4)))
         assert [a.token_ids for a in during] == [before.token_ids] * 4
         with pytest.raises(aio.AioRpcError) as caught:
-            await sync(engine)
+            await sync_once(engine)
         assert caught.value.code().name == "UNAVAILABLE"
     await engine.publish("skill", seed=2)
     assert (await sync(engine)).attached == "skill@2"

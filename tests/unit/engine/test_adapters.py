@@ -21,8 +21,10 @@ from services.common.errors import (
 )
 from services.common.names import AdapterVersion
 from services.common.registry import Pointers
+from services.engine.adapter_loader import AdapterLoader
+from services.engine.adapter_ports import AdapterLimits
 from services.engine.adapter_slots import SlotTable
-from services.engine.adapters import AdapterLimits, AdapterManager
+from services.engine.adapters import AdapterManager
 from services.engine.request import BASE_PIN, AdapterPin
 from services.engine.wire import AdapterChoice
 
@@ -116,10 +118,8 @@ class World:
         self.manager = AdapterManager(
             cast(Any, self.registry),
             None,
-            cast(Any, self.lora),
-            self._bind,
+            AdapterLoader(cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base"),
             AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds),
-            base_digest="base",
         )
 
     def _bind(self, files: Mapping[str, bytes]) -> Any:

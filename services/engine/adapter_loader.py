@@ -1,0 +1,59 @@
+"""From a version in the object store to weights in a LoRA slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from services.common.errors import AdapterRejected
+from services.common.names import AdapterVersion
+from services.common.registry import AdapterRegistry
+
+if TYPE_CHECKING:
+    from services.engine.model.lora import BoundAdapter, LoraSlots
+
+
+class AdapterLoader:
+    """Blocking; used by one thread at a time, except `bind`.
+
+    Args:
+        bind: reads an adapter's files strictly; raises AdapterRejected that names the tensor or field.
+        base_digest: of the checkpoint that serves; adapters of another one are refused.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        lora: LoraSlots,
+        bind: Callable[[Mapping[str, bytes]], BoundAdapter],
+        *,
+        base_digest: str,
+    ) -> None:
+        self._registry = registry
+        self._lora = lora
+        self.bind = bind
+        self._base_digest = base_digest
+
+    def load(self, version: AdapterVersion, slot: int) -> str:
+        """Downloads, verifies and binds a version and writes it into a slot that no request uses.
+
+        Returns:
+            The version's digest, for cache keys.
+
+        Raises:
+            AdapterRejected: its files are corrupt, do not bind, or belong to another base model.
+            ModelNotFound: there is no such version.
+            Unavailable: the object store does not answer.
+        """
+        manifest = self._registry.manifest(version)
+        if manifest.base_digest and manifest.base_digest != self._base_digest:
+            raise AdapterRejected(
+                f"{version} belongs to another base model (digest {manifest.base_digest[:12]}, this engine serves "
+                f"{self._base_digest[:12]})"
+            )
+        try:
+            bound = self.bind(self._registry.files(version))
+        except AdapterRejected as error:
+            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
+        self._lora.load(slot, bound)
+        return manifest.digest
