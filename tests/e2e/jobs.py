@@ -73,9 +73,8 @@ def losses(client: httpx.Client, job_id: str) -> list[tuple[int, float]]:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 event = json.loads(line[6:])
-                data = event.get("data", event)
-                if event.get("kind") == "progress" and "loss" in data:
-                    found.append((int(data["step"]), float(data["loss"])))
+                if event["kind"] == "progress" and "loss" in event["data"]:
+                    found.append((int(event["data"]["step"]), float(event["data"]["loss"])))
     return found
 
 
@@ -86,15 +85,10 @@ def versions(client: httpx.Client, adapter: str) -> list[int]:
     return [int(v["version"]) for v in response.json()["data"]]
 
 
-def base_model(client: httpx.Client) -> str:
-    """The base model's name."""
-    return str(client.get("/v1/models").json()["data"][0]["id"])
-
-
-def chat(client: httpx.Client, text: str = "Hello", *, model: str | None = None) -> str:
-    """One short greedy answer of the base model's name (asked for, unless given)."""
+def chat(client: httpx.Client, model: str, text: str = "Hello") -> str:
+    """One short greedy answer."""
     body = {
-        "model": model or base_model(client),
+        "model": model,
         "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         "max_tokens": 16,

@@ -22,7 +22,7 @@ from tests.e2e import jobs
 from tests.stack import Stack
 
 OUTAGE_SECONDS = 10
-EPOCHS = 60
+EPOCHS = 40
 """One optimizer step each: the eight examples are one batch."""
 
 
@@ -70,24 +70,22 @@ def test_engine_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[i
         resumed = [step for step, _ in jobs.losses(client, job_id)]
         back = next(after for before, after in itertools.pairwise(resumed) if after <= before)
         assert back > 1, f"the job started over instead of continuing from a checkpoint: {resumed}"
-        assert jobs.chat(client)
+        assert jobs.chat(client, faulty.served_model_name)
 
 
 @contextmanager
-def chatting(url: str) -> Iterator[list[float]]:
+def chatting(stack: Stack) -> Iterator[list[float]]:
     """Chats without a pause in the background; yields the seconds that each answer took. Any error fails the test."""
     seconds: list[float] = []
     failures: list[BaseException] = []
     stop = threading.Event()
-    with httpx.Client(base_url=url, timeout=30) as asking:
-        model = jobs.base_model(asking)  # once: the list of adapters comes from the object store
 
     def work() -> None:
         try:
-            with httpx.Client(base_url=url, timeout=30) as client:
+            with httpx.Client(base_url=stack.url, timeout=30) as client:
                 while not stop.is_set():
                     began = time.monotonic()
-                    jobs.chat(client, model=model)
+                    jobs.chat(client, stack.served_model_name)
                     seconds.append(time.monotonic() - began)
         except BaseException as error:
             failures.append(error)
@@ -119,7 +117,7 @@ def test_store_frozen_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, adapter, epochs=EPOCHS, checkpoint_every=5)
         jobs.wait_for_step(client, job_id, 8)
-        with chatting(faulty.url) as seconds:
+        with chatting(faulty) as seconds:
             with frozen(faulty.pid(service)):
                 until = time.monotonic() + OUTAGE_SECONDS
                 path = "/v1/train/jobs" if service == "valkey" else "/v1/adapters/undisturbed/versions"
@@ -139,7 +137,7 @@ def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
     with httpx.Client(base_url=faulty.url, timeout=30) as client:
         job_id = jobs.submit_sft(client, adapter, epochs=EPOCHS, checkpoint_every=5)
         jobs.wait_for_step(client, job_id, 8)
-        with chatting(faulty.url) as seconds:
+        with chatting(faulty) as seconds:
             os.kill(faulty.pid(service), signal.SIGKILL)
             check_outcome(client, job_id, adapter, undisturbed)
         assert seconds
@@ -168,19 +166,20 @@ async def disconnect_at_random(client: httpx.AsyncClient, body: dict[str, object
 async def test_two_hundred_clients_that_hang_up(stack: Stack) -> None:
     rng = random.Random(7)
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        async with asyncio.TaskGroup() as group:
-            for index in range(200):
-                body = {
-                    "model": model,
-                    "prompt": f"Client {index} says: " + "word " * rng.randrange(1, 120),
-                    "max_tokens": 400,
-                    "ignore_eos": True,
-                    "stream": index % 2 == 0,
-                    "n": rng.choice([1, 1, 2]),
-                }
-                group.create_task(disconnect_at_random(client, body, rng.uniform(0.01, 4.0)))
+    async with (
+        httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for index in range(200):
+            body = {
+                "model": stack.served_model_name,
+                "prompt": f"Client {index} says: " + "word " * rng.randrange(1, 120),
+                "max_tokens": 400,
+                "ignore_eos": True,
+                "stream": index % 2 == 0,
+                "n": rng.choice([1, 1, 2]),
+            }
+            group.create_task(disconnect_at_random(client, body, rng.uniform(0.01, 4.0)))
     deadline = time.monotonic() + 20
     now = status(stack)
     while (now.running or now.waiting or now.blocks_used or now.slots_used) and time.monotonic() < deadline:
@@ -188,7 +187,7 @@ async def test_two_hundred_clients_that_hang_up(stack: Stack) -> None:
         now = status(stack)
     assert (now.running, now.waiting, now.blocks_used, now.slots_used) == (0, 0, 0, 0)
     with httpx.Client(base_url=stack.url, timeout=60) as again:
-        assert jobs.chat(again)
+        assert jobs.chat(again, stack.served_model_name)
 
 
 def test_termination_checkpoints_the_job_and_a_new_start_finishes_it(tmp_path: Path) -> None:

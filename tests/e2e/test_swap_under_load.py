@@ -93,11 +93,10 @@ async def test_fifty_versions_under_thirty_two_streams(stack: Stack) -> None:
     stop = asyncio.Event()
     limits = httpx.Limits(max_connections=STREAMS + 4)
     async with httpx.AsyncClient(base_url=stack.url, timeout=60, limits=limits) as client:
-        base_model = (await client.get("/v1/models")).json()["data"][0]["id"]
 
         async def keep_streaming(prompt: str) -> None:
             while not stop.is_set():
-                answers.append(await stream_once(client, base_model, prompt))
+                answers.append(await stream_once(client, stack.served_model_name, prompt))
 
         async def keep_publishing() -> list[str]:
             versions = []
@@ -112,7 +111,7 @@ async def test_fifty_versions_under_thirty_two_streams(stack: Stack) -> None:
             for prompt in itertools.islice(itertools.cycle(prompts), STREAMS):
                 group.create_task(keep_streaming(prompt))
         versions = publishing.result()
-        after = await stream_once(client, base_model, prompts[0])
+        after = await stream_once(client, stack.served_model_name, prompts[0])
         await client.post(f"/v1/adapters/{name}/detach", json={})
 
     assert versions == [f"{name}@{n}" for n in range(1, VERSIONS + 1)]
