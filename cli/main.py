@@ -66,6 +66,20 @@ def up(
 
 
 app.command()(chat)
+
+
+@app.command()
+def demo(
+    rounds: Annotated[int, typer.Option(help="Rounds of reinforcement.", min=1, max=50)] = 5,
+    seed: Annotated[int, typer.Option(help="Of the questions, the samples and the new adapters.", min=0)] = 1,
+    output: Annotated[Path, typer.Option(help="Where demo-report.json and demo-report.png go.")] = Path(),
+) -> None:
+    """Watch the tiny model learn date arithmetic while it serves: everything starts, learns, reports and stops."""
+    from cli.demo import run_demo
+
+    run_demo(rounds=rounds, seed=seed, output=output)
+
+
 app.add_typer(train.app)
 app.add_typer(adapters.app)
 

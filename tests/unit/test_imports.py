@@ -39,7 +39,10 @@ NO_TORCH = (
     "services.engine.memory",
 )
 # The CLI renders settings of every service into the configuration guide without running any of them.
+# The demo draws its questions from the recipe of the tiny model, and scores the answers with it.
 EXTRA: dict[str, tuple[str, ...]] = {
+    "cli.demo": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
+    "cli.demo_api": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
     "cli.settings_docs": ("services.gateway.settings", "services.engine.settings", "services.trainer.settings"),
 }
 
