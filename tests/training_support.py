@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from services.common.jobs import LoraSettings
@@ -115,10 +115,6 @@ def peft_reference(checkpoint: Path, files: Mapping[str, bytes], directory: Path
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (directory / name).write_bytes(data)
-    # transformers' text class has no `language_model.` level.
-    tensors = load_file(directory / "adapter_model.safetensors")
-    renamed = {name.replace("model.language_model.layers", "model.layers"): value for name, value in tensors.items()}
-    save_file(renamed, directory / "adapter_model.safetensors")
     base = Qwen3_5ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     return PeftModel.from_pretrained(base, directory, is_trainable=True)
 
@@ -133,7 +129,7 @@ def reference_logprobs(model: PeftModel, tokens: list[int], start: int, temperat
 def assert_same_gradients(found: Mapping[str, torch.Tensor], model: PeftModel, tolerance: float = 1e-4) -> float:
     """Every adapter tensor's gradient, relative to its norm. Returns the largest difference."""
     wanted = {
-        name.replace("model.model.layers", "model.model.language_model.layers").replace(".default", ""): parameter.grad
+        name.replace(".default", ""): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

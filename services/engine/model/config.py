@@ -40,6 +40,9 @@ class ModelConfig:
     conv_kernel: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    module_prefix: Literal["model.", "model.language_model."] = "model."
+    """Where the text model sits in the class that config.json names: PEFT writes it into every adapter's keys. It is
+    not part of the checkpoint's digest: the same weights take the same adapters."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -180,6 +183,7 @@ class ModelConfig:
         if not isinstance(tied, bool):
             raise CheckpointRejected(f"config.json: tie_word_embeddings must be true or false, got {tied!r}")
         return cls(
+            module_prefix="model.language_model." if "text_config" in data else "model.",
             vocab_size=_integer(text, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_integer(text, "intermediate_size"),

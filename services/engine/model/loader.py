@@ -222,7 +222,8 @@ def checkpoint_digest(path: str | Path) -> str:
     """
     directory = Path(path)
     config = ModelConfig.from_directory(directory)
-    total = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
+    numbers = {key: value for key, value in asdict(config).items() if key != "module_prefix"}
+    total = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
     with ExitStack() as stack, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         tensors: dict[str, tuple[str, memoryview]] = {}
         for file in _shard_files(directory):

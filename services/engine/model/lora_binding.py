@@ -20,7 +20,7 @@ from services.engine.model.lora_targets import target_shapes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
-KEY_PREFIX = "base_model.model.model.language_model."
+PEFT_PREFIX = "base_model.model."
 """The canonical form of keys: vLLM's multimodal class binds no other, and its text class takes it too."""
 _KEY = re.compile(r"base_model\.model\.(?:model\.language_model\.|model\.)(layers\.\d+\..+)\.lora_(A|B)\.weight")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,6 +95,8 @@ class BoundAdapter:
     use_rslora: bool
     target_modules: tuple[str, ...]
     """Sorted last names of the adapted linear layers; full paths where only some layers have the module adapted."""
+    module_prefix: str
+    """ModelConfig.module_prefix of the base, whichever form the files had."""
 
     @property
     def max_rank(self) -> int:
@@ -134,10 +136,18 @@ def bind_adapter(files: Mapping[str, bytes], config: ModelConfig, *, max_rank: i
             raise AdapterRejected(
                 f"{path} has rank {rank}, over this engine's limit of {max_rank} (TEMPER_MAX_LORA_RANK)"
             )
-        a = _checked(halves, path, "A", (rank, in_features))
-        b = _checked(halves, path, "B", (out_features, rank))
+        key = f"{PEFT_PREFIX}{config.module_prefix}{path}"
+        a = _checked(halves, path, "A", (rank, in_features), f"{key}.lora_A.weight")
+        b = _checked(halves, path, "B", (out_features, rank), f"{key}.lora_B.weight")
         targets[path] = BoundTarget(a, b, alpha, lora_scale(alpha, rank, settings.use_rslora))
-    return BoundAdapter(targets, settings.r, settings.lora_alpha, settings.use_rslora, name_targets(targets, config))
+    return BoundAdapter(
+        targets=targets,
+        rank=settings.r,
+        alpha=settings.lora_alpha,
+        use_rslora=settings.use_rslora,
+        target_modules=name_targets(targets, config),
+        module_prefix=config.module_prefix,
+    )
 
 
 def name_targets(paths: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
@@ -287,10 +297,10 @@ def _sort_tensors(tensors: Mapping[str, Tensor], expected: Any) -> dict[tuple[st
 
 
 def _checked(
-    halves: Mapping[tuple[str, str], tuple[str, Tensor]], path: str, half: str, shape: tuple[int, int]
+    halves: Mapping[tuple[str, str], tuple[str, Tensor]], path: str, half: str, shape: tuple[int, int], expected: str
 ) -> Tensor:
     if (path, half) not in halves:
-        raise AdapterRejected(f"tensor {KEY_PREFIX}{path}.lora_{half}.weight is missing from the adapter")
+        raise AdapterRejected(f"tensor {expected} is missing from the adapter")
     key, tensor = halves[path, half]
     if tuple(tensor.shape) != shape:
         raise AdapterRejected(f"tensor {key} has shape {list(tensor.shape)}, this model and rank need {list(shape)}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import LoraSettings
 from services.engine.model.config import ModelConfig
-from services.engine.model.lora_binding import CONFIG_FILE, KEY_PREFIX, WEIGHTS_FILE, BoundAdapter, lora_scale
+from services.engine.model.lora_binding import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, BoundAdapter, lora_scale
 from services.engine.model.lora_targets import target_shapes
 
 
@@ -35,9 +35,15 @@ class LoraParams:
     """The trainable tensors of one adapter, by path in the model ("layers.3.self_attn.q_proj")."""
 
     def __init__(
-        self, targets: Mapping[str, TrainableTarget], *, use_rslora: bool, target_modules: tuple[str, ...]
+        self,
+        targets: Mapping[str, TrainableTarget],
+        *,
+        use_rslora: bool,
+        target_modules: tuple[str, ...],
+        module_prefix: str,
     ) -> None:
         self.targets = dict(targets)
+        self.module_prefix = module_prefix
         self.use_rslora = use_rslora
         self.target_modules = target_modules
 
@@ -71,7 +77,12 @@ class LoraParams:
             a = torch.empty(settings.rank, in_features).uniform_(-bound, bound, generator=generator)
             b = torch.zeros(out_features, settings.rank)
             targets[path] = TrainableTarget(_master(a, device), _master(b, device), settings.alpha, scale)
-        return cls(targets, use_rslora=settings.use_rslora, target_modules=tuple(sorted(chosen)))
+        return cls(
+            targets,
+            use_rslora=settings.use_rslora,
+            target_modules=tuple(sorted(chosen)),
+            module_prefix=config.module_prefix,
+        )
 
     @classmethod
     def from_bound(cls, bound: BoundAdapter, *, device: torch.device | str = "cpu") -> LoraParams:
@@ -80,7 +91,12 @@ class LoraParams:
             path: TrainableTarget(_master(t.a, device), _master(t.b, device), t.alpha, t.scale)
             for path, t in bound.targets.items()
         }
-        return cls(targets, use_rslora=bound.use_rslora, target_modules=bound.target_modules)
+        return cls(
+            targets,
+            use_rslora=bound.use_rslora,
+            target_modules=bound.target_modules,
+            module_prefix=bound.module_prefix,
+        )
 
     def parameters(self) -> list[Tensor]:
         """All masters, in a fixed order: A then B of each layer."""
@@ -115,8 +131,12 @@ class LoraParams:
             tensor.copy_(state[name])
 
     def to_files(self, base_model_name: str) -> dict[str, bytes]:
-        """adapter_model.safetensors (float32, keys as vLLM's multimodal class wants them) and adapter_config.json."""
-        tensors = {f"{KEY_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in self.state().items()}
+        """adapter_model.safetensors (float32) and adapter_config.json.
+
+        The keys are those of the class that the base checkpoint names, so PEFT loads the files on it as they are.
+        """
+        prefix = PEFT_PREFIX + self.module_prefix
+        tensors = {f"{prefix}{name}.weight": tensor.contiguous() for name, tensor in self.state().items()}
         ranks = {path: target.a.shape[0] for path, target in self.targets.items()}
         alphas = {path: target.alpha for path, target in self.targets.items()}
         rank, alpha = _most_common(ranks.values()), _most_common(alphas.values())

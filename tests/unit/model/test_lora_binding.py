@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ MODEL = ModelConfig(
     conv_kernel=4,
     max_position_embeddings=128,
     tie_word_embeddings=True,
+    module_prefix="model.language_model.",
 )
 KEY = "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_A.weight"
 
@@ -149,6 +151,16 @@ def test_another_base_model_is_refused() -> None:
     other = ModelConfig(**{name: getattr(MODEL, name) for name in MODEL.__slots__} | {"hidden_size": 20})
     with pytest.raises(AdapterRejected, match="has shape"):
         bind_adapter(files(), other, max_rank=4)
+
+
+def test_keys_follow_the_class_of_the_base_checkpoint() -> None:
+    text = dataclasses.replace(MODEL, module_prefix="model.")
+    files = LoraParams.create(text, LoraSettings(rank=2)).to_files("base")
+    keys = load(files["adapter_model.safetensors"]).keys()
+    assert all(key.startswith("base_model.model.model.layers.") for key in keys)
+    continued = LoraParams.from_bound(bind_adapter(files, MODEL, max_rank=4)).to_files("base")
+    moved = load(continued["adapter_model.safetensors"]).keys()
+    assert moved == {key.replace("model.layers", "model.language_model.layers") for key in keys}
 
 
 def test_params_round_trip_through_files_and_state() -> None:
