@@ -12,7 +12,7 @@ from typing import Any
 import openai
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from cli.client import Client
 from cli.demo_api import Temper
@@ -162,6 +162,7 @@ class _Bar:
 
     def advance(self) -> None:
         self.progress.advance(self.task)
+        self._count()
 
     def say(self, text: str) -> None:
         self.progress.update(self.task, note=escape(text[:60]))
@@ -169,6 +170,11 @@ class _Bar:
     def job(self, step: int, total: int, metrics: dict[str, Any]) -> None:
         shown = (f"{key} {metrics[key]:.3g}" for key in ("loss", "grad_norm") if isinstance(metrics.get(key), float))
         self.progress.update(self.task, completed=step, total=total, note="  ".join(shown))
+        self._count()
+
+    def _count(self) -> None:
+        task = self.progress.tasks[0]
+        self.progress.update(self.task, count=f"{task.completed:.0f}/{task.total:.0f}" if task.total else "")
 
     def end(self, text: str) -> None:
         """Completes the bar; ``text`` stays beside it."""
@@ -208,7 +214,7 @@ class _Show:
             SpinnerColumn(finished_text="[green]✓[/]"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]:>7}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
             console=self.console,
@@ -216,7 +222,7 @@ class _Show:
         )
         start = time.monotonic()
         with progress:
-            bar = _Bar(progress, progress.add_task(f"{text:44}", total=total, note=""))
+            bar = _Bar(progress, progress.add_task(f"{text:44}", total=total, note="", count=""))
             yield bar
         if not live:
             self.console.print(

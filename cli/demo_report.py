@@ -62,8 +62,12 @@ class Report:
 
 def table(report: Report) -> Table:
     """One row a round, the untrained model first."""
-    rows = Table(title="Reward per round", title_justify="left", header_style="bold")
-    for column in ("round", "sampled from", "reward, sampled", "published", "reward, held out", "sample s", "train s"):
+    rows = Table(
+        title="Reward per round: of the samples, and of greedy answers to held-out questions",
+        title_justify="left",
+        header_style="bold",
+    )
+    for column in ("round", "sampled from", "reward", "published", "held out", "sample s", "train s"):
         rows.add_column(column, justify="left" if column in ("sampled from", "published") else "right")
     rows.add_row("0", "", "", "base model", f"{report.reward_before:.2f}", "", "")
     for entry in report.rounds:
@@ -91,6 +95,7 @@ def terminal_plot(report: Report, console: Console) -> Text:
     rounds, held_out, sampled_rounds, sampled = _series(report)
     figure = plotext.figure
     figure.clear()
+    figure.theme("simple")
     figure.plot_size(min(console.width, 76), 16)
     figure.draw(figure.signal(rounds, held_out).lines().label("held out, greedy"))
     figure.draw(figure.signal(sampled_rounds, sampled, marker="o").label("sampled, temperature 1"))
