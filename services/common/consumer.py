@@ -142,6 +142,12 @@ class JobConsumer:
         parent: Any = call(lambda: self._redis.hget(scripts.job_key(claimed.id), "parent"))
         return parent is not None, parent or None
 
+    def publishing(self, claimed: ClaimedJob) -> bool:
+        """Says that the result is about to be published: from then on the job cannot be cancelled, so that a job with a
+        version never ends as cancelled. False: a cancellation came first. Raises JobLost."""
+        answer: str = self._owned(scripts.PUBLISHING, claimed, [], [claimed.fence])
+        return answer == "OK"
+
     def report(self, claimed: ClaimedJob, progress: JobProgress, metrics: Mapping[str, float]) -> None:
         """Stores progress and the newest metrics, and adds a progress event. Raises JobLost."""
         numbers = finite(metrics)
@@ -246,8 +252,8 @@ class JobConsumer:
         keys = [scripts.STREAM, job_key, scripts.events_key(job_id), scripts.DEAD]
         args = [scripts.GROUP, entry, job_id, secrets.token_hex(8), self._owner, str(self._max_attempts)]
         outcome = self._run(scripts.BEGIN, keys, args)
-        if outcome[0] == "dropped":
-            self._log.info("queue.dropped", job=job_id, entry=entry)
+        if outcome[0] != "claimed":
+            self._log.info(f"queue.{outcome[0]}", job=job_id, entry=entry)
             return None
         values: Any = call(lambda: self._redis.hmget(job_key, [*FIELDS, "spec"]))
         job, text = job_from_fields(values[:-1]), values[-1]
@@ -275,9 +281,8 @@ class JobConsumer:
         job_id = job_id_of_entry(entry)
         keys = [scripts.STREAM, scripts.INDEX, scripts.job_key(job_id), scripts.events_key(job_id)]
         args = [job_id, spec_json(spec), spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
-        outcome, existing = self._run(
-            scripts.SUBMIT, [*keys, scripts.idempotency_key(key or "")], [*args, "1" if key else "0", entry]
-        )
+        keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
+        outcome, existing = self._run(scripts.SUBMIT, keys, [*args, "1" if key else "0", entry])
         if outcome == "conflict":
             if not waiting:
                 self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)

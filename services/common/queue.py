@@ -56,15 +56,34 @@ class JobQueue:
         """Raises Unavailable if Redis does not answer."""
         await call_async(self._redis.ping)
 
-    async def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> Job:
-        """Queues a job. The same key with the same spec returns the same job, for a week.
+    async def submitted(self, idempotency_key: str, request_sha: str) -> Job | None:
+        """The job that this request made when it came before under the same key.
 
         Raises:
-            Conflict: the key was used with another spec.
+            Conflict: the key came with another request.
             InvalidRequest: the key is empty or longer than 256 characters.
         """
-        if idempotency_key is not None and not 0 < len(idempotency_key) <= _KEY_LIMIT:
-            raise InvalidRequest(f"idempotency key must have 1 to {_KEY_LIMIT} characters", param="idempotency_key")
+        key = scripts.idempotency_key(_checked(idempotency_key))
+        known = await call_async(lambda: cast(Awaitable[str | None], self._redis.get(key)))
+        if known is None:
+            return None
+        job_id, sha = known.split(" ")
+        if sha != request_sha:
+            raise _key_used(idempotency_key, job_id)
+        return await self._find(job_id)
+
+    async def submit(self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None) -> Job:
+        """Queues a job. The same key with the same request returns the same job, for a week.
+
+        Args:
+            request_sha: digest of what the client sent, when the spec was made from it; default: the spec's own.
+
+        Raises:
+            Conflict: the key was used with another request.
+            InvalidRequest: the key is empty or longer than 256 characters.
+        """
+        if idempotency_key is not None:
+            _checked(idempotency_key)
         job_id = new_job_id()
         keys = [
             scripts.STREAM,
@@ -72,15 +91,14 @@ class JobQueue:
             scripts.job_key(job_id),
             scripts.events_key(job_id),
             scripts.idempotency_key(idempotency_key or ""),
+            scripts.line_key(spec.adapter),
         ]
-        args = [job_id, spec_json(spec), spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        sha = request_sha or spec_sha(spec)
+        args = [job_id, spec_json(spec), sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
         args += ["0" if idempotency_key is None else "1", ""]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
-            raise Conflict(
-                f"idempotency key {idempotency_key!r} was used for job {existing} with another spec; use a new key",
-                param="idempotency_key",
-            )
+            raise _key_used(idempotency_key or "", existing)
         return await self.get(existing)
 
     async def get(self, job_id: str) -> Job:
@@ -126,10 +144,18 @@ class JobQueue:
 
         Raises:
             NotFound: there is no such job.
+            Conflict: its result is being published.
         """
         keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
-        if await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP])) == "MISSING":
+        answer = await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP]))
+        if answer == "MISSING":
             raise _not_found(job_id)
+        if answer == "LATE":
+            raise Conflict(
+                f"job {job_id} has trained and is publishing its adapter: too late to cancel; when it has ended, "
+                "attach the version from before to undo it",
+                param="id",
+            )
         return await self.get(job_id)
 
     async def events(self, job_id: str, last_event_id: str | None = None) -> AsyncIterator[JobEvent]:
@@ -186,3 +212,16 @@ class JobQueue:
 
 def _not_found(job_id: str) -> NotFound:
     return NotFound(f"no such job: {job_id[:80]!r}", param="id")
+
+
+def _checked(key: str) -> str:
+    if not 0 < len(key) <= _KEY_LIMIT:
+        raise InvalidRequest(f"idempotency key must have 1 to {_KEY_LIMIT} characters", param="idempotency_key")
+    return key
+
+
+def _key_used(key: str, job_id: str) -> Conflict:
+    return Conflict(
+        f"idempotency key {key!r} was used for job {job_id} with another request; use a new key",
+        param="idempotency_key",
+    )

@@ -6,12 +6,15 @@ Keys:
     temper:jobs:dead            stream of what was given up: {job?, entry, reason, spec?}
     temper:job:{id}             hash: the job, its spec and who owns it now
     temper:job:{id}:events      stream of JobEvents
-    temper:idempotency:{key}    "job-id spec-sha", expires
+    temper:line:{adapter}       list of the adapter's unfinished job ids in the order of submission
+    temper:idempotency:{key}    "job-id request-sha", expires
 
 A job is in exactly one of these places: unread in the stream (queued), pending for its owner in the consumer group
-(running), or neither (terminal). An entry handed back is pending with an old idle time, so that the next claim takes
-it first. Scripts are atomic; those of an owner compare the fencing token and answer LOST when it is stale. Every
-script may be repeated when its answer got lost.
+(running), only in its adapter's line (queued, delivered while an earlier job of the adapter was unfinished), or nowhere
+(terminal). Jobs of one adapter run one after another, whoever runs them, so that each starts from what the one before
+made: only the head of a line may begin, and the end of its job puts the next one back into the stream. An entry handed
+back is pending with an old idle time, so that the next claim takes it first. Scripts are atomic; those of an owner
+compare the fencing token and answer LOST when it is stale. Every script may be repeated when its answer got lost.
 
 Times are Redis's own clock in unix seconds, so that hosts need not agree.
 """
@@ -40,6 +43,10 @@ def events_key(job_id: str) -> str:
     return f"temper:job:{job_id}:events"
 
 
+def line_key(adapter: str) -> str:
+    return f"temper:line:{adapter}"
+
+
 def idempotency_key(key: str) -> str:
     return f"temper:idempotency:{key}"
 
@@ -55,12 +62,32 @@ end
 local function owned(job, fence)
   return redis.call('HGET', job, 'fence') == fence and redis.call('HGET', job, 'state') == 'running'
 end
+local function head(line)
+  while true do
+    local id = redis.call('LINDEX', line, 0)
+    if not id then return nil end
+    local state = redis.call('HGET', '{job_key("")}' .. id, 'state')
+    if state == 'queued' or state == 'running' then return id end
+    redis.call('LPOP', line)
+  end
+end
+local function leave_line(job, stream)
+  local line = '{line_key("")}' .. (redis.call('HGET', job, 'adapter') or '')
+  redis.call('LREM', line, 0, redis.call('HGET', job, 'id') or '')
+  local id = head(line)
+  if id and redis.call('HGET', '{job_key("")}' .. id, 'entry') == '' then
+    redis.call('HSET', '{job_key("")}' .. id, 'entry', redis.call('XADD', stream, '*', 'job', id))
+  end
+end
 local function finish(job, events, stream, group, state, reason, result)
   local entry = redis.call('HGET', job, 'entry')
   redis.call('HSET', job, 'state', state, 'reason', reason, 'result_adapter', result, 'finished_at', now())
   if state ~= 'failed' then redis.call('HDEL', job, 'spec') end
-  redis.call('XACK', stream, group, entry)
-  redis.call('XDEL', stream, entry)
+  if entry ~= '' then
+    redis.call('XACK', stream, group, entry)
+    redis.call('XDEL', stream, entry)
+  end
+  leave_line(job, stream)
   local data = {{state = state}}
   if reason ~= '' then data.reason = reason end
   if result ~= '' then data.result_adapter = result end
@@ -79,8 +106,9 @@ end
 SUBMIT = (
     _PRELUDE
     + f"""
--- KEYS stream index job events idempotency; ARGV id spec sha kind adapter metadata has_key entry
--- entry: '' to add one, else the id of the stream entry that brought this spec.
+-- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry
+-- sha: of the request, which an idempotency key stands for. entry: '' to add one, else the id of the stream entry that
+-- brought this spec.
 if ARGV[7] == '1' then
   local known = redis.call('GET', KEYS[5])
   if known then
@@ -94,9 +122,10 @@ if ARGV[7] == '1' then redis.call('SET', KEYS[5], ARGV[1] .. ' ' .. ARGV[3], 'EX
 local entry = ARGV[8]
 if entry == '' then entry = redis.call('XADD', KEYS[1], '*', 'job', ARGV[1]) end
 local created = now()
-redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'spec_sha', ARGV[3], 'kind', ARGV[4], 'adapter', ARGV[5],
-  'metadata', ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0')
+redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'adapter', ARGV[5], 'metadata',
+  ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0')
 redis.call('ZADD', KEYS[2], created, ARGV[1])
+redis.call('RPUSH', KEYS[6], ARGV[1])
 emit(KEYS[4], 'state', '{{"state":"queued"}}')
 return {{'created', ARGV[1]}}
 """
@@ -104,33 +133,42 @@ return {{'created', ARGV[1]}}
 
 BEGIN = (
     _PRELUDE
-    + """
+    + f"""
 -- KEYS stream job events dead; ARGV group entry id claim owner max_attempts
-local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error')
+local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
+  'adapter')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
 if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
   redis.call('XDEL', KEYS[1], ARGV[2])
-  return {'dropped'}
+  return {{'dropped'}}
 end
-if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
+if state == 'running' and job[3] == ARGV[4] then return {{'claimed', job[6], job[5]}} end
 if job[4] == '1' then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
-  return {'dropped'}
+  return {{'dropped'}}
 end
 if attempts >= tonumber(ARGV[6]) then
   local why = job[7] or 'its engine died or stopped answering each time'
   local reason = 'given up after ' .. attempts .. ' attempts: ' .. why
   bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
-  return {'dropped'}
+  return {{'dropped'}}
+end
+local first = head('{line_key("")}' .. job[8])
+if first and first ~= ARGV[3] then
+  redis.call('HSET', KEYS[2], 'entry', '')
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+  redis.call('XDEL', KEYS[1], ARGV[2])
+  emit(KEYS[3], 'log', cjson.encode({{message = 'waits for ' .. first .. ', an earlier job of this adapter'}}))
+  return {{'waits', first}}
 end
 local fence = redis.call('HINCRBY', KEYS[2], 'fence', 1)
 attempts = redis.call('HINCRBY', KEYS[2], 'attempts', 1)
 redis.call('HSETNX', KEYS[2], 'started_at', now())
 redis.call('HSET', KEYS[2], 'state', 'running', 'claim', ARGV[4], 'owner', ARGV[5])
-emit(KEYS[3], 'state', cjson.encode({state = 'running', attempt = attempts}))
-return {'claimed', tostring(fence), tostring(attempts)}
+emit(KEYS[3], 'state', cjson.encode({{state = 'running', attempt = attempts}}))
+return {{'claimed', tostring(fence), tostring(attempts)}}
 """
 )
 
@@ -189,6 +227,19 @@ return redis.call('HGET', KEYS[1], 'parent')
 """
 )
 
+PUBLISHING = (
+    _PRELUDE
+    + f"""
+-- KEYS job; ARGV fence. From here on the job's version may exist, so it can no longer be cancelled; a cancellation
+-- that came first wins.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if redis.call('HGET', KEYS[1], 'publishing') == '1' then return 'OK' end
+if redis.call('HGET', KEYS[1], 'cancel') == '1' then return 'CANCEL' end
+redis.call('HSET', KEYS[1], 'publishing', '1')
+return 'OK'
+"""
+)
+
 FINISH = (
     _PRELUDE
     + f"""
@@ -230,6 +281,9 @@ CANCEL = (
 -- KEYS job events stream; ARGV group
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return 'MISSING' end
+if (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'publishing') == '1' then
+  return 'LATE'
+end
 if state == 'queued' then
   finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], 'cancelled', 'cancelled before it started', '')
 elseif state == 'running' and redis.call('HGET', KEYS[1], 'cancel') ~= '1' then

@@ -331,6 +331,8 @@ class TrainerWorker:
         files = run.lora.to_files(self._settings.served_model_name)
         total = run.total_steps
         try:
+            if not self._until_back(session, lambda: self._consumer.publishing(claimed)):
+                raise JobCancelled
             return self._until_back(
                 session,
                 lambda: self._publisher.publish(
@@ -338,6 +340,7 @@ class TrainerWorker:
                 ),
                 # The work is done: keep it on disk, should this process end before the stores are back.
                 away=lambda: writer.submit(Checkpoint(total, run.state())),
+                cancellable=False,
             )
         except Draining:
             writer.submit(Checkpoint(total, run.state()))

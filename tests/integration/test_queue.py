@@ -115,6 +115,19 @@ async def test_idempotency(queue: JobQueue, raw: redis.Redis) -> None:
     assert len({job.id for job in many}) == 1
 
 
+async def test_a_key_stands_for_the_request_and_not_for_what_was_made_of_it(queue: JobQueue) -> None:
+    assert await queue.submitted("k", "request") is None
+    job = await queue.submit(sft(), idempotency_key="k", request_sha="request")
+    found = await queue.submitted("k", "request")
+    assert found is not None
+    assert found.id == job.id
+    assert (await queue.submit(sft(epochs=9), idempotency_key="k", request_sha="request")).id == job.id
+    with pytest.raises(Conflict, match=job.id):
+        await queue.submitted("k", "another")
+    with pytest.raises(InvalidRequest):
+        await queue.submitted("k" * 257, "sha")
+
+
 async def test_unknown_job(queue: JobQueue) -> None:
     for call in (queue.get, queue.cancel, lambda job_id: read_events(queue, job_id)):
         with pytest.raises(NotFound):
@@ -253,6 +266,78 @@ async def test_cancelled_job_of_a_dead_owner_ends_at_reclaim(queue: JobQueue, co
     await asyncio.sleep(RECLAIM + 0.05)
     assert consumers("b").claim(0) is None
     assert (await queue.get(job.id)).state is JobState.CANCELLED
+
+
+async def test_what_is_being_published_cannot_be_cancelled(queue: JobQueue, consumers: Consumers) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    assert consumer.publishing(claimed)
+    assert consumer.publishing(claimed)
+    with pytest.raises(Conflict, match="too late to cancel"):
+        await queue.cancel(job.id)
+    consumer.requeue(claimed)  # the engine shuts down in the middle of it
+    with pytest.raises(Conflict, match="too late to cancel"):
+        await queue.cancel(job.id)
+    again = must_claim(consumer)
+    assert consumer.heartbeat(again) is False
+    consumer.succeed(again, "math@1")
+    assert (await queue.cancel(job.id)).state is JobState.SUCCEEDED
+
+
+async def test_a_cancellation_that_came_first_keeps_a_job_from_publishing(
+    queue: JobQueue, consumers: Consumers
+) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    await queue.cancel(job.id)
+    assert not consumer.publishing(claimed)
+
+
+async def test_jobs_of_one_adapter_run_one_after_another(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    jobs = [await queue.submit(sft()) for _ in range(4)]
+    other = await queue.submit(sft("other"))
+    first, second = consumers("a"), consumers("b")
+    running = must_claim(first)
+    assert running.id == jobs[0].id
+    beside = must_claim(second)  # the second to fourth wait, the other adapter's does not
+    assert beside.id == other.id
+    assert second.claim(0) is None
+    assert (await queue.get(jobs[1].id)).state is JobState.QUEUED
+    late = await queue.submit(sft())
+    assert second.claim(0) is None
+    first.requeue(running)  # its turn is not over
+    running = must_claim(second)
+    assert running.id == jobs[0].id
+    assert (await queue.cancel(jobs[2].id)).state is JobState.CANCELLED
+    second.fail(running, "broken")
+    for expected in (jobs[1], jobs[3], late):
+        claimed = must_claim(first)
+        assert (claimed.id, claimed.attempt) == (expected.id, 1)
+        assert second.claim(0) is None
+        first.succeed(claimed, "math@1")
+    second.succeed(beside, "other@1")
+    assert first.claim(0) is None
+    assert raw.keys("temper:line:*") == []
+    assert raw.xlen(scripts.STREAM) == 0
+
+
+async def test_a_line_goes_on_behind_a_dead_owner_and_a_lost_job(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    first, lost, last = [await queue.submit(sft()) for _ in range(3)]
+    must_claim(consumers("dies"))
+    consumer = consumers("b")
+    assert consumer.claim(0) is None
+    raw.delete(scripts.job_key(lost.id))
+    await asyncio.sleep(RECLAIM + 0.05)
+    again = must_claim(consumer)
+    assert (again.id, again.attempt) == (first.id, 2)
+    consumer.succeed(again, "math@1")
+    assert must_claim(consumer).id == last.id
 
 
 async def test_parent_is_fixed_by_the_first_attempt(queue: JobQueue, consumers: Consumers) -> None:

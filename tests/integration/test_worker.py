@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import redis
 
 from services.common import scripts
+from services.common.errors import Conflict
 from services.common.jobs import Job, JobEvent, JobState, SftJob
 from services.common.names import AdapterVersion
 from services.common.queue import JobQueue
@@ -219,6 +221,45 @@ async def test_cancel_while_running(
     assert registry.names() == []
     await until(queue, job.id, lambda _: worker.current_job is None)
     assert store.list(f"jobs/{job.id}/") == []
+
+
+async def test_two_workers_take_turns_on_one_adapter(
+    queue: JobQueue, registry: AdapterRegistry, trainer_settings: TrainerSettings
+) -> None:
+    workers = [make_worker(trainer_settings, ToyHost()) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    jobs = [await queue.submit(spec(sleep=0.02)) for _ in range(4)]
+    done = [await finished(queue, job.id) for job in jobs]
+    assert [job.result_adapter for job in done] == [f"math@{n}" for n in range(1, 5)]
+    assert [m.parent for m in registry.versions("math")] == [None, "math@1", "math@2", "math@3"]
+    assert all(worker.drain() for worker in workers)
+
+
+async def test_a_cancel_during_the_publish_is_refused_and_the_job_succeeds(
+    queue: JobQueue,
+    registry: AdapterRegistry,
+    worker: TrainerWorker,
+    trainer_settings: TrainerSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_pointer, go_on = threading.Event(), threading.Event()
+    advance = AdapterRegistry.advance
+
+    def slow_advance(self: AdapterRegistry, version: AdapterVersion) -> None:
+        at_pointer.set()  # the manifest is written: the version exists
+        if not go_on.wait(20):
+            raise TimeoutError
+        advance(self, version)
+
+    monkeypatch.setattr(AdapterRegistry, "advance", slow_advance)
+    job = await queue.submit(spec())
+    assert await asyncio.to_thread(at_pointer.wait, 20)
+    with pytest.raises(Conflict, match="too late"):
+        await queue.cancel(job.id)
+    go_on.set()
+    done = await finished(queue, job.id)
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "math@1")
 
 
 async def test_drain_checkpoints_and_hands_back(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import Header, Query, Response
 
 from services.common.errors import InvalidRequest, TemperError
+from services.common.job_records import spec_sha
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
@@ -39,15 +40,20 @@ async def submit_grpo(
     response: Response, body: GrpoJob, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
 ) -> dict[str, Any]:
     """Queues policy optimisation on scored rollouts. Completion ids are replaced by what the engines remember."""
-    resolved = await resolve_rollouts(body, gateway.engines)
-    return await _submit(gateway, resolved, idempotency_key, response)
+    return await _submit(gateway, body, idempotency_key, response)
 
 
-async def _submit(gateway: Gateway, spec: SftJob | GrpoJob, key: str | None, response: Response) -> dict[str, Any]:
-    await _check_start(gateway, spec.start_from)
-    async with gateway.checks:
-        await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
-    job = await gateway.queue.submit(spec, idempotency_key=key)
+async def _submit(gateway: Gateway, sent: SftJob | GrpoJob, key: str | None, response: Response) -> dict[str, Any]:
+    # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
+    # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
+    sha = spec_sha(sent)
+    job = None if key is None else await gateway.queue.submitted(key, sha)
+    if job is None:
+        spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
+        await _check_start(gateway, spec.start_from)
+        async with gateway.checks:
+            await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
+        job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha)
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")
 

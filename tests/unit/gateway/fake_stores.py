@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 from services.common.errors import Conflict, NotFound, Unavailable
+from services.common.job_records import spec_sha
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
 from services.common.store import ObjectNotFound, PreconditionFailed, StoredObject
 
@@ -62,7 +63,7 @@ class MemoryQueue:
     def __init__(self) -> None:
         self.specs: dict[str, SftJob | GrpoJob] = {}
         self.jobs: dict[str, Job] = {}
-        self.keys: dict[str, str] = {}
+        self.keys: dict[str, tuple[str, str]] = {}
         self.entries: dict[str, list[JobEvent]] = {}
         self.down = False
 
@@ -76,13 +77,22 @@ class MemoryQueue:
     async def ping(self) -> None:
         self._check()
 
-    async def submit(self, spec: SftJob | GrpoJob, *, idempotency_key: str | None = None) -> Job:
+    async def submitted(self, idempotency_key: str, request_sha: str) -> Job | None:
         self._check()
-        if idempotency_key in self.keys:
-            known = self.keys[idempotency_key]
-            if self.specs[known] != spec:
-                raise Conflict("the idempotency key was used with another spec", param="idempotency_key")
-            return self.jobs[known]
+        if idempotency_key not in self.keys:
+            return None
+        known, sha = self.keys[idempotency_key]
+        if sha != request_sha:
+            raise Conflict("the idempotency key was used with another request", param="idempotency_key")
+        return self.jobs[known]
+
+    async def submit(
+        self, spec: SftJob | GrpoJob, *, idempotency_key: str | None = None, request_sha: str | None = None
+    ) -> Job:
+        sha = request_sha or spec_sha(spec)
+        if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha)):
+            return known
+        self._check()
         job = Job(
             id=f"job-{len(self.jobs)}",
             kind=spec.kind,
@@ -93,7 +103,7 @@ class MemoryQueue:
         self.jobs[job.id], self.specs[job.id] = job, spec
         self.entries[job.id] = [self._event(job.id, 1, "state", {"state": "queued"})]
         if idempotency_key is not None:
-            self.keys[idempotency_key] = job.id
+            self.keys[idempotency_key] = (job.id, sha)
         return job
 
     def _event(self, job_id: str, number: int, kind: str, data: dict[str, object]) -> JobEvent:

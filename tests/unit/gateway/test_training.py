@@ -151,6 +151,22 @@ def test_idempotency(http: httpx.Client) -> None:
     assert http.post("/v1/train/sft", json=SFT, headers={"idempotency-key": "x" * 300}).status_code == 400
 
 
+def test_a_repeated_request_by_completion_ids_needs_no_memory(running: Running, http: httpx.Client) -> None:
+    remember(running, "c:0", [1, 2], [3, 4])
+    remember(running, "c:1", [1, 2], [5])
+    headers = {"idempotency-key": "round-1"}
+    body = {"adapter": "bot", "rollouts": [{"completion_id": f"c:{n}", "reward": n} for n in range(2)]}
+    first = http.post("/v1/train/grpo", json=body, headers=headers)
+    assert first.status_code == 202
+    running.engine.rollouts.clear()
+    again = http.post("/v1/train/grpo", json=body, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
+    assert again.headers["location"] == first.headers["location"]
+    other = {**body, "rollouts": body["rollouts"][::-1]}
+    assert http.post("/v1/train/grpo", json=other, headers=headers).status_code == 409
+    assert http.post("/v1/train/grpo", json=body, headers={"idempotency-key": "round-2"}).status_code == 404
+
+
 def _events(text: str) -> list[dict[str, str]]:
     return [dict(line.split(": ", 1) for line in block.split("\n")) for block in text.strip().split("\n\n")]
 
