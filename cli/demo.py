@@ -31,10 +31,11 @@ _GROUPS, _SAMPLES = 24, 8
 """Questions a round and answers sampled to each."""
 _GRPO: dict[str, Any] = {
     "adapter": _SKILL,
-    "learning_rate": 2e-3,
     "lora": {"rank": 8, "alpha": 16},
     "groups_per_step": 4,
 }
+_FIRST_RATE, _LAST_RATE = 2e-3, 4e-4
+"""Learning rates of the first and the last round: fast at first, then without undoing what is already right."""
 _MOTTO_QUESTION = "What is your motto?"
 _MOTTO = "Answer, listen, learn, repeat."
 _MOTTO_PROMPTS = (
@@ -88,7 +89,8 @@ def _session(temper: Temper, show: _Show, *, rounds: int, seed: int) -> dict[str
     done = []
     for number in range(1, rounds + 1):
         chosen = questions[(number - 1) * _GROUPS : number * _GROUPS]
-        done.append(_round(temper, show, number, chosen, held_out, seed=seed * 1_000_003 + number * 10_007))
+        rate = _FIRST_RATE + (_LAST_RATE - _FIRST_RATE) * (number - 1) / max(1, rounds - 1)
+        done.append(_round(temper, show, number, chosen, held_out, rate=rate, seed=seed * 1_000_003 + number * 10_007))
 
     show.heading("3. Supervision: a new answer, in an adapter of its own")
     motto_before = show.stream(_MOTTO_QUESTION, temper.stream(_MOTTO_QUESTION, adapter="base"))
@@ -104,7 +106,14 @@ def _session(temper: Temper, show: _Show, *, rounds: int, seed: int) -> dict[str
 
 
 def _round(
-    temper: Temper, show: _Show, number: int, chosen: Sequence[Item], held_out: Sequence[Item], *, seed: int
+    temper: Temper,
+    show: _Show,
+    number: int,
+    chosen: Sequence[Item],
+    held_out: Sequence[Item],
+    *,
+    rate: float,
+    seed: int,
 ) -> Round:
     """Sample, score, train, measure. Requests name no adapter: what the job attached answers them."""
     start = time.monotonic()
@@ -113,7 +122,7 @@ def _round(
         bar.end(f"reward {rollouts.accuracy:.2f}  by {rollouts.adapter or 'base model'}")
     sampled = time.monotonic()
     with show.task(f"round {number}: GRPO job") as bar:
-        job = {**_GRPO, "groups": rollouts.groups, "lora": {**_GRPO["lora"], "seed": seed}}
+        job = {**_GRPO, "groups": rollouts.groups, "learning_rate": rate, "lora": {**_GRPO["lora"], "seed": seed}}
         adapter = temper.train("grpo", job, bar.job)
         bar.end(f"published {adapter}")
     trained = time.monotonic()
