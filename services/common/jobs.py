@@ -7,7 +7,6 @@ Text stays text here: only the trainer tokenizes (services/common/text renders a
 from __future__ import annotations
 
 import enum
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -153,13 +151,18 @@ class SftJob(JobBase):
     """What happens to an example over the token limit."""
 
 
+Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""Bounded, so that statistics over rewards stay finite."""
+
+
 class GrpoCompletion(StrictModel):
     """One scored rollout: by completion_id, by token ids with their behaviour log-probabilities, or as text."""
 
     completion_id: str | None = None
     token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    logprobs: list[float] | None = None
-    """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it."""
+    logprobs: list[Annotated[float, Field(le=1e-3)]] | None = None
+    """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it;
+    never over 0 by more than rounding."""
     text: str | None = None
     """Accepted, tokenized again, and its behaviour log-probabilities recomputed: marked `recomputed`."""
     temperature: float = Field(1.0, ge=0, le=100)
@@ -167,7 +170,7 @@ class GrpoCompletion(StrictModel):
     """The completion hit max_tokens: it does not end its turn."""
     adapter: str | None = None
     """"name@n" that sampled it."""
-    reward: float
+    reward: Reward
 
     @model_validator(mode="after")
     def _one_form(self) -> GrpoCompletion:
@@ -208,7 +211,7 @@ class ScoredCompletion(StrictModel):
     """`{completion_id, reward}`: everything else is what the engine remembers."""
 
     completion_id: str
-    reward: float
+    reward: Reward
 
 
 class GrpoJob(JobBase):
@@ -221,7 +224,7 @@ class GrpoJob(JobBase):
     kind: Literal["grpo"] = "grpo"
     prompt: str | list[Message] | None = None
     completions: list[str] | None = None
-    rewards: list[float] | None = None
+    rewards: list[Reward] | None = None
     groups: list[GrpoGroup] | None = None
     rollouts: list[ScoredCompletion] | None = None
     epochs: int = Field(1, ge=1, le=100)
@@ -234,14 +237,6 @@ class GrpoJob(JobBase):
     """Weight of the k3 KL to the base model without adapter."""
     scale_rewards: bool = True
     """Divide the advantage by the group's standard deviation."""
-
-    @field_validator("rewards")
-    @classmethod
-    def _finite(cls, rewards: list[float] | None) -> list[float] | None:
-        for index, reward in enumerate(rewards or ()):
-            if not math.isfinite(reward):
-                raise ValueError(f"rewards[{index}] is not a finite number")
-        return rewards
 
     @model_validator(mode="after")
     def _one_form(self) -> GrpoJob:

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.common.errors import AdapterRejected, Conflict, ModelNotFound, Unavailable
+from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, Unavailable
 from services.common.names import AdapterVersion, check_adapter_name, parse_adapter_ref
 from services.common.store import ObjectNotFound, ObjectStore, PreconditionFailed
 
@@ -85,6 +85,7 @@ class AdapterRegistry:
 
     def __init__(self, store: ObjectStore, served_model_name: str) -> None:
         self._store = store
+        self._served_model_name = served_model_name
         self._attachment = f"attached/{urllib.parse.quote(served_model_name, safe='')}"
         self._pointer_cache: dict[str, tuple[str, int]] = {}
         """name → (etag, version) of CURRENT as last read; replaced as a whole, so readers need no lock."""
@@ -168,6 +169,15 @@ class AdapterRegistry:
 
     # Writing.
 
+    def check_new_name(self, name: str) -> None:
+        """Raises InvalidRequest for a name that no adapter may have."""
+        check_adapter_name(name)
+        if name == self._served_model_name:
+            raise InvalidRequest(
+                f"adapter name {name!r} is the name of the base model, which would hide it: choose another",
+                param="adapter",
+            )
+
     def publish(
         self,
         name: str,
@@ -191,8 +201,9 @@ class AdapterRegistry:
 
         Raises:
             AdapterRejected: the set of files or adapter_config.json is malformed.
+            InvalidRequest: no adapter may have this name.
         """
-        check_adapter_name(name)
+        self.check_new_name(name)
         rank = _check_files(files)
         version = self._claim(name, job_id)
         manifest = self._read_manifest(version)

@@ -57,7 +57,7 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             # Of foreign records only: structlog's own carry their logger object as an extra.
-            foreign_pre_chain=[structlog.stdlib.ExtraAdder()],
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), _drop_colours],
             processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *exceptions, renderer],
         )
     )
@@ -75,6 +75,12 @@ def mask_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMap
             event[key] = "***"
         elif isinstance(value, str) and "://" in value:
             event[key] = _URL_PASSWORD.sub(r"\1:***@", value)
+    return event
+
+
+def _drop_colours(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """uvicorn adds its messages a second time, with terminal codes."""
+    event.pop("color_message", None)
     return event
 
 

@@ -417,7 +417,9 @@ class AdapterManager:
 
 def _not_found(choice: AdapterChoice) -> ModelNotFound:
     wanted = choice.name if choice.version is None else f"{choice.name}@{choice.version}"
-    return ModelNotFound(f"there is no adapter {wanted!r}; GET /v1/adapters lists them", param="model")
+    return ModelNotFound(
+        f"there is no model or adapter {wanted!r}; GET /v1/models and /v1/adapters list them", param="model"
+    )
 
 
 def _settle(future: Future[None], error: TemperError | None) -> bool:

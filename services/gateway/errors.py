@@ -162,8 +162,9 @@ def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def validation_response(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
-    """400 for a request that does not fit its model. Of the errors of a union the one deepest in the body is told."""
-    best: tuple[int, list[int | str], Mapping[str, Any]] | None = None
+    """400 for a request that does not fit its model. Of the errors of a union the one deepest in the body is told, of
+    those the first of a value that has a type of the union."""
+    best: tuple[tuple[int, bool], list[int | str], Mapping[str, Any]] | None = None
     for error in errors:
         location = list(error["loc"])
         source = location.pop(0) if location else "body"
@@ -177,8 +178,9 @@ def validation_response(errors: Sequence[Mapping[str, Any]], body: Any) -> Respo
             path = [*path, "role"]  # the one discriminator that requests have
         if extra := (error.get("ctx") or {}).get("param"):
             path = [*path, extra]
-        if best is None or len(path) > best[0]:
-            best = (len(path), path, error)
+        rank = len(path), not str(error["type"]).endswith("_type")
+        if best is None or rank > best[0]:
+            best = (rank, path, error)
     if best is None:
         return error_response("the request is not valid", status=400, code="invalid_request")
     _, path, error = best

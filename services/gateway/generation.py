@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.pb import engine_pb2
 from services.gateway.choices import Choice, Step
 from services.gateway.engines import ServedModel
@@ -73,6 +73,7 @@ class Generation:
         self._gateway = gateway
         self._started = time.monotonic()
         self._choices_per_prompt = body.choices
+        self._adapter_field = "model" if body.adapter is None else "adapter"
         _check_tokens(body, served.info.vocab_size)
         adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
         total = len(jobs) * body.choices
@@ -110,15 +111,19 @@ class Generation:
             TemperError: what an engine answered instead of tokens, or that it is gone.
         """
         metrics = self._gateway.metrics
-        async with self._gateway.engines.exchange(self._requests) as exchange:
-            async for index, update in exchange:
-                choice = self.choices[index]
-                step = choice.take(update, metrics)
-                if step.finish_reason is not None:
-                    if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.assembler.stopped:
-                        exchange.finish(index, keep_tokens=choice.tokens)
-                    self._finished(choice, step.finish_reason)
-                yield step
+        try:
+            async with self._gateway.engines.exchange(self._requests) as exchange:
+                async for index, update in exchange:
+                    choice = self.choices[index]
+                    step = choice.take(update, metrics)
+                    if step.finish_reason is not None:
+                        if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.assembler.stopped:
+                            exchange.finish(index, keep_tokens=choice.tokens)
+                        self._finished(choice, step.finish_reason)
+                    yield step
+        except ModelNotFound as error:
+            error.param = self._adapter_field  # the engine does not know where the name stood
+            raise
 
     def _finished(self, choice: Choice, reason: str) -> None:
         metrics = self._gateway.metrics

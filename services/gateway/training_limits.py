@@ -20,10 +20,17 @@ def check_training_job(served: ServedModel, job: SftJob | GrpoJob) -> None:
     """Tokenizes every example. Blocking: call it in a thread.
 
     Raises:
-        InvalidRequest: an example is over the limit and the job's policy is to refuse, nothing is left to train on, a
-            token id is outside the vocabulary, or the chat template refuses a conversation.
+        InvalidRequest: the rank does not fit the engines, an example is over the limit and the job's policy is to
+            refuse, nothing is left to train on, a token id is outside the vocabulary, or the chat template refuses a
+            conversation.
     """
     check_template_kwargs(job.chat_template_kwargs)
+    highest = served.info.max_lora_rank
+    if highest and "rank" in job.lora.model_fields_set and job.lora.rank > highest:
+        raise InvalidRequest(
+            f"lora.rank is {job.lora.rank} and the engines take at most {highest} (TEMPER_MAX_LORA_RANK)",
+            param="lora.rank",
+        )
     for name, value in _free_parts(job):
         try:
             check_finite(value)

@@ -255,6 +255,7 @@ class TrainerWorker:
         return done.ref
 
     def _train(self, claimed: ClaimedJob, session: JobSession) -> Manifest:
+        self._registry.check_new_name(claimed.spec.adapter)
         parent = self._parent(claimed, session)
         files = self._parent_files(parent, session) if parent is not None else None
         run = self._prepare(claimed.spec, self._host, files)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import re2
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -65,6 +66,7 @@ _WITHOUT_EFFECT = frozenset(
 (use_dora, modules_to_save, lora_bias, …) means something we do not compute."""
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base weights as they are; pissa, olora, corda, loftq and others change them."""
+_MAX_PATTERNS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def bind_adapter(files: Mapping[str, bytes], config: ModelConfig, *, max_rank: i
         tensors = load_safetensors(files[WEIGHTS_FILE])
     except (SafetensorError, ValueError, KeyError) as error:
         raise AdapterRejected(f"{WEIGHTS_FILE} is corrupt: {error}") from error
+    _refuse_repeated_keys(files[WEIGHTS_FILE])
     halves = _sort_tensors(tensors, expected.keys())
     targets: dict[str, BoundTarget] = {}
     for path, (out_features, in_features) in expected.items():
@@ -216,7 +219,7 @@ class _Settings:
         if isinstance(names, str):
             if names == "all-linear":
                 return True
-            return any(re.fullmatch(names, prefix + path) for prefix in ("model.language_model.", "model."))
+            return any(re2.fullmatch(names, prefix + path) for prefix in ("model.language_model.", "model."))
         full = ("model.language_model." + path, "model." + path)
         return any(name == f or f.endswith("." + name) for name in names for f in full)
 
@@ -224,7 +227,7 @@ class _Settings:
     def _from_pattern(pattern: Mapping[str, Any], path: str) -> Any:
         for key, value in pattern.items():
             for prefix in ("model.language_model.", "model."):
-                if re.match(rf"(.*\.)?({key})$", prefix + path):
+                if re2.fullmatch(rf"(.*\.)?({key})", prefix + path):
                     return value
         return None
 
@@ -249,6 +252,8 @@ def _pattern(data: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     value = data.get(field) or {}
     if not isinstance(value, dict):
         raise AdapterRejected(f"{CONFIG_FILE}: {field} must be an object, got {value!r}")
+    if len(value) > _MAX_PATTERNS:
+        raise AdapterRejected(f"{CONFIG_FILE}: {field} has {len(value)} entries, the limit is {_MAX_PATTERNS}")
     for key in value:
         _compiles(key, field)
     return value
@@ -265,12 +270,17 @@ def _names(value: Any, field: str) -> str | Sequence[str]:
 
 
 def _compiles(pattern: str, field: str) -> None:
+    # RE2, because its time is linear: Python's re backtracks, holds the GIL, and one uploaded "(a+)+!" would stop the
+    # engine for good. It has no lookaround and no backreferences; PEFT's own patterns use neither.
     if len(pattern) > 2000:
         raise AdapterRejected(f"{CONFIG_FILE}: a pattern of {field} is over 2000 characters")
+    options = re2.Options()
+    options.log_errors = False
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise AdapterRejected(f"{CONFIG_FILE}: {field} has a malformed pattern {pattern!r}: {error}") from error
+        re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
+        raise AdapterRejected(f"{CONFIG_FILE}: {field} has a malformed pattern {pattern!r}: {reason}") from error
 
 
 def _layers(value: Any) -> frozenset[int] | None:
@@ -280,6 +290,20 @@ def _layers(value: Any) -> frozenset[int] | None:
     if not all(isinstance(number, int) for number in numbers):
         raise AdapterRejected(f"{CONFIG_FILE}: layers_to_transform must be layer numbers, got {value!r}")
     return frozenset(numbers)
+
+
+def _refuse_repeated_keys(data: bytes) -> None:
+    """safetensors takes the last of two entries of one name. ``data``: a file that it has read."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise AdapterRejected(f"{WEIGHTS_FILE} is corrupt: its header has {key} twice")
+            seen.add(key)
+
+    end = 8 + int.from_bytes(data[:8], "little")
+    json.loads(data[8:end], object_pairs_hook=unique)
 
 
 def _sort_tensors(tensors: Mapping[str, Tensor], expected: Any) -> dict[tuple[str, str], tuple[str, Tensor]]:

@@ -95,6 +95,7 @@ async def upload_adapter(request: Request, gateway: GatewayDep) -> dict[str, Any
             name, files = await read_form(form)
         finally:
             await form.close()
+        gateway.registry.check_new_name(name)
         digest = gateway.engines.served.info.digest
         await gateway.store(check_files, files)
         await gateway.engines.validate_adapter(files)

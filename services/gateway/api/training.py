@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
 
-from services.common.errors import InvalidRequest, TemperError
+from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.job_records import spec_sha
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
@@ -50,6 +50,7 @@ async def _submit(gateway: Gateway, sent: SftJob | GrpoJob, key: str | None, res
     job = None if key is None else await gateway.queue.submitted(key, sha)
     if job is None:
         spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
+        gateway.registry.check_new_name(spec.adapter)
         await _check_start(gateway, spec.start_from)
         async with gateway.checks:
             await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
@@ -85,7 +86,11 @@ async def list_jobs(
     adapter: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
     """Jobs, newest first; `after` is the last id of the page before."""
-    jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter)
+    try:
+        jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter)
+    except NotFound as error:
+        error.param = "after"
+        raise
     return {"object": "list", "data": [job.model_dump(mode="json") for job in jobs]}
 
 

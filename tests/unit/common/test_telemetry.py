@@ -14,7 +14,7 @@ configure_logging(CommonSettings(log_level="info", log_format="{fmt}"), service=
 log = structlog.get_logger("x")
 log.debug("hidden")
 log.info("store.ready", url="redis://user:hunter2@host:1/0", s3_secret_key="hunter2", size=3)
-logging.getLogger("lib").warning("plain %s", "text")
+logging.getLogger("lib").warning("plain %s", "text", extra={{"color_message": "coloured"}})
 try:
     raise ValueError("boom")
 except ValueError:
@@ -35,6 +35,7 @@ def test_json_lines() -> None:
     assert (ready["event"], ready["service"], ready["level"], ready["size"]) == ("store.ready", "engine", "info", 3)
     assert ready["url"] == "redis://user:***@host:1/0"
     assert ready["s3_secret_key"] == "***"
+    assert "color_message" not in plain
     assert (plain["event"], plain["level"], plain["logger"]) == ("plain text", "warning", "lib")
     assert "ValueError: boom" in failed["exception"]
 

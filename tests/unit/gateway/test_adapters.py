@@ -100,6 +100,13 @@ def test_corrupt_upload(running: Running, http: httpx.Client, files: dict[str, b
     assert not running.store.objects
 
 
+def test_an_upload_may_not_hide_the_base_model(running: Running, http: httpx.Client) -> None:
+    answer = upload(http, name=MODEL)
+    assert answer.status_code == 400
+    assert "the name of the base model" in answer.json()["error"]["message"]
+    assert not running.store.objects
+
+
 def test_foreign_upload_is_refused_by_the_engine(running: Running, http: httpx.Client) -> None:
     running.engine.rejects = "tensor layers.0.q_proj.lora_A has shape [4, 64], expected [4, 32]"
     answer = upload(http)

@@ -166,7 +166,22 @@ def test_unknown_model(http: httpx.Client, change: dict[str, Any]) -> None:
 def test_unknown_adapter(running: Running, http: httpx.Client, stream: bool) -> None:
     running.engine.behaviour = fails(engine_pb2.ERROR_CODE_MODEL_NOT_FOUND, "no adapter ghost")
     answer = http.post("/v1/chat/completions", json=CHAT | {"adapter": "ghost", "stream": stream})
-    assert error_of(answer, 404)["code"] == "model_not_found"
+    error = error_of(answer, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "adapter")
+    assert error_of(http.post("/v1/chat/completions", json=CHAT | {"model": "ghost"}), 404)["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", CHAT | {"stop": ["a"] * 9}, "stop: List should have at most 4 items"),
+        ("completions", TEXT | {"prompt": []}, "prompt: List should have at least 1 item"),
+    ],
+)
+def test_of_a_union_the_error_of_the_type_that_was_sent_is_told(
+    http: httpx.Client, path: str, body: dict[str, Any], said: str
+) -> None:
+    assert error_of(http.post(f"/v1/{path}", json=body))["message"].startswith(said)
 
 
 def test_routes(http: httpx.Client) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from services.common.errors import NotFound
 from services.common.jobs import GrpoJob
 from services.common.pb import engine_pb2
-from tests.unit.gateway.conftest import Running, Starter
+from tests.unit.gateway.conftest import MODEL, Running, Starter
 
 SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "epochs": 2, "learning_rate": 1e-3}
 GRPO = {"adapter": "bot", "prompt": "2+2", "completions": ["4", "5"], "rewards": [1.0, 0.0], "learning_rate": 1e-4}
@@ -93,6 +94,9 @@ def test_completion_ids_refused(running: Running, http: httpx.Client) -> None:
     ("change", "param"),
     [
         ({"rewards": [1.0]}, None),
+        ({"rewards": [1e308, -1e308]}, "rewards[0]"),
+        ({"adapter": MODEL}, "adapter"),
+        ({"lora": {"rank": 17}}, "lora.rank"),
         ({"frobnicate": 1}, "frobnicate"),
         ({"adapter": "../x"}, "adapter"),
         ({"kind": "sft"}, "kind"),
@@ -202,6 +206,14 @@ def test_stopping_ends_followers_and_readiness(start: Starter) -> None:
         assert [event["id"] for event in events] == ["1-0"]
         assert http.get("/readyz").status_code == 503
         assert http.get("/livez").status_code == 200
+
+
+def test_a_page_behind_a_missing_job(http: httpx.Client, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def missing(**_: Any) -> list[Any]:
+        raise NotFound("no such job: 'ghost'", param="id")
+
+    monkeypatch.setattr(running.queue, "list", missing)
+    assert refusal(http.get("/v1/train/jobs", params={"after": "ghost"}), 404)["param"] == "after"
 
 
 def test_missing_job(http: httpx.Client) -> None:

@@ -116,6 +116,10 @@ def test_tensor_errors_name_the_tensor(edit: Callable[[dict[str, Tensor]], Any],
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"rank_pattern": {"(": 2}}, "malformed pattern"),
         ({"rank_pattern": {"q_proj": -1}}, "rank_pattern of layers.1.self_attn.q_proj"),
+        ({"rank_pattern": {"([a-z_.0-9]+)+!(": 2}}, "malformed pattern"),
+        ({"rank_pattern": {f"layer{n}": 2 for n in range(5000)}}, "5000 entries, the limit is 4096"),
+        ({"target_modules": "(?!x)y"}, "malformed pattern"),
+        ({"target_modules": "([a-z_.0-9]+)+!"}, "matches no linear layer"),  # Python's re would take for ever
         ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": ["lm_head"]}, "matches no linear layer"),
         ({"target_modules": 3}, "target_modules must be"),
@@ -145,6 +149,18 @@ def test_missing_and_corrupt_files() -> None:
                 bind_adapter(good | {name: data}, MODEL, max_rank=4)
     with pytest.raises(AdapterRejected, match="not a JSON object"):
         bind_adapter(good | {CONFIG: b"[]"}, MODEL, max_rank=4)
+
+
+def test_a_tensor_named_twice_is_refused() -> None:
+    good = files()
+    weights = good[WEIGHTS]
+    end = 8 + int.from_bytes(weights[:8], "little")
+    header = weights[8:end].rstrip()
+    key, entry = next((k, v) for k, v in json.loads(header).items() if k != "__metadata__")
+    doubled = header[:-1] + b"," + json.dumps(key).encode() + b":" + json.dumps(entry).encode() + b"}"
+    twice = len(doubled).to_bytes(8, "little") + doubled + weights[end:]
+    with pytest.raises(AdapterRejected, match=f"{key} twice"):
+        bind_adapter(good | {WEIGHTS: twice}, MODEL, max_rank=4)
 
 
 def test_another_base_model_is_refused() -> None:
