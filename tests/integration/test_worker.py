@@ -98,7 +98,7 @@ def spawn(trainer_settings: TrainerSettings, tmp_path: Path) -> Iterator[Spawn]:
         process.wait()
 
 
-async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 40) -> Job:
+async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 120) -> Job:
     deadline = time.monotonic() + timeout
     while True:
         job = await queue.get(job_id)
@@ -108,7 +108,7 @@ async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], 
         await asyncio.sleep(0.05)
 
 
-async def finished(queue: JobQueue, job_id: str, timeout: float = 40) -> Job:
+async def finished(queue: JobQueue, job_id: str, timeout: float = 120) -> Job:
     return await until(queue, job_id, lambda job: job.state.terminal, timeout)
 
 
