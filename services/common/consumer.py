@@ -270,7 +270,12 @@ class JobConsumer:
 
     def _adopt(self, entry: str, fields: Mapping[str, str], *, waiting: bool = False) -> str | None:
         """Makes a job of a spec that somebody XADDed; None if it is not a valid one, then a dead letter at delivery."""
-        text = fields.get("spec", "")
+        text = fields.get("spec")
+        if text is None:
+            if not waiting:
+                named = ", ".join(sorted(fields))[:200]
+                self._bury(entry, f"the entry has the fields {named} and needs spec: the job as JSON", "")
+            return None
         try:
             spec = SPEC.validate_json(text)
         except ValidationError as error:
@@ -297,4 +302,5 @@ class JobConsumer:
 def _first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']} (1 of {error.error_count()})"
+    what = f"{where}: {first['msg']}" if where else first["msg"]
+    return what if error.error_count() == 1 else f"{what} (the first of {error.error_count()} errors)"

@@ -83,6 +83,7 @@ class AdapterManager:
         # Used by the I/O thread only.
         self._applied: str | None = None
         self._store_away = False
+        self._unreachable: tuple[float, Unavailable] | None = None
         self._threads = [threading.Thread(target=self._run, name="adapters", daemon=True)]
         if nudges is not None:
             self._threads.append(threading.Thread(target=self._listen, args=(nudges,), name="nudges", daemon=True))
@@ -254,6 +255,7 @@ class AdapterManager:
         if self._store_away:
             log.info("adapter store is back")
         self._store_away = False
+        self._unreachable = None
         return finished, None
 
     def _finish(self, sync: _Sync, finished: bool, error: TemperError | None) -> bool:
@@ -276,6 +278,8 @@ class AdapterManager:
     def _serve(self, choice: AdapterChoice, since: float) -> bool:
         """Loads what requests wait for; False if no slot is free for it yet."""
         try:
+            if self._unreachable is not None and time.monotonic() < self._unreachable[0]:
+                raise self._unreachable[1]  # one timeout a while is enough, however many choices wait
             with self._changed:
                 version = self._version_of(choice)
             if version is None and choice.name is not None:
@@ -297,6 +301,8 @@ class AdapterManager:
             failure = _not_found(choice)
         except TemperError as error:
             failure = error
+            if isinstance(error, Unavailable) and (self._unreachable is None or error is not self._unreachable[1]):
+                self._unreachable = (time.monotonic() + _FAILURE_SECONDS, error)
         except Exception as error:  # a bug must not end the thread that every later swap needs
             log.exception("adapter load failed", adapter=choice.name, version=choice.version)
             failure = TemperError(f"loading the adapter failed: {type(error).__name__}")

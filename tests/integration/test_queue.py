@@ -394,8 +394,8 @@ async def test_pipeline_specs_are_seen_while_they_wait(queue: JobQueue, consumer
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"spec": "{"}, "invalid spec"),
-        ({"nothing": "here"}, "invalid spec"),
+        ({"spec": "{"}, "invalid spec: Invalid JSON"),
+        ({"nothing": "here"}, "the fields nothing and needs spec"),
         ({"spec": '{"kind":"sft","adapter":"../x","examples":[]}'}, "adapter"),
         ({"spec": '{"kind":"sft","adapter":"x","examples":[{"prompt":"a","completion":"b"}],"typo":1}'}, "typo"),
     ],

@@ -324,6 +324,22 @@ def test_an_outage_keeps_what_is_loaded(world: World) -> None:
     assert world.pin(ATTACHED).version == "a@2"
 
 
+def test_one_timeout_answers_for_all_names_that_wait(world: World) -> None:
+    world.start()
+    world.registry.away = True
+    before = len(world.registry.calls)
+    for n in range(20):
+        with pytest.raises(Unavailable):
+            world.pin(AdapterChoice(name=f"n{n}"))
+    assert len(world.registry.calls) <= before + 2
+    world.registry.away = False
+    world.publish("n3")
+    world.sync()
+    with pytest.raises(ModelNotFound):
+        world.pin(AdapterChoice(name="n20"))
+    assert world.pin(AdapterChoice(name="n3")).version == "n3@1"
+
+
 def test_an_outage_at_the_start_is_an_error(world: World) -> None:
     world.registry.away = True
     with pytest.raises(Unavailable):
