@@ -273,6 +273,9 @@ class AdapterManager:
             return False
         except TemperError as problem:
             return _settle(sync.future, problem)
+        except Exception as problem:  # a bug must not end the thread that every later swap needs
+            log.exception("adapter load failed", version=str(sync.version))
+            return _settle(sync.future, TemperError(f"loading the adapter failed: {type(problem).__name__}"))
         return _settle(sync.future, None)
 
     def _serve(self, choice: AdapterChoice, since: float) -> bool:

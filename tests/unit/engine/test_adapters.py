@@ -401,3 +401,18 @@ def test_releasing_what_is_not_pinned_is_a_bug() -> None:
     assert table.take((resident.version,)) == 2
     assert table.take((resident.version,)) is None
     assert table.take(()) == 1
+
+
+def test_a_bug_in_loading_for_a_sync_does_not_end_the_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.registry.current_versions = {"a": 1}
+    world.start()
+
+    def broken(slot: int, bound: str) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.lora, "load", broken)
+        with pytest.raises(TemperError, match="RuntimeError"):
+            world.manager.sync(AdapterVersion("a", 1), timeout=5)
+    world.manager.sync(AdapterVersion("a", 1), timeout=5)
+    assert world.pin(AdapterChoice(name="a")).version == "a@1"
