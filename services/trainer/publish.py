@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from services.common.errors import ModelNotFound, TemperError, Unavailable
+from services.common.errors import ModelNotFound, Overloaded, TemperError, Unavailable
 from services.common.events import AdapterEvents
 from services.common.events import EventKind as Nudge
 from services.common.job_records import Spec, finite
@@ -84,8 +84,8 @@ class Publisher:
         self._nudge("attached" if attached else "published", version)
         try:
             self._host.sync_adapters(version, self._sync_seconds)
-        except (TimeoutError, Unavailable) as error:
-            # The version is safe in the store and every engine polls: slow is not lost.
+        except (Overloaded, Unavailable) as error:
+            # The version is safe in the store and every engine polls: slow, or no free slot yet, is not lost.
             self._log.warning("adapter.sync_slow", adapter=str(version), error=str(error))
         return attached
 
