@@ -214,12 +214,20 @@ class JobConsumer:
         return call(lambda: registered(keys=list(keys), args=list(args)))
 
     def _abandoned(self) -> tuple[str, dict[str, str]] | None:
+        start = "0-0"
+        while True:
+            start, found = self._claim_idle(start)
+            if found is not None or start == "0-0":
+                return found
+
+    def _claim_idle(self, start: str) -> tuple[str, tuple[str, dict[str, str]] | None]:
+        """One look for an abandoned entry, which covers a few pending ones only: where to go on, and what it found."""
         reply: Any = self._grouped(
             lambda: self._redis.xautoclaim(
-                scripts.STREAM, scripts.GROUP, self._owner, min_idle_time=self._reclaim_ms, start_id="0-0", count=1
+                scripts.STREAM, scripts.GROUP, self._owner, min_idle_time=self._reclaim_ms, start_id=start, count=1
             )
         )
-        return next(((entry, fields) for entry, fields in reply[1] if fields), None)
+        return reply[0], next(((entry, fields) for entry, fields in reply[1] if fields), None)
 
     def _waiting(self, block_seconds: float) -> tuple[str, dict[str, str]] | None:
         block = int(min(block_seconds, BLOCK_SECONDS) * 1000)

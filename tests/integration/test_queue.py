@@ -548,3 +548,16 @@ async def test_an_old_spec_that_no_longer_parses_fails_the_job(
     assert done.state is JobState.FAILED
     assert done.reason is not None
     assert "this release" in done.reason
+
+
+async def test_an_abandoned_job_is_found_behind_many_that_run(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    jobs = [await queue.submit(sft()) for _ in range(15)]
+    busy, dead = consumers("busy"), consumers("dead")
+    held = [must_claim(busy) for _ in jobs[:-1]]
+    lost = must_claim(dead)
+    await asyncio.sleep(RECLAIM * 1.2)
+    for claimed in held:
+        busy.heartbeat(claimed)
+    assert must_claim(consumers("heir")).id == lost.id
