@@ -24,6 +24,8 @@ from services.engine.request import FinishReason, Request
 from services.engine.sequence import Rank, Sequence
 from services.engine.updates import SequenceUpdate
 
+_FEW_DEADLINES = 64
+
 
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
@@ -56,10 +58,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether ``schedule`` has something to run or to report."""
         return bool(self._sequences or self._expired)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def counts(self) -> Counts:
         blocks = self._memory.blocks
@@ -216,6 +214,10 @@ class Scheduler:
     # Planning.
 
     def _expire(self, now: float) -> None:
+        if len(self._deadlines) > _FEW_DEADLINES + 2 * len(self._sequences):
+            # Most have ended before their deadline; behind one that has not, they would stay here with their prompts.
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
+            heapq.heapify(self._deadlines)
         while self._deadlines and (self._deadlines[0][2].ended or self._deadlines[0][0] <= now):
             deadline, _, sequence = heapq.heappop(self._deadlines)
             if not sequence.ended:

@@ -453,3 +453,13 @@ def test_integrity_check_finds_leaks() -> None:
     scheduler._running.reverse()
     with pytest.raises(IntegrityError, match="order"):
         scheduler.check_integrity()
+
+
+def test_requests_that_ended_are_not_kept_until_their_deadlines() -> None:
+    engine = Engine()
+    engine.add("early", (1, 2), deadline=1e6, max_tokens=120, ignore_eos=True)
+    for number in range(100):
+        engine.add(f"r{number}", (1, 2), deadline=2e6, max_tokens=1)
+        engine.step()
+    assert engine.scheduler.counts().running == 1
+    assert len(engine.scheduler._deadlines) < 80
