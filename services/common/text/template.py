@@ -16,6 +16,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from pydantic_core import from_json
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 
@@ -85,7 +86,8 @@ def _tool_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
         return dict(call)
     param = f"messages[{index}].tool_calls"
     try:
-        parsed = json.loads(arguments) if arguments.strip() else {}
+        # pydantic's parser, because it refuses endless nesting as what it is, a wrong value.
+        parsed = from_json(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise InvalidRequest(f"{param}: arguments must be a JSON object, {error}", param=param) from error
     if not isinstance(parsed, dict):

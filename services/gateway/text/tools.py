@@ -44,14 +44,18 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, f
 def _types(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
-    kinds = schema.get("type")
-    named = {kinds} if isinstance(kinds, str) else set(kinds) if isinstance(kinds, list) else set()
+    # Nobody has checked that it is a JSON schema: what is not one says nothing.
+    named = {kind for kind in _members(schema.get("type")) if isinstance(kind, str)}
     for union in ("anyOf", "oneOf"):
-        for member in schema.get(union) or ():
+        for member in _members(schema.get(union)):
             named |= _types(member)
     if not named and isinstance(schema.get("enum"), list):
         named = {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set(_SCALARS)
-    return frozenset(kind for kind in named if isinstance(kind, str))
+    return frozenset(named)
+
+
+def _members(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def encode_value(text: str, types: frozenset[str]) -> str:

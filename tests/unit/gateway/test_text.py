@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat import ChatParser, TextDelta
-from services.gateway.text.tools import ToolDelta
+from services.gateway.text.tools import ToolDelta, parameter_types
 from services.gateway.text.vocabulary import Vocabulary
 from tests.unit.gateway.tokens import codec
 
@@ -178,3 +178,11 @@ def test_pieces_do_not_matter(parts: list[str], thinking: bool, tools: bool, com
     options = {"thinking": thinking, "tools": TOOLS if tools else [], "complete": complete}
     text = "".join(parts)
     assert parse(text, step=step, **options) == parse(text, step=max(1, len(text)), **options)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": [{}]}, {"type": {}}, {"anyOf": 5}, {"oneOf": [{"type": [[]]}]}, {"enum": 3}, [], None]
+)
+def test_what_is_no_schema_says_nothing(schema: object) -> None:
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    assert parameter_types([tool]) == {"f": {"a": frozenset()}}

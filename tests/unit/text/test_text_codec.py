@@ -250,3 +250,11 @@ def test_from_directory(codec: TextCodec, tokenizer_files: dict[str, bytes], tmp
     assert TextCodec.from_directory(tmp_path).digest == codec.digest
     with pytest.raises(CheckpointRejected):
         TextCodec.from_directory(tmp_path / "absent")
+
+
+def test_endless_nesting_in_arguments_is_the_users(codec: TextCodec) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a":' * 100_000}}
+    with pytest.raises(InvalidRequest, match="arguments must be a JSON object"):
+        codec.encode_chat(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
