@@ -246,12 +246,15 @@ class AdapterRegistry:
             forward_only: leave a newer version of the same adapter attached; for jobs, whose end may be repeated.
         """
         self.manifest(version)
-        if forward_only:
-            attached = self.attached()
-            if attached is not None and attached.name == version.name and attached.version > version.version:
+        data = json.dumps({"adapter": str(version)}).encode()
+        for _ in range(_RACES):
+            pointer = self._read_json(self._attachment)
+            attached = _parse_attachment(pointer[0]) if pointer is not None else None
+            if forward_only and attached is not None and attached.name == version.name and attached > version:
                 return attached
-        self._store.put(self._attachment, json.dumps({"adapter": str(version)}).encode())
-        return version
+            if self._swap(self._attachment, pointer, data):
+                return version
+        raise Unavailable("what is attached to the base model kept changing; retry")
 
     def detach(self) -> None:
         """Plain requests for the base model are answered by the base model."""
@@ -339,16 +342,20 @@ class AdapterRegistry:
             moved = target(int(pointer[0].get("newest", pointer[0]["version"])) if pointer else 0)
             if moved is None:
                 return
-            data = json.dumps({"version": moved[0], "newest": moved[1]}).encode()
-            try:
-                if pointer is None:
-                    self._store.put(_current(name), data, if_absent=True)
-                else:
-                    self._store.put(_current(name), data, if_match=pointer[1])
+            if self._swap(_current(name), pointer, json.dumps({"version": moved[0], "newest": moved[1]}).encode()):
                 return
-            except PreconditionFailed:
-                continue
         raise Unavailable(f"the pointer of adapter {name!r} kept moving; retry")
+
+    def _swap(self, key: str, pointer: tuple[dict[str, Any], str] | None, data: bytes) -> bool:
+        """Writes a pointer, unless somebody has moved it since ``pointer`` was read; whether it did."""
+        try:
+            if pointer is None:
+                self._store.put(key, data, if_absent=True)
+            else:
+                self._store.put(key, data, if_match=pointer[1])
+        except PreconditionFailed:
+            return False
+        return True
 
     def _read_json(self, key: str) -> tuple[dict[str, Any], str] | None:
         """The object's JSON and its etag."""

@@ -145,6 +145,25 @@ def test_a_repeated_end_of_a_job_does_not_attach_backwards(registry: AdapterRegi
     assert registry.attach(old) == old
 
 
+def test_a_newer_version_that_is_attached_meanwhile_stays(
+    registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (registry.publish("m", files(tag), base_digest=BASE).ref for tag in ("1", "2"))
+    read = registry._read_json
+    twin = iter([new])
+
+    def read_before_the_twin(key: str) -> object:
+        found = read(key)
+        if key.startswith("attached/"):
+            for version in twin:
+                registry.attach(version)
+        return found
+
+    monkeypatch.setattr(registry, "_read_json", read_before_the_twin)
+    assert registry.attach(old, forward_only=True) == new
+    assert registry.attached() == new
+
+
 def test_attachment_and_pointers(registry: AdapterRegistry, store: ObjectStore) -> None:
     empty = registry.pointers()
     assert empty.attached is None
