@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 
 from services.common.pb import engine_pb2
+from services.gateway.prompts import text_prompts
+from services.gateway.schemas.completions import CompletionRequest
+from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says
 
@@ -102,3 +108,17 @@ def test_answers_are_json_whatever_the_engine_says(running: Running, http: httpx
         choice = json.loads(text, parse_constant=pytest.fail)["choices"][0]
         assert choice["logprobs"]["token_logprobs"] == [-9999.0]
         assert choice["sampling_logprobs"] == [None]
+
+
+@pytest.mark.parametrize(("count", "offloaded"), [(3, False), (4, True)])
+async def test_many_short_prompts_are_one_long_one(count: int, offloaded: bool) -> None:
+    threads: list[threading.Thread] = []
+
+    def encode(text: str) -> list[int]:
+        threads.append(threading.current_thread())
+        return [len(text)]
+
+    served = cast(Any, SimpleNamespace(codec=SimpleNamespace(encode=encode)))
+    body = CompletionRequest(model=MODEL, prompt=["x" * 10] * count)
+    assert await text_prompts(served, body, GatewaySettings(offload_chars=30)) == [[10]] * count
+    assert {thread is not threading.main_thread() for thread in threads} == {offloaded}
