@@ -27,7 +27,7 @@ from services.common.job_records import (
     job_from_fields,
     job_id_of_entry,
     spec_json,
-    spec_sha,
+    text_sha,
 )
 from services.common.jobs import Job, JobProgress, JobState
 from services.common.redis_client import BLOCK_SECONDS, call, connect
@@ -293,7 +293,8 @@ class JobConsumer:
         key = fields.get("idempotency_key")
         job_id = job_id_of_entry(entry)
         keys = [scripts.STREAM, scripts.INDEX, scripts.job_key(job_id), scripts.events_key(job_id)]
-        args = [job_id, spec_json(spec), spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        canonical = spec_json(spec)
+        args = [job_id, canonical, text_sha(canonical), spec.kind, spec.adapter, json.dumps(spec.metadata)]
         keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
         outcome, existing = self._run(scripts.SUBMIT, keys, [*args, "1" if key else "0", entry])
         if outcome == "conflict":

@@ -62,7 +62,12 @@ def spec_json(spec: Spec) -> str:
 
 def spec_sha(spec: Spec) -> str:
     """Lower-case hex SHA-256 of the canonical JSON."""
-    return hashlib.sha256(spec_json(spec).encode()).hexdigest()
+    return text_sha(spec_json(spec))
+
+
+def text_sha(text: str) -> str:
+    """The same of JSON that is at hand: it may be megabytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def job_from_fields(values: Sequence[str | None]) -> Job | None:

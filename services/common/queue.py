@@ -6,6 +6,7 @@ Delivery is at least once: a job outlives its owner, Redis restarts (append-only
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable
@@ -21,7 +22,7 @@ from services.common.job_records import (
     job_from_fields,
     new_job_id,
     spec_json,
-    spec_sha,
+    text_sha,
 )
 from services.common.jobs import Job, JobEvent, JobState
 from services.common.redis_client import BLOCK_SECONDS, call_async, connect_async
@@ -93,8 +94,9 @@ class JobQueue:
             scripts.idempotency_key(idempotency_key or ""),
             scripts.line_key(spec.adapter),
         ]
-        sha = request_sha or spec_sha(spec)
-        args = [job_id, spec_json(spec), sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        # A large spec takes a second to write out: not on the event loop.
+        text, sha = await asyncio.to_thread(_canonical, spec)
+        args = [job_id, text, request_sha or sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
         args += ["0" if idempotency_key is None else "1", ""]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
@@ -208,6 +210,11 @@ class JobQueue:
                 return await pipe.execute()
 
         return [job_from_fields(values) for values in await call_async(read)]
+
+
+def _canonical(spec: Spec) -> tuple[str, str]:
+    text = spec_json(spec)
+    return text, text_sha(text)
 
 
 def _not_found(job_id: str) -> NotFound:
