@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -30,6 +30,8 @@ _CHANNEL_OPTIONS = (
 )
 _CHUNK = 2**20
 _STALE_POLLS = 3
+_ROLLOUTS = 64
+"""Asked for at once: a rollout may have a whole context of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +118,23 @@ class EngineClient:
             chunks.setdefault(chunk.name, []).append(chunk.data)
         return {name: b"".join(parts) for name, parts in chunks.items()}
 
-    async def rollouts(self, completion_ids: Iterable[str], *, timeout: float) -> engine_pb2.GetRolloutsResponse:
-        """Looks up finished completions.
+    async def rollouts(self, completion_ids: Sequence[str], *, timeout: float) -> list[engine_pb2.Rollout]:
+        """Looks up finished completions, a part of them a call: an engine limits the size of a message.
+
+        Args:
+            timeout: seconds of each call.
 
         Raises:
             Unavailable: the engine cannot be asked.
         """
         stub = engine_pb2_grpc.EngineStub(self._open_channel())
-        request = engine_pb2.GetRolloutsRequest(completion_ids=completion_ids)
+        found: list[engine_pb2.Rollout] = []
         try:
-            return await stub.GetRollouts(request, timeout=timeout)
+            for start in range(0, len(completion_ids), _ROLLOUTS):
+                part = completion_ids[start : start + _ROLLOUTS]
+                answer = await stub.GetRollouts(engine_pb2.GetRolloutsRequest(completion_ids=part), timeout=timeout)
+                found += answer.rollouts
+            return found
         except aio.AioRpcError as error:
             raise self._unavailable(error) from error
 

@@ -220,8 +220,8 @@ class EnginePool:
             *(client.rollouts(completion_ids, timeout=10.0) for client in self.clients), return_exceptions=True
         )
         for result in results:
-            if isinstance(result, engine_pb2.GetRolloutsResponse):
-                found.update((rollout.completion_id, rollout) for rollout in result.rollouts)
+            if not isinstance(result, BaseException):
+                found.update((rollout.completion_id, rollout) for rollout in result)
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         if len(found) < at_least and failed is not None:
             raise failed

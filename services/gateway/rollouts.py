@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from services.common.errors import InvalidRequest, NotFound
@@ -21,15 +22,17 @@ async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
         InvalidRequest: a completion is scored twice, or a group mixes prompts.
         Unavailable: an engine that may know them cannot be asked.
     """
-    if job.rollouts is not None:
-        field, ids = "rollouts", [scored.completion_id for scored in job.rollouts]
-    else:
-        field = "groups"
-        ids = [c.completion_id for group in job.groups or () for c in group.completions if c.completion_id is not None]
+    ids = job.completion_ids
     if not ids:
         return job
+    field = "groups" if job.rollouts is None else "rollouts"
     _refuse_repeats(ids, field)
     found = await _fetch(ids, engines, field)
+    # Millions of tokens may be copied and checked: not on the event loop.
+    return await asyncio.to_thread(_written_in, job, found)
+
+
+def _written_in(job: GrpoJob, found: Rollouts) -> GrpoJob:
     if job.rollouts is not None:
         groups = _group_by_prompt((found[scored.completion_id], scored.reward) for scored in job.rollouts)
     else:

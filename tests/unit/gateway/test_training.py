@@ -77,6 +77,16 @@ def test_completion_ids_become_rollouts(running: Running, http: httpx.Client) ->
     assert running.queue.specs[job["id"]].groups[0].prompt_token_ids == [1, 2]
 
 
+def test_more_completion_ids_than_a_message_takes(running: Running, http: httpx.Client) -> None:
+    scored = []
+    for number in range(150):
+        remember(running, f"c{number}", [1], [number % 200])
+        scored.append({"completion_id": f"c{number}", "reward": number})
+    job = http.post("/v1/train/grpo", json={"adapter": "bot", "rollouts": scored}).json()
+    (group,) = running.queue.specs[job["id"]].groups
+    assert [completion.token_ids for completion in group.completions] == [[number % 200] for number in range(150)]
+
+
 def test_completion_ids_refused(running: Running, http: httpx.Client) -> None:
     remember(running, "c", [1], [3])
     remember(running, "d", [2], [3])
