@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 from pydantic_core import to_json
@@ -15,9 +15,11 @@ from services.gateway.disconnect import while_connected
 from services.gateway.errors import payload_of
 from services.gateway.generation import Generation
 from services.gateway.limits import Reservation
+from services.gateway.schemas.sampling import SamplingFields
 from services.gateway.sse import EventStream, event
 from services.gateway.state import Gateway
 
+Body = TypeVar("Body", bound=SamplingFields)
 log = structlog.get_logger(__name__)
 
 
@@ -26,17 +28,50 @@ def adapter_header(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"x-temper-adapter": adapter}
 
 
-def json_response(answer: dict[str, Any], adapter: str | None) -> Response:
+async def answer(
+    request: Request,
+    body: Body,
+    gateway: Gateway,
+    reservation: Reservation,
+    *,
+    prepare: Callable[[Request, Body, Gateway], Coroutine[Any, Any, Generation]],
+    chunks: Callable[[Generation, Body], AsyncGenerator[bytes, None]],
+    complete: Callable[[Generation, Body], Coroutine[Any, Any, Response]],
+) -> Response:
+    """Answers a request for completions, streamed if it asks for that; gives its places back when that is over.
+
+    Args:
+        prepare: from the body to what is sent to the engines.
+        chunks: the encoded events of a stream.
+        complete: the answer in one piece.
+
+    Raises:
+        TemperError: the request is refused, or the engine did not finish it.
+        ClientDisconnected: the client left before the answer began.
+    """
+    streaming = False
+    try:
+        generation = await while_connected(request, prepare(request, body, gateway))
+        if not body.stream:
+            return await while_connected(request, complete(generation, body))
+        response = await _stream_response(request, gateway, generation, chunks(generation, body), reservation)
+        streaming = True
+        return response
+    finally:
+        if not streaming:
+            reservation.release()
+
+
+def json_response(body: dict[str, Any], adapter: str | None) -> Response:
     """An answer in one piece."""
-    body = to_json(answer, inf_nan_mode="null")
-    return Response(body, headers=adapter_header(adapter), media_type="application/json")
+    return Response(to_json(body, inf_nan_mode="null"), headers=adapter_header(adapter), media_type="application/json")
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-async def stream_response(
+async def _stream_response(
     request: Request,
     gateway: Gateway,
     generation: Generation,

@@ -9,10 +9,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.gateway.api.answers import json_response, stream_response
+from services.gateway.api.answers import answer, json_response
 from services.gateway.api.routing import router
 from services.gateway.choices import Step, TokenLogprob
-from services.gateway.disconnect import while_connected
 from services.gateway.formats import chat_logprobs, usage
 from services.gateway.generation import Generation, Job, reserve
 from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
@@ -28,19 +27,7 @@ routes = router("completions")
 async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation."""
     reservation = reserve(gateway, body, prompts=1)
-    streaming = False
-    try:
-        generation = await while_connected(request, _prepare(request, body, gateway))
-        if body.stream:
-            response: Response = await stream_response(
-                request, gateway, generation, _chunks(generation, body), reservation
-            )
-            streaming = True
-            return response
-        return await while_connected(request, _complete(generation, body))
-    finally:
-        if not streaming:
-            reservation.release()
+    return await answer(request, body, gateway, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
 
 
 async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
@@ -223,7 +210,7 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
             entry["sampling_logprobs"] = message.sampling_logprobs
         choices.append(entry)
     adapter = generation.choices[0].adapter
-    answer: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "id": generation.id,
         "object": "chat.completion",
         "created": generation.created,
@@ -233,5 +220,5 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
         "usage": usage(generation.choices, choices_per_prompt=generation.choices_per_prompt),
     }
     if body.return_token_ids:
-        answer["prompt_token_ids"] = generation.jobs[0].prompt
-    return json_response(answer, adapter)
+        whole["prompt_token_ids"] = generation.jobs[0].prompt
+    return json_response(whole, adapter)

@@ -9,10 +9,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.gateway.api.answers import json_response, stream_response
+from services.gateway.api.answers import answer, json_response
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
-from services.gateway.disconnect import while_connected
 from services.gateway.formats import text_logprobs, usage
 from services.gateway.generation import Generation, Job, reserve
 from services.gateway.prompts import text_prompts, token_budget
@@ -28,19 +27,7 @@ routes = router("completions")
 async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
     """Continues text or tokens."""
     reservation = reserve(gateway, body, prompts=len(body.prompts))
-    streaming = False
-    try:
-        generation = await while_connected(request, _prepare(request, body, gateway))
-        if body.stream:
-            response: Response = await stream_response(
-                request, gateway, generation, _chunks(generation, body), reservation
-            )
-            streaming = True
-            return response
-        return await while_connected(request, _complete(generation, body))
-    finally:
-        if not streaming:
-            reservation.release()
+    return await answer(request, body, gateway, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
 
 
 async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) -> Generation:
@@ -114,7 +101,7 @@ class _Writer:
 
     def body(self, choices: list[dict[str, Any]], adapter: str | None, *, with_prompt: bool = True) -> dict[str, Any]:
         """A response or a chunk, without usage."""
-        answer: dict[str, Any] = {
+        whole: dict[str, Any] = {
             "id": self._generation.id,
             "object": "text_completion",
             "created": self._generation.created,
@@ -123,8 +110,8 @@ class _Writer:
             "choices": choices,
         }
         if with_prompt and self._body.return_token_ids and len(self._generation.jobs) == 1:
-            answer["prompt_token_ids"] = self._generation.jobs[0].prompt
-        return answer
+            whole["prompt_token_ids"] = self._generation.jobs[0].prompt
+        return whole
 
     def usage(self) -> dict[str, Any]:
         """Token counts."""
@@ -179,5 +166,4 @@ async def _complete(generation: Generation, body: CompletionRequest) -> Response
             )
         )
     adapter = generation.choices[0].adapter
-    answer = {**writer.body(entries, adapter), "usage": writer.usage()}
-    return json_response(answer, adapter)
+    return json_response({**writer.body(entries, adapter), "usage": writer.usage()}, adapter)
