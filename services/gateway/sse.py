@@ -60,11 +60,13 @@ class EventStream(Response):
                 return
             sender.result()
         finally:
-            await cancel(listener)
-            await cancel(sender)
-            await self._events.aclose()
-            if self._on_close is not None:
-                self._on_close()
+            try:
+                await cancel(listener)
+                await cancel(sender)
+                await self._events.aclose()
+            finally:
+                if self._on_close is not None:
+                    self._on_close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
