@@ -66,7 +66,8 @@ class ControlTokens:
         self._token = re.compile(either(tokens))
         # Templates trim, so what counts is the first and the last character that is not white space.
         self._head_at_end = re.compile(rf"(?:{either(heads)})(?=\s*\Z)")
-        self._tail_at_start = re.compile(rf"(\A\s*)(?={either(tails)})")
+        # Possessive, or a megabyte of spaces would be looked at from each of them.
+        self._tail_at_start = re.compile(rf"(\A\s*+|\A)(?={either(tails)})")
 
     def suspicious(self, value: Any) -> bool:
         """Whether any string in ``value`` contains a control token or could be completed to one by its neighbours."""
