@@ -47,13 +47,16 @@ async def serve(settings: EngineSettings, trainer: TrainerSettings, stop: asynci
     registry = AdapterRegistry(store, settings.served_model_name)
     metrics = EngineMetrics(CollectorRegistry())
     use_threads(settings)
-    engine = await asyncio.to_thread(build_engine, settings, registry, AdapterEvents(settings), metrics)
+    nudges = AdapterEvents(settings)
+    engine = await asyncio.to_thread(build_engine, settings, registry, nudges, metrics)
     training = Training(settings, trainer, engine, registry, store, metrics.registry)
     try:
         await asyncio.to_thread(engine.start)
         await _serve(settings, engine, training, metrics, stop, parent, started)
     finally:
         await asyncio.to_thread(training.drain)
+        # The adapters' event thread would otherwise wait on for as long as a poll takes.
+        nudges.close()
         await asyncio.to_thread(engine.stop)
 
 
