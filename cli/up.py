@@ -159,7 +159,6 @@ def _engine(
             "TEMPER_MODEL": str(options.model.absolute()),
             "TEMPER_DEVICE": options.device,
             "TEMPER_DTYPE": options.dtype,
-            "TEMPER_DATA_DIR": str(data_dir / "engine"),
             "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),

@@ -41,10 +41,6 @@ class SlotTable:
         """Every version that can be found, in slot order."""
         return [self._by_slot[slot] for slot in sorted(self._by_slot) if not self._by_slot[slot].forgotten]
 
-    @property
-    def pinned_requests(self) -> int:
-        return sum(resident.requests for resident in self._by_slot.values())
-
     def take(self, keep: Collection[AdapterVersion]) -> int | None:
         """A slot to load into: a free one, else that of the least recently used version without requests.
 
