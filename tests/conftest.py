@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.stack import Stack
+
+# A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
+settings.register_profile("temper", deadline=None)
+settings.load_profile("temper")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
