@@ -46,7 +46,7 @@ async def submit_grpo(
 async def _submit(gateway: Gateway, sent: SftJob | GrpoJob, key: str | None, response: Response) -> dict[str, Any]:
     # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
     # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
-    sha = spec_sha(sent)
+    sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job
     job = None if key is None else await gateway.queue.submitted(key, sha)
     if job is None:
         spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
