@@ -22,7 +22,7 @@ from services.engine.model.lora_targets import target_shapes
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
-"""The canonical form of keys: vLLM's multimodal class binds no other, and its text class takes it too."""
+"""What PEFT writes before a module's path in the class it wraps; ModelConfig.module_prefix is the next part."""
 _KEY = re.compile(r"base_model\.model\.(?:model\.language_model\.|model\.)(layers\.\d+\..+)\.lora_(A|B)\.weight")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
