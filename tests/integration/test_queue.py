@@ -553,7 +553,7 @@ async def test_an_old_spec_that_no_longer_parses_fails_the_job(
 async def test_an_abandoned_job_is_found_behind_many_that_run(
     queue: JobQueue, consumers: Consumers, raw: redis.Redis
 ) -> None:
-    jobs = [await queue.submit(sft()) for _ in range(15)]
+    jobs = [await queue.submit(sft(f"a{number}")) for number in range(15)]
     busy, dead = consumers("busy"), consumers("dead")
     held = [must_claim(busy) for _ in jobs[:-1]]
     lost = must_claim(dead)
