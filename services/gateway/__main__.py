@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from services.common.telemetry import configure_logging
 from services.gateway.app import create_app
+from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 
@@ -67,7 +68,7 @@ def main() -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         access_log=False,
         log_config=None,
