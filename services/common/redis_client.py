@@ -25,6 +25,9 @@ RETRY_SECONDS = 2.0
 ASYNC_CONNECTIONS = 1000
 """Of one gateway: a client that follows a job's events holds one."""
 
+_NOT_UTF8 = "backslashreplace"
+"""Pipelines write to the stream as well: bytes that are no text must not be an exception in every reader, for ever."""
+
 T = TypeVar("T")
 _AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
 _REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, redis.exceptions.AuthenticationError)
@@ -36,6 +39,7 @@ def connect(settings: CommonSettings) -> redis.Redis:
         settings.redis_url.get_secret_value(),
         protocol=2,
         decode_responses=True,
+        encoding_errors=_NOT_UTF8,
         socket_timeout=SOCKET_SECONDS,
         socket_connect_timeout=CONNECT_SECONDS,
         retry=Retry(NoBackoff(), 0),
@@ -48,6 +52,7 @@ def connect_async(settings: CommonSettings) -> redis.asyncio.Redis:
         settings.redis_url.get_secret_value(),
         protocol=2,
         decode_responses=True,
+        encoding_errors=_NOT_UTF8,
         socket_timeout=SOCKET_SECONDS,
         socket_connect_timeout=CONNECT_SECONDS,
         max_connections=ASYNC_CONNECTIONS,

@@ -412,6 +412,20 @@ async def test_invalid_specs_end_in_the_dead_letter_stream(
     assert raw.xlen(scripts.STREAM) == 0
 
 
+async def test_an_entry_that_is_not_text_stops_nobody(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    spec = sft("x").model_dump_json().encode()
+    raw.xadd(scripts.STREAM, {"spec": spec.replace(b"1+1", b"\xff")})
+    raw.xadd(scripts.STREAM, {b"\xfe": b"\xff"})
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    consumer.adopt_waiting()
+    assert must_claim(consumer).id == job.id
+    assert [letter["reason"][:20] for _, letter in raw.xrange(scripts.DEAD)] == [
+        "invalid spec: Invali",
+        "the entry has the fi",
+    ]
+
+
 async def test_key_reused_by_a_pipeline_with_another_spec(
     queue: JobQueue, consumers: Consumers, raw: redis.Redis
 ) -> None:
