@@ -122,9 +122,7 @@ class JobSession:
                 if self._away:
                     self._away = False
                     self._log.info("queue.back")
-            except Unavailable as error:
-                self._note_away(error)
-            except redis.exceptions.RedisError as error:  # for instance a server that is still loading scripts or data
+            except (Unavailable, redis.exceptions.RedisError) as error:  # the latter of a server that is still loading
                 self._note_away(error)
             except JobLost as error:
                 if not self._ending:
@@ -133,6 +131,9 @@ class JobSession:
                     self._lost = True
                     self._wake.notify_all()
                 return
+            except Exception:  # a bug must not end the heartbeats: the job would be given to another trainer
+                self._log.exception("heartbeat.failed")
+                due = time.monotonic() + self._interval
             with self._wake:
                 if self._closed:
                     return
