@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -81,14 +81,26 @@ class Client:
         return str(response.headers.get("x-temper-adapter", ""))
 
     def events(
-        self, method: str, path: str, body: Any = None, *, last_event_id: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        last_event_id: str | None = None,
+        patience: float | None = None,
+        on_silence: Callable[[], None] = lambda: None,
     ) -> Iterator[ServerEvent]:
-        """Server-sent events until the server ends the stream."""
+        """Server-sent events until the server ends the stream.
+
+        Args:
+            patience: seconds without a sign of life after which the connection counts as broken, if less than usual.
+            on_silence: called at every sign of life that is not an event; may raise.
+        """
         headers = {"accept": "text/event-stream"}
         if last_event_id:
             headers["last-event-id"] = last_event_id
-        with self._stream(method, path, json=body, headers=headers) as response:
-            yield from _parse_events(response.iter_lines())
+        with self._stream(method, path, patience, json=body, headers=headers) as response:
+            yield from _parse_events(response.iter_lines(), on_silence)
 
     def _json(self, method: str, path: str, **options: Any) -> Any:
         with self._failures():
@@ -103,8 +115,11 @@ class Client:
             ) from error
 
     @contextlib.contextmanager
-    def _stream(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        timeout = httpx.Timeout(60.0, connect=5.0)  # the server sends a comment line at least every 15 seconds
+    def _stream(
+        self, method: str, path: str, patience: float | None = None, **options: Any
+    ) -> Iterator[httpx.Response]:
+        # The server sends a comment line at least every 15 seconds.
+        timeout = httpx.Timeout(60.0 if patience is None else min(60.0, patience), connect=5.0)
         with self._failures(), self._http.stream(method, path, timeout=timeout, **options) as response:
             if response.status_code >= 400:
                 response.read()
@@ -149,7 +164,7 @@ def _refusal(response: httpx.Response) -> CliError:
     return CliError(message, code, error=error or {"message": message})
 
 
-def _parse_events(lines: Iterator[str]) -> Iterator[ServerEvent]:
+def _parse_events(lines: Iterator[str], on_silence: Callable[[], None]) -> Iterator[ServerEvent]:
     """https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation"""
     identity, kind, data = "", "message", list[str]()
     for line in lines:
@@ -157,6 +172,9 @@ def _parse_events(lines: Iterator[str]) -> Iterator[ServerEvent]:
             if data:
                 yield ServerEvent(identity, kind, "\n".join(data))
             kind, data = "message", []
+            continue
+        if line.startswith(":"):
+            on_silence()
             continue
         name, _, value = line.partition(":")
         value = value.removeprefix(" ")

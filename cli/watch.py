@@ -40,7 +40,14 @@ def follow(client: Client, job_id: str, *, timeout: float | None) -> Iterator[Wa
     away_since: float | None = None
     while True:
         try:
-            for event in client.events("GET", path("v1", "train", "jobs", job_id, "events"), last_event_id=last_id):
+            events = client.events(
+                "GET",
+                path("v1", "train", "jobs", job_id, "events"),
+                last_event_id=last_id,
+                patience=None if deadline is None else max(0.1, deadline - time.monotonic()),
+                on_silence=lambda: _check_time(deadline, job_id),
+            )
+            for event in events:
                 away_since = None
                 last_id = event.id or last_id
                 body = parse_json(event.data)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from cli.client import _parse_events
 from cli.local_stores import free_ports
 from cli.main import app
 from tests.unit.cli.server import Reply, Seen, serving, sse
@@ -196,6 +199,30 @@ def test_wait_times_out_with_4() -> None:
     )
     with serving(answer) as (url, _):
         assert temper("train", "watch", "job-1", "--timeout", "0", url=url).exit_code == 4
+
+
+def test_wait_times_out_with_4_although_nothing_happens() -> None:
+    over = threading.Event()
+
+    def silent(_: Seen) -> Reply:
+        over.wait(20)
+        return sse()
+
+    answer = routes(GET_v1_train_jobs_job1_events=silent, GET_v1_train_jobs_job1=Reply({**JOB, "state": "queued"}))
+    with serving(answer) as (url, _):
+        started = time.monotonic()
+        result = temper("train", "watch", "job-1", "--timeout", "0.3", url=url)
+        over.set()
+    assert result.exit_code == 4
+    assert time.monotonic() - started < 15
+
+
+def test_a_sign_of_life_is_no_event_but_is_noticed() -> None:
+    lines = iter([": keep-alive", "", "data: 1", "", ":", ""])
+    seen: list[str] = []
+    events = [event.data for event in _parse_events(lines, lambda: seen.append("alive"))]
+    assert events == ["1"]
+    assert seen == ["alive", "alive"]
 
 
 def test_rollback_attaches_the_version_before() -> None:
