@@ -51,7 +51,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(HTTPStatus.BAD_REQUEST, msg, "invalid_http")
 
     def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # else this would land inside a response
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = to_json(error_payload(message, status=status, code=code))
             head = (
                 f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"

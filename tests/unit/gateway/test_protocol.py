@@ -89,10 +89,15 @@ def test_headers_just_over_the_limit_are_told_so(port: int) -> None:
 
 def test_endless_trailers_are_cut_off(port: int) -> None:
     start = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nX-Trailer: "
-    assert exchange(port, start, *[b"a" * 4096] * (MAX_HEAD_BYTES // 2048)) == (0, b"")
+    status, _ = exchange(port, start, *[b"a" * 4096] * (MAX_HEAD_BYTES // 2048))
+    assert status in (0, 431)
 
 
-def test_what_is_not_http_gets_the_usual_error_body(port: int) -> None:
-    status, body = exchange(port, b"\x16\x03\x01\x00\xa5")
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01\x00\xa5", HEAD + b"Content-Length: -5\r\n\r\n", HEAD + b"Transfer-Encoding: chunked\r\n\r\nZ\r\n"],
+)
+def test_what_is_not_http_gets_the_usual_error_body(port: int, sent: bytes) -> None:
+    status, body = exchange(port, sent)
     assert status == 400
     assert json.loads(body)["error"]["code"] == "invalid_http"
