@@ -53,6 +53,10 @@ class AdapterEvents:
             except (redis.exceptions.RedisError, OSError):
                 reply = None
                 self._closed.wait(max(0.0, block))
+            except ValueError:  # close() shut the buffer that this thread reads from
+                if not self._closed.is_set():
+                    raise
+                return False
             if reply:
                 self._seen = reply[0][1][-1][0]
                 return True

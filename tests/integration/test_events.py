@@ -54,3 +54,22 @@ def test_an_absent_redis_does_not_raise_or_spin(events: AdapterEvents, valkey: R
             events.publish("published", AdapterVersion("m", 1))
     events.publish("published", AdapterVersion("m", 2))
     assert events.wait(1) is True
+
+
+def test_closing_ends_a_wait_without_an_error(valkey: RunningServer, settings: CommonSettings) -> None:
+    for _ in range(5):
+        events = AdapterEvents(settings)
+        results: list[object] = []
+
+        def wait(events: AdapterEvents = events, results: list[object] = results) -> None:
+            try:
+                results.append(events.wait(30))
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.1)
+        events.close()
+        thread.join(5)
+        assert results == [False]
