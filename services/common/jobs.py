@@ -99,9 +99,9 @@ class JobBase(StrictModel):
     """For prompts that are rendered with the chat template, e.g. {"enable_thinking": true}."""
     prompt_format: Literal["chat", "raw"] = "chat"
     """How a plain-string prompt is read: as one user message, or as text that is used as it is."""
-    max_tokens_per_microbatch: int = Field(2048, ge=1)
+    max_tokens_per_microbatch: int | None = Field(None, ge=1)
     """Short documents are packed up to this many tokens a forward and backward; a longer one is alone. Gradients do not
-    depend on it, memory does."""
+    depend on it; memory does, and how long a request may wait for a layer. None: 2048 on a GPU, 512 on a CPU."""
     gradient_checkpointing: bool = False
     checkpoint_every: int = Field(10, ge=1)
     """Optimizer steps between resumable checkpoints."""

@@ -30,7 +30,7 @@ from services.trainer.data import (
     prompt_tokens,
 )
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.losses import group_advantages, policy_loss
 
@@ -164,7 +164,7 @@ class GrpoRun(AdapterRun):
             parent,
             total_steps=spec.epochs * self._steps_per_epoch,
             largest=largest_microbatch(
-                [rollout.document.length for rollout in rollouts], spec.max_tokens_per_microbatch
+                [rollout.document.length for rollout in rollouts], microbatch_tokens(spec, host)
             ),
             notes=notes,
         )

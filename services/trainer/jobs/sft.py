@@ -18,7 +18,7 @@ from services.trainer.data import (
     split_evaluation,
 )
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.memory import LOGIT_ROWS
 
@@ -63,7 +63,7 @@ class SftRun(AdapterRun):
             host,
             parent,
             total_steps=spec.epochs * self._steps_per_epoch,
-            largest=largest_microbatch(lengths[:documents_a_step], spec.max_tokens_per_microbatch),
+            largest=largest_microbatch(lengths[:documents_a_step], microbatch_tokens(spec, host)),
             notes=notes,
         )
 
