@@ -106,11 +106,6 @@ class EngineSettings(CommonSettings):
             raise ValueError("TEMPER_DEVICE=cuda, but torch sees no GPU; use TEMPER_DEVICE=auto or cpu")
         return self.device
 
-    def resolved_dtype(self, device: Literal["cpu", "cuda"]) -> Literal["float32", "bfloat16"]:
-        if self.dtype == "auto":
-            return "bfloat16" if device == "cuda" else "float32"
-        return self.dtype
-
     @property
     def kv_bytes_on_cpu(self) -> int:
         return int(self.kv_cache_bytes) or _GIB // 4

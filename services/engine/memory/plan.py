@@ -6,7 +6,6 @@ in the middle of a request or a job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.errors import DoesNotFit
@@ -80,23 +79,6 @@ class MemoryPlan:
                 param="max_model_len",
             )
         return wanted or possible
-
-    def check_job(self, need: Mapping[str, int]) -> None:
-        """Refuses a training job that is larger than its share.
-
-        Args:
-            need: bytes by purpose, for the message.
-
-        Raises:
-            DoesNotFit: with both tables.
-        """
-        total = sum(need.values())
-        if total > self.training:
-            parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in need.items())
-            raise DoesNotFit(
-                f"the job needs {format_bytes(total)} ({parts}), the plan leaves {format_bytes(self.training)} for "
-                "training: shorten the examples, lower the rank, or raise train_memory_bytes"
-            )
 
     def table(self) -> str:
         """One line a purpose, for logs and error messages."""

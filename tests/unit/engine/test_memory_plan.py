@@ -75,15 +75,6 @@ def test_model_length() -> None:
         made.model_len(1000, 1001)
 
 
-def test_jobs_are_refused_with_their_parts() -> None:
-    made = plan(training_bytes=GIB)
-    made.check_job({"optimizer": GIB // 2, "activations": GIB // 2})
-    with pytest.raises(
-        DoesNotFit, match=r"needs 1\.50 GiB \(optimizer 512\.00 MiB, activations 1\.00 GiB\).*1\.00 GiB"
-    ):
-        made.check_job({"optimizer": GIB // 2, "activations": GIB})
-
-
 def test_footprint_is_checked() -> None:
     with pytest.raises(ValueError, match="block"):
         Footprint(1, 0, 1, 1, 1)
