@@ -28,7 +28,7 @@ class Training:
         metrics: CollectorRegistry,
     ) -> None:
         self._worker: TrainerWorker | None = None
-        self._drained = False
+        self._drained: bool | None = None
         if settings.trainer:
             host = PodHost(
                 model=engine.model,
@@ -59,7 +59,8 @@ class Training:
 
     def drain(self) -> bool:
         """Has the running job checkpointed and requeued and ends the thread; False if it was still busy."""
-        if self._worker is None or self._drained:
+        if self._worker is None:
             return True
-        self._drained = self._worker.drain()
+        if self._drained is None:  # a worker that was busy for so long is not waited for a second time
+            self._drained = self._worker.drain()
         return self._drained

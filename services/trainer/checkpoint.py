@@ -205,6 +205,9 @@ class CheckpointWriter:
             except (TemperError, OSError) as error:  # a full disk, a store that refuses: train on without
                 self._log.error("checkpoint.skipped", step=checkpoint.step, error=str(error))
                 uploaded = True
+            except Exception:  # a bug must not end the thread that every later checkpoint needs
+                self._log.exception("checkpoint.skipped", step=checkpoint.step)
+                uploaded = True
             with self._changed:
                 if uploaded and self._waiting is checkpoint:
                     self._waiting = None
