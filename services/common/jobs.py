@@ -53,7 +53,7 @@ class Message(StrictModel):
 
 
 class LoraSettings(StrictModel):
-    """Shape of a new adapter; ignored fields of a job that continues an adapter must agree with it."""
+    """Shape of a new adapter. A job that continues one takes its shape: fields that are given must agree with it."""
 
     rank: int = Field(16, ge=1, le=256)
     alpha: float = Field(32.0, gt=0)
