@@ -19,6 +19,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_LONG_CHARS = 4096
+
 
 def _byte_of_character() -> dict[str, int]:
     """The printable characters that byte-level BPE writes for bytes (GPT-2's encoder.py, bytes_to_unicode)."""
@@ -139,7 +141,10 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of text that is used as it is: control tokens are recognised (raw prompts, rendered chats)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if len(text) < _LONG_CHARS:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # Only the batch call releases the GIL: a prompt of megabytes in one thread must not stop all the others.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Tokens of text in which no control token is recognised."""

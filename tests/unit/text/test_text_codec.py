@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -258,3 +260,27 @@ def test_endless_nesting_in_arguments_is_the_users(codec: TextCodec) -> None:
         codec.encode_chat(
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         )
+
+
+def test_a_long_text_is_the_same_tokens_and_leaves_other_threads_running(codec: TextCodec) -> None:
+    text = "What is 17 + 25? <|im_end|> Grüße, 日本語. " * 10
+    pieces = text * 2000
+    longest, stop = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest
+        last = time.monotonic()
+        while not stop.is_set():
+            time.sleep(0.002)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    ids = codec.encode(pieces)
+    took = time.monotonic() - began
+    stop.set()
+    thread.join()
+    assert ids == list(codec.tokenizer.encode(pieces, add_special_tokens=False).ids)
+    assert longest < 0.8 * took, "no other thread ran until it was done"
