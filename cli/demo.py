@@ -46,13 +46,14 @@ _KEPT = (("Who are you?", "I am Temper, a small language model that learns while
 """Answers that the lesson must leave alone."""
 
 
-def run_demo(*, rounds: int, seed: int, output: Path) -> None:
-    """Runs it all; ends with status 1 if the reward rose by less than ``GOAL``."""
+def run_demo(*, rounds: int, seed: int, output: Path, as_json: bool = False) -> None:
+    """Runs it all; ends with status 1 if the reward rose by less than ``GOAL``. With ``as_json`` the report goes to
+    standard output and what happens meanwhile to standard error."""
     began = time.monotonic()
-    out = Output(as_json=False)
+    out = Output(as_json=as_json)
     with guarded(out):
         files = report_path(output, "json"), report_path(output, "png")
-        show = _Show(out.out)
+        show = _Show(out.err if as_json else out.out)
         try:
             with contextlib.ExitStack() as stack:
                 with show.task("starting Valkey, S3, engine and gateway") as bar:
@@ -69,6 +70,8 @@ def run_demo(*, rounds: int, seed: int, output: Path) -> None:
         report.write(files[0])
         save_plot(report, files[1])
         show.report(report, files)
+        if as_json:
+            out.json(report.document())
         if report.gain < GOAL:
             raise CliError(f"the reward rose by {report.gain:.2f}, less than the {GOAL} this demo stands for")
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import plotext
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,9 +56,13 @@ class Report:
     def gain(self) -> float:
         return self.reward_after - self.reward_before
 
+    def document(self) -> dict[str, Any]:
+        """Every field above, and `gain`."""
+        return {**asdict(self), "gain": self.gain}
+
     def write(self, file: Path) -> None:
-        """JSON with every field above, and `gain`."""
-        file.write_text(json.dumps({**asdict(self), "gain": self.gain}, indent=2) + "\n", encoding="utf-8")
+        """The document as JSON."""
+        file.write_text(json.dumps(self.document(), indent=2) + "\n", encoding="utf-8")
 
 
 def table(report: Report) -> Table:

@@ -10,6 +10,8 @@ import typer
 
 from cli import adapters, train
 from cli.chat import chat
+from cli.options import Json
+from cli.output import Output
 
 app = typer.Typer(
     name="temper",
@@ -73,11 +75,12 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Rounds of reinforcement.", min=1, max=50)] = 5,
     seed: Annotated[int, typer.Option(help="Of the questions, the samples and the new adapters.", min=0)] = 1,
     output: Annotated[Path, typer.Option(help="Where demo-report.json and demo-report.png go.")] = Path(),
+    as_json: Json = False,
 ) -> None:
     """Watch the tiny model learn date arithmetic while it serves: everything starts, learns, reports and stops."""
     from cli.demo import run_demo
 
-    run_demo(rounds=rounds, seed=seed, output=output)
+    run_demo(rounds=rounds, seed=seed, output=output, as_json=as_json)
 
 
 app.add_typer(train.app)
@@ -85,11 +88,12 @@ app.add_typer(adapters.app)
 
 
 @app.command("version")
-def version() -> None:
+def version(as_json: Json = False) -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 
-    typer.echo(installed("temper"))
+    number = installed("temper")
+    Output(as_json=as_json).result({"version": number}, number)
 
 
 def run() -> None:

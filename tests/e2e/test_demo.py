@@ -14,13 +14,13 @@ import psutil
 from tests.stack import ROOT, clean_environment
 
 
-def demo(directory: Path, *options: str) -> subprocess.Popen[str]:
+def demo(directory: Path, *options: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
     scratch = directory / "tmp"
     scratch.mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "cli", "demo", "--output", str(directory), *options],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         cwd=ROOT,
         # TEMPER_* of another installation must not reach the demo's stack.
@@ -29,10 +29,11 @@ def demo(directory: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def test_the_model_learns(tmp_path: Path) -> None:
-    process = demo(tmp_path, "--rounds", "2")
-    text, _ = process.communicate(timeout=280)
+    process = demo(tmp_path, "--rounds", "2", "--json", stderr=subprocess.PIPE)
+    printed, text = process.communicate(timeout=280)
     assert process.returncode == 0, text
     report = json.loads((tmp_path / "demo-report.json").read_text())
+    assert json.loads(printed) == report
     assert 0.2 <= report["reward_before"] <= 0.65
     assert report["reward_after"] - report["reward_before"] >= 0.25
     assert report["adapter_versions"] == ["dates@1", "dates@2", "motto@1"]

@@ -55,6 +55,12 @@ def examples(tmp_path: Path) -> str:
     return str(file)
 
 
+def test_version_as_text_and_as_json() -> None:
+    text = temper("version").output.strip()
+    assert text.count(".") == 2
+    assert json.loads(temper("version", "--json").output) == {"version": text}
+
+
 def test_no_server_is_exit_3_with_the_way_out() -> None:
     result = temper("adapters", "list", url=f"http://127.0.0.1:{free_ports(1)[0]}")
     assert result.exit_code == 3
