@@ -1,0 +1,1 @@
+"""Triton kernels, each the twin of a plain-torch reference in the module of the same name above."""

@@ -1,0 +1,1 @@
+"""The engine on a CUDA device: static buffers, captured graphs, asynchronous steps."""

@@ -1,0 +1,11 @@
+"""Triton kernels run for real where there is a GPU and in Triton's interpreter elsewhere (tests/conftest.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
