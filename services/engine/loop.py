@@ -273,7 +273,7 @@ class EngineLoop:
         try:
             with self._gate.engine_step():
                 computing = self._clock()
-                result = self._runner.execute(plan)
+                result = self._runner.launch(plan).result()
             now = self._clock()
             updates = self._scheduler.update(plan, result, now)
         except Exception as error:

@@ -2,6 +2,9 @@
 
 The scheduler owns all bookkeeping (blocks, slots, positions); the runner turns a StepPlan into tensors, runs the
 model and the sampler, and returns a StepResult with one entry for every chunk that asked for a token.
+
+A plan may be made while the one before it still runs. A sequence whose newest token that step samples then decodes the
+token ``PENDING``: the runner takes it from where the sampler leaves it on the device.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
 from services.engine.request import Request
+
+PENDING = -1
+"""In ``Chunk.token_ids``: the token that the previous step samples for the same slot, unknown on the host yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class Chunk:
 
     request: Request
     token_ids: SequenceABC[int]
+    """``(PENDING,)`` for a decode whose token the step before, still unfinished, samples."""
     start: int
     """Position of the first token = number of tokens whose KV and state are already in the cache."""
     blocks: SequenceABC[int]
@@ -30,7 +37,10 @@ class Chunk:
     """State slot, never 0 (scratch)."""
     samples: bool
     output_ids: SequenceABC[int]
-    """Tokens generated so far (for penalties, min_tokens and the seed's counter), oldest first."""
+    """Tokens generated so far, oldest first: the live list, which lacks a pending token and grows while this plan is in
+    flight."""
+    output_count: int
+    """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
 
     def __post_init__(self) -> None:
         if not self.token_ids or self.start < 0 or self.slot <= 0:

@@ -56,9 +56,34 @@ class Submission:
         )
 
 
+class StepHandle(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Waits for the step; raises what it raised. Called once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """The StepHandle of a runner that computes in ``launch``."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
 class Runner(Protocol):
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Computes one step; any exception ends the requests of the step."""
+    """Runs plans in the order of their launch. Any exception ends the requests of the step."""
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be in flight: 1 if ``launch`` computes, 2 if it only queues work on a device."""
+        ...
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Starts one step behind those in flight."""
         ...
 
 

@@ -15,6 +15,7 @@ import torch
 
 from services.engine.model.batch import CacheBuffers, ForwardBatch
 from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
+from services.engine.ports import CompletedStep
 from services.engine.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -81,6 +82,14 @@ class ModelRunner:
         self._lora = lora
         self._tables = BlockTables(num_slots)
         self._sampler = Sampler(eos_token_ids, model.device)
+
+    @property
+    def depth(self) -> int:
+        """A CPU computes in ``launch``: there is nothing to overlap."""
+        return 1
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        return CompletedStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

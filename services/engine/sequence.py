@@ -84,6 +84,7 @@ class Sequence:
             slot=self.slot,
             samples=end == self.known,
             output_ids=self.output_ids,
+            output_count=len(self.output_ids),
         )
 
     def append(self, token: SampledToken, now: float, eos_token_ids: frozenset[int]) -> FinishReason | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from services.engine.limits import SchedulerConfig
 from services.engine.plan import Chunk, SampledToken, StepPlan, StepResult
+from services.engine.ports import CompletedStep
 from services.engine.request import Request, SamplingParams
 
 VOCAB = 50
@@ -43,6 +44,13 @@ class ToyRunner:
         self.computed_tokens = 0
         self.steps = 0
 
+    @property
+    def depth(self) -> int:
+        return 1
+
+    def launch(self, plan: StepPlan) -> CompletedStep:
+        return CompletedStep(self.execute(plan))
+
     def execute(self, plan: StepPlan) -> StepResult:
         self.steps += 1
         assert plan.chunks
@@ -77,6 +85,7 @@ class ToyRunner:
         assert 0 < chunk.slot < self.config.num_slots
         assert end <= len(chunk.blocks) * size
         assert end <= len(known)
+        assert chunk.output_count == len(chunk.output_ids)
         assert tuple(chunk.token_ids) == known[chunk.start : end]
         assert chunk.samples == (end == len(known))
         history: tuple[int, ...] = ()

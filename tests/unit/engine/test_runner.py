@@ -41,7 +41,7 @@ def runner(model: RecordingModel) -> ModelRunner:
 
 def chunk(name: str, tokens: list[int], start: int, blocks: list[int], slot: int, **fields: Any) -> Chunk:
     request = Request(name, (1,), SamplingParams(temperature=0.0), pin=fields.pop("pin", AdapterPin()))
-    return Chunk(request, tokens, start, blocks, slot, fields.pop("samples", True), [])
+    return Chunk(request, tokens, start, blocks, slot, fields.pop("samples", True), [], 0)
 
 
 def test_a_mixed_step() -> None:

@@ -22,7 +22,7 @@ _ids = itertools.count()
 
 def chunk(params: SamplingParams, output: list[int] | None = None, prompt: tuple[int, ...] = (1, 2, 3)) -> Chunk:
     request = Request(f"r{next(_ids)}", prompt, params)
-    return Chunk(request, [1], 3, [1], 1, True, output or [])
+    return Chunk(request, [1], 3, [1], 1, True, output or [], len(output or []))
 
 
 def sampler() -> Sampler:
@@ -137,7 +137,7 @@ def test_rows_kept_between_steps_count_new_tokens() -> None:
     output: list[int] = []
     for step in range(12):
         logits = random_logits(2, step)
-        c = Chunk(request, [1], 3, [1], 1, True, list(output))
+        c = Chunk(request, [1], 3, [1], 1, True, list(output), len(output))
         chunks = [c, other] if step % 3 else [c]
         token = kept.sample(logits[: len(chunks)], chunks)[0]
         assert token == sampler().sample(logits[: len(chunks)], chunks)[0]
