@@ -57,7 +57,7 @@ class EngineUnderTest:
     """The engine as a pod has it, loop thread included, without gRPC and without an object store."""
 
     def __init__(self, directory: Path, streams: int) -> None:
-        settings = EngineSettings(model=directory, device="cpu", dtype="float32")
+        settings = EngineSettings(model=directory, device="cpu", dtype="float32").for_device("cpu")
         model = Qwen3_5.from_directory(directory, dtype="float32", device=torch.device("cpu"))
         slots = settings.max_num_seqs + settings.state_snapshots + 1
         blocks = 1 + streams * (1024 // settings.block_size)

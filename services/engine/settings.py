@@ -22,6 +22,17 @@ class EngineSettings(CommonSettings):
     """auto: cuda if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on cuda, float32 on cpu."""
+    quantization: Literal["none", "fp8", "int4"] = "none"
+    """Weights on the GPU, quantized while they load. fp8: e4m3 with a scale a row, needs compute capability 8.9. int4:
+    groups of 128 weights, needs 8.0; the head is fp8 where the GPU has it."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Recurrent states of DeltaNet layers on the GPU; bfloat16 halves their memory and traffic and costs accuracy."""
+    batch_invariant: bool = False
+    """Greedy output of a request does not depend on what else runs on the GPU; costs speed."""
+    cuda_graphs: int = Field(256, ge=0, le=256)
+    """Largest decode batch that runs as a CUDA graph; 0: none."""
+    cache_dir: Path = Path("~/.cache/temper")
+    """Compiled GPU kernels are kept here, so that only the first start compiles them."""
     torch_threads: int = Field(0, ge=0)
     """CPU threads of one operator; 0: all cores of this process."""
 
@@ -32,16 +43,21 @@ class EngineSettings(CommonSettings):
     """KV blocks, scratch block 0 included; 0: as many as fit kv_cache_bytes."""
     kv_cache_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """Budget of the paged KV cache, e.g. "2GiB"; 0: 256 MiB on cpu, what the plan leaves on cuda."""
-    max_num_seqs: int = Field(64, ge=1, le=4096)
-    """Sequences that run at once: one state slot each."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: the model's dtype. fp8: half of that on the GPU, with a scale a token and head."""
+    max_num_seqs: int = Field(0, ge=0, le=4096)
+    """Sequences that run at once, one state slot each; 0: 64 on cpu, 256 on cuda (fewer where memory is short)."""
     state_snapshots: int = Field(64, ge=0)
     """State slots kept for the prefix cache."""
     prefix_cache: bool = True
     """Reuse KV and state of equal prompt beginnings."""
     max_model_len: int = Field(0, ge=0)
     """Longest prompt + completion in tokens; 0: the checkpoint's context, at most what the KV cache holds."""
-    token_budget: int = Field(512, ge=1)
-    """Most tokens of one step: decodes first, the rest prefill chunks."""
+    token_budget: int = Field(0, ge=0)
+    """Most tokens of one step: decodes first, the rest prefill chunks; 0: 512 on cpu, 8192 on cuda."""
+    mixed_prefill_tokens: int = Field(0, ge=0)
+    """Most prefill tokens of a step that also decodes: bounds the time between tokens; 0: what the budget leaves on
+    cpu, 512 on cuda."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of the device's memory that the plan may hand out."""
 
@@ -85,7 +101,7 @@ class EngineSettings(CommonSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
-        if self.token_budget < self.max_num_seqs:
+        if 0 < self.token_budget < self.max_num_seqs:
             raise ValueError(
                 f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence decodes one token a step"
@@ -105,6 +121,33 @@ class EngineSettings(CommonSettings):
         if self.device == "cuda" and not cuda_available:
             raise ValueError("TEMPER_DEVICE=cuda, but torch sees no GPU; use TEMPER_DEVICE=auto or cpu")
         return self.device
+
+    def for_device(self, device: Literal["cpu", "cuda"]) -> EngineSettings:
+        """The same settings with every 0 that means "by device" filled in."""
+        cuda = device == "cuda"
+        sequences = self.max_num_seqs or (256 if cuda else 64)
+        if self.token_budget and not self.max_num_seqs:
+            sequences = min(sequences, self.token_budget)
+        budget = self.token_budget or max(sequences, 8192 if cuda else 512)
+        return self.model_copy(
+            update={
+                "max_num_seqs": sequences,
+                "token_budget": budget,
+                "mixed_prefill_tokens": self.mixed_prefill_tokens or (512 if cuda else budget),
+            }
+        )
+
+    @property
+    def kernel_cache_dir(self) -> Path:
+        """Where Triton keeps what it compiled.
+
+        Raises:
+            ValueError: cache_dir starts with ~ and this user has no home directory.
+        """
+        try:
+            return self.cache_dir.expanduser().absolute() / "triton"
+        except RuntimeError as error:
+            raise ValueError(f"TEMPER_CACHE_DIR={self.cache_dir}: {error}; set it to a full path") from error
 
     @property
     def kv_bytes_on_cpu(self) -> int:

@@ -8,7 +8,7 @@ import sys
 from services.common.errors import TemperError
 from services.common.telemetry import configure_logging
 from services.engine.settings import EngineSettings
-from services.pod.preflight import check_all, read_settings
+from services.pod.preflight import check_all, read_settings, use_kernel_cache
 from services.trainer.settings import TrainerSettings
 
 
@@ -26,6 +26,7 @@ def main() -> int:
     try:
         settings, trainer = read_settings()
         configure_logging(settings, service="engine")
+        use_kernel_cache(settings)
         check_all(settings)
         asyncio.run(_run(settings, trainer))
     except TemperError as error:

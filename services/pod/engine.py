@@ -10,7 +10,7 @@ from functools import partial
 import structlog
 import torch
 
-from services.common.errors import CheckpointRejected, InvalidRequest
+from services.common.errors import CheckpointRejected
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
 from services.common.text.tokenizer import TextCodec
@@ -28,6 +28,7 @@ from services.engine.ports import LoopObserver
 from services.engine.rollouts import RolloutMemory
 from services.engine.runner import ModelRunner
 from services.engine.settings import EngineSettings
+from services.pod.device import Device, check_device
 from services.pod.memory import count_parameters, plan, state_slots
 
 VERSION = "0.1.0"
@@ -82,10 +83,9 @@ def build_engine(
         CheckpointRejected: the model directory is incomplete or foreign.
         InvalidRequest, DoesNotFit: the settings contradict the device.
     """
-    try:
-        device = torch.device(settings.resolved_device(torch.cuda.is_available()))
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from error
+    hardware = Device.of(settings)
+    check_device(settings, hardware)
+    settings, device = settings.for_device(hardware.kind), hardware.torch
     codec = TextCodec.from_directory(settings.model)
     model = Qwen3_5.from_directory(settings.model, dtype=settings.dtype, device=device)
     if codec.vocab_size > model.config.vocab_size:

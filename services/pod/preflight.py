@@ -5,6 +5,7 @@ No torch here: whoever mistypes an address learns it at once.
 
 from __future__ import annotations
 
+import os
 import socket
 import urllib.parse
 
@@ -52,6 +53,19 @@ def check_model_directory(settings: EngineSettings) -> None:
     for name in ("config.json", "tokenizer.json"):
         if not (settings.model / name).is_file():
             raise CheckpointRejected(f"TEMPER_MODEL={settings.model}: there is no {name} in that directory")
+
+
+def use_kernel_cache(settings: EngineSettings) -> None:
+    """Tells Triton where to keep compiled kernels. Triton reads the variable when it is imported, so this comes first;
+    a TRITON_CACHE_DIR that is already set stays.
+
+    Raises:
+        InvalidRequest: there is no such place.
+    """
+    try:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(settings.kernel_cache_dir))
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="cache_dir") from error
 
 
 def check_port(settings: EngineSettings) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Literal
+
 import pytest
 from pydantic import ValidationError
 
@@ -28,6 +31,31 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 def test_budget_below_the_batch_is_refused() -> None:
     with pytest.raises(ValidationError, match="token_budget"):
         EngineSettings(token_budget=8, max_num_seqs=16)
+
+
+def test_zero_means_by_device() -> None:
+    cpu, cuda = EngineSettings().for_device("cpu"), EngineSettings().for_device("cuda")
+    assert (cpu.max_num_seqs, cpu.token_budget, cpu.mixed_prefill_tokens) == (64, 512, 512)
+    assert (cuda.max_num_seqs, cuda.token_budget, cuda.mixed_prefill_tokens) == (256, 8192, 512)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("given", [{"max_num_seqs": 4096}, {"token_budget": 8}, {"max_num_seqs": 3, "token_budget": 3}])
+def test_what_is_given_stays(given: dict[str, int], device: Literal["cpu", "cuda"]) -> None:
+    filled = EngineSettings(**given).for_device(device)
+    assert {name: getattr(filled, name) for name in given} == given
+    assert filled.token_budget >= filled.max_num_seqs > 0
+
+
+def test_the_kernel_cache_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert EngineSettings().kernel_cache_dir == tmp_path / ".cache/temper/triton"
+    assert EngineSettings(cache_dir=tmp_path / "x").kernel_cache_dir == tmp_path / "x" / "triton"
+
+
+def test_no_home_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="TEMPER_CACHE_DIR"):
+        _ = EngineSettings(cache_dir=Path("~nobody-of-that-name/cache")).kernel_cache_dir
 
 
 def test_secrets_do_not_print() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -26,6 +27,17 @@ def test_malformed_settings_name_the_variable(monkeypatch: pytest.MonkeyPatch) -
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointRejected, match=r"config\.json"):
         preflight.check_model_directory(EngineSettings(model=tmp_path))
+
+
+def test_the_kernel_cache_is_named_before_triton_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    preflight.use_kernel_cache(EngineSettings(cache_dir=tmp_path))
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    preflight.use_kernel_cache(EngineSettings(cache_dir=tmp_path))
+    assert os.environ["TRITON_CACHE_DIR"] == "/mine"
+    with pytest.raises(InvalidRequest, match="TEMPER_CACHE_DIR"):
+        preflight.use_kernel_cache(EngineSettings(cache_dir=Path("~nobody-of-that-name/x")))
 
 
 def test_a_port_in_use() -> None:

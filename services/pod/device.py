@@ -1,0 +1,93 @@
+"""The device of a pod, and what it must be able to do for the settings. Errors come before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from services.common.errors import InvalidRequest
+from services.engine.settings import EngineSettings
+
+_BFLOAT16 = (8, 0)
+"""First compute capability with bfloat16 tensor cores (Ampere)."""
+_FLOAT8 = (8, 9)
+"""First compute capability with e4m3 conversions and tensor cores (Ada, then Hopper 9.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What settings and memory plan need to know of a device."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str = "cpu"
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability; (0, 0) on the CPU."""
+
+    @property
+    def torch(self) -> torch.device:
+        return torch.device(self.kind)
+
+    @property
+    def has_float8(self) -> bool:
+        return self.capability >= _FLOAT8
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return self.capability >= _BFLOAT16
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> Device:
+        """The device that the settings choose.
+
+        Raises:
+            InvalidRequest: cuda is asked for and there is none.
+        """
+        try:
+            kind = settings.resolved_device(torch.cuda.is_available())
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="device") from error
+        if kind == "cpu":
+            return cls("cpu")
+        properties = torch.cuda.get_device_properties(0)
+        return cls("cuda", properties.name, (properties.major, properties.minor))
+
+
+def check_device(settings: EngineSettings, device: Device) -> None:
+    """Refuses settings that the device cannot run.
+
+    Raises:
+        InvalidRequest: names the variable, what it needs and what to set instead.
+    """
+    if device.kind == "cpu":
+        _check_cpu(settings)
+        return
+    has = f"{device.name} has compute capability {'.'.join(map(str, device.capability))}"
+    if not device.has_bfloat16:
+        raise InvalidRequest(
+            f"{has}: the engine needs 8.0 or higher (bfloat16 tensor cores); use TEMPER_DEVICE=cpu", param="device"
+        )
+    if device.has_float8:
+        return
+    if settings.quantization == "fp8":
+        raise InvalidRequest(
+            f"TEMPER_QUANTIZATION=fp8 needs compute capability 8.9 or higher, {has}; use int4 or none",
+            param="quantization",
+        )
+    if settings.kv_cache_dtype == "fp8":
+        raise InvalidRequest(
+            f"TEMPER_KV_CACHE_DTYPE=fp8 needs compute capability 8.9 or higher, {has}; use auto", param="kv_cache_dtype"
+        )
+
+
+def _check_cpu(settings: EngineSettings) -> None:
+    defaults = {"quantization": "none", "kv_cache_dtype": "auto", "state_dtype": "float32", "batch_invariant": False}
+    for name, default in defaults.items():
+        value = getattr(settings, name)
+        if value != default:
+            raise InvalidRequest(
+                f"TEMPER_{name.upper()}={str(value).lower()} needs a GPU, this pod runs on the CPU: leave it at "
+                f"{str(default).lower()}",
+                param=name,
+            )

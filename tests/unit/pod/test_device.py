@@ -1,0 +1,58 @@
+"""What a device cannot run is refused at start, naming the variable and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.engine.settings import EngineSettings
+from services.pod.device import Device, check_device
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+A100 = Device("cuda", "NVIDIA A100", (8, 0))
+T4 = Device("cuda", "Tesla T4", (7, 5))
+CPU = Device("cpu")
+
+
+def settings(**given: object) -> EngineSettings:
+    return EngineSettings.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("device", "given"),
+    [
+        (CPU, {}),
+        (A100, {"quantization": "int4", "state_dtype": "bfloat16", "batch_invariant": True}),
+        (H200, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ],
+)
+def test_accepts(device: Device, given: dict[str, object]) -> None:
+    check_device(settings(**given), device)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "says"),
+    [
+        (CPU, {"quantization": "fp8"}, "TEMPER_QUANTIZATION=fp8 needs a GPU"),
+        (CPU, {"quantization": "int4"}, "TEMPER_QUANTIZATION=int4 needs a GPU"),
+        (CPU, {"kv_cache_dtype": "fp8"}, "TEMPER_KV_CACHE_DTYPE=fp8 needs a GPU"),
+        (CPU, {"state_dtype": "bfloat16"}, "TEMPER_STATE_DTYPE=bfloat16 needs a GPU"),
+        (CPU, {"batch_invariant": True}, "TEMPER_BATCH_INVARIANT=true needs a GPU"),
+        (A100, {"quantization": "fp8"}, r"needs compute capability 8\.9 or higher, NVIDIA A100 has .* 8\.0; use int4"),
+        (A100, {"kv_cache_dtype": "fp8"}, r"TEMPER_KV_CACHE_DTYPE=fp8 needs .* 8\.9.*use auto"),
+        (T4, {}, r"Tesla T4 has compute capability 7\.5.*needs 8\.0.*TEMPER_DEVICE=cpu"),
+        (T4, {"quantization": "int4"}, r"Tesla T4"),
+    ],
+)
+def test_refuses(device: Device, given: dict[str, object], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        check_device(settings(**given), device)
+    assert "\n" not in caught.value.message
+    assert caught.value.param in (*given, "device")
+
+
+def test_no_gpu_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert Device.of(settings()) == CPU
+    with pytest.raises(InvalidRequest, match="TEMPER_DEVICE"):
+        Device.of(settings(device="cuda"))
