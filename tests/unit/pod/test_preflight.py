@@ -30,7 +30,8 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_kernel_cache_is_named_before_triton_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
     preflight.use_kernel_cache(EngineSettings(cache_dir=tmp_path))
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
