@@ -61,8 +61,9 @@ class _Hopper:
 
 
 @contextmanager
-def compiled() -> Iterator[list[Compiled]]:
-    """Inside, launching a kernel compiles it for sm_90 and runs nothing; the list fills with what was compiled."""
+def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
+    """Inside, launching a kernel compiles it for sm_90 and runs nothing; the list fills with what was compiled, unless
+    nobody wants it described."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -74,7 +75,7 @@ def compiled() -> Iterator[list[Compiled]]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in seen:
+        if describe and kernel.hash not in seen:
             seen.add(kernel.hash)
             constants = {name: value for name, value in kwargs.items() if isinstance(value, int | float | bool | str)}
             found.append(_describe(self.__name__, kernel, constants))
