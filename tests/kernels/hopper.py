@@ -81,13 +81,12 @@ def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
             found.append(_describe(self.__name__, kernel, constants))
         return kernel
 
-    driver.set_active(_Hopper())
+    driver.set_active(_Hopper())  # for good: this process is for compiling, and may have no driver to go back to
     JITFunction.run = run
     try:
         yield found
     finally:
         JITFunction.run = original
-        driver.reset_active()
 
 
 def _describe(name: str, kernel: Any, constants: dict[str, Any]) -> Compiled:
