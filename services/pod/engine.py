@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,15 +22,16 @@ from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
+from services.engine.model.config import ModelConfig
 from services.engine.model.loader import checkpoint_digest
 from services.engine.model.lora import BoundAdapter, LoraSlots, bind_adapter
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
 from services.engine.ports import LoopObserver
 from services.engine.rollouts import RolloutMemory
 from services.engine.runner import ModelRunner
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
-from services.pod.memory import count_parameters, plan, state_slots
+from services.pod.memory import count_parameters, device_bytes, plan, state_slots
 
 VERSION = "0.1.0"
 
@@ -85,17 +87,22 @@ def build_engine(
     """
     hardware = Device.of(settings)
     check_device(settings, hardware)
-    settings, device = settings.for_device(hardware.kind), hardware.torch
+    device = hardware.torch
     codec = TextCodec.from_directory(settings.model)
-    model = Qwen3_5.from_directory(settings.model, dtype=settings.dtype, device=device)
-    if codec.vocab_size > model.config.vocab_size:
+    config = ModelConfig.from_directory(settings.model)
+    if codec.vocab_size > config.vocab_size:
         raise CheckpointRejected(
-            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {model.config.vocab_size}"
+            f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
         )
-    base_digest = checkpoint_digest(settings.model)
-    memory = plan(model, settings)
-    log.info("memory plan", **{name: getattr(memory, name) for name in ("weights", "states", "adapters", "kv")})
-    max_model_len = memory.model_len(model.config.max_position_embeddings, settings.max_model_len)
+    # Planned before anything is loaded: what does not fit is refused with the numbers.
+    dtype = resolve_dtype(settings.dtype, device)
+    settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware))
+    log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
+    max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
+    with ThreadPoolExecutor(1) as pool:  # the digest reads the same pages as the loader
+        digest = pool.submit(checkpoint_digest, settings.model)
+        model = Qwen3_5.from_directory(settings.model, dtype=dtype, device=device)
+        base_digest = digest.result()
 
     cache = model.allocate_cache(memory.num_blocks, settings.block_size, state_slots(settings))
     lora = LoraSlots(model.config, settings.adapter_slots + 1, settings.max_lora_rank, model.dtype, device)

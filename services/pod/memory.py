@@ -1,4 +1,4 @@
-"""The memory plan of a pod: what the model needs, out of what the device has."""
+"""The memory plan of a pod: what the model needs, out of what the device has, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ from pathlib import Path
 
 import torch
 
+from services.common.errors import DoesNotFit
 from services.engine.memory.plan import Footprint, MemoryPlan, plan_memory
 from services.engine.model.config import ModelConfig
+from services.engine.model.footprint import Formats, block_bytes, slot_bytes, weight_bytes, widest_output
+from services.engine.model.loader import copies_head
 from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.settings import EngineSettings
+from services.pod.device import Device
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOGIT_COPIES = 4
 """Float32 [rows, vocabulary] tensors that sampling has alive at once."""
 _ACTIVATION_COPIES = 8
 """Tensors as wide as the widest layer that a step has alive at once."""
+_GRAPH_COPIES = 4
+"""The same in the memory that all CUDA graphs share, which no other step may use."""
+_GRAPH_FIXED = 128 * 2**20
+"""Captured nodes, cuBLAS' workspace, split attention's partial results."""
+_SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+"""Numbers of sequences to fall back to where memory is short."""
 
 
-def device_bytes(device: torch.device, in_use: int) -> int:
-    """Bytes this process may count on, with ``in_use`` of them already taken by it.
+def device_bytes(device: Device) -> int:
+    """Bytes this process may count on before it loads anything.
 
     On CUDA: what is free on the card now; on CPU: the machine's memory or the container's limit, the lower one.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + in_use
+    if device.kind == "cuda":
+        free, _ = torch.cuda.mem_get_info(device.torch)
+        return int(free)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(_CGROUP_LIMIT.read_text()))
@@ -35,18 +44,42 @@ def device_bytes(device: torch.device, in_use: int) -> int:
         return total
 
 
-def footprint(model: Qwen3_5, settings: EngineSettings) -> Footprint:
-    """Bytes the model needs of each thing."""
-    config = model.config
-    shapes = [shape for layer in range(config.num_layers) for shape in config.linear_shapes(layer).values()]
-    widest = max(out for out, _ in shapes)
+def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Formats:
+    """How this pod stores numbers."""
+    return Formats(
+        itemsize=dtype.itemsize,
+        quantization=settings.quantization,
+        head_float8=settings.quantization != "none" and device.has_float8,
+        head_copy=copies_head(config, dtype, device.torch),
+        kv_float8=settings.kv_cache_dtype == "fp8",
+        state_itemsize=2 if settings.state_dtype == "bfloat16" else 4,
+    )
+
+
+def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Footprint:
+    """Bytes the model needs of each thing; the settings are those of the device (for_device)."""
+    stored = formats(config, settings, dtype, device)
+    logits = 4 * config.vocab_size
+    weights, block = weight_bytes(config, stored), block_bytes(config, settings.block_size, stored)
+    slot = slot_bytes(config, stored)
+    adapter_slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
+    if device.kind == "cpu":
+        widest = max(out for layer in range(config.num_layers) for out, _ in config.linear_shapes(layer).values())
+        activations = 4 * _ACTIVATION_COPIES * settings.token_budget * widest
+        return Footprint(
+            weights, block, slot, adapter_slot, _LOGIT_COPIES * settings.max_num_seqs * logits + activations
+        )
+    row = widest_output(config) * dtype.itemsize
+    captured = min(settings.cuda_graphs, settings.max_num_seqs)
     return Footprint(
-        weights=model.weights.nbytes(),
-        block=model.cache_bytes_per_block(settings.block_size),
-        slot=model.state_bytes_per_slot(),
-        adapter_slot=LoraSlots.bytes_per_slot(config, settings.max_lora_rank, model.dtype),
-        workspace=4 * (_LOGIT_COPIES * settings.max_num_seqs * config.vocab_size)
-        + 4 * _ACTIVATION_COPIES * settings.token_budget * widest,
+        weights=weights,
+        block=block,
+        slot=slot,
+        adapter_slot=adapter_slot,
+        workspace=settings.max_num_seqs * logits * _LOGIT_COPIES + _ACTIVATION_COPIES * settings.token_budget * row,
+        # Token counts for the penalties and masks of every row, and the tables of parameters beside them.
+        sampler=settings.max_num_seqs * logits * 2,
+        graphs=_GRAPH_FIXED + captured * (logits + _GRAPH_COPIES * row) if captured else 0,
     )
 
 
@@ -55,23 +88,52 @@ def state_slots(settings: EngineSettings) -> int:
     return 1 + settings.max_num_seqs + (settings.state_snapshots if settings.prefix_cache else 0)
 
 
-def plan(model: Qwen3_5, settings: EngineSettings) -> MemoryPlan:
+def plan(
+    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+) -> tuple[EngineSettings, MemoryPlan]:
     """Divides the device.
+
+    Args:
+        settings: as read; a max_num_seqs of 0 becomes the most, up to the device's default, that leaves half of what
+            weights, workspace and adapters do not take to KV and training.
+        available: device_bytes().
+
+    Returns:
+        The settings with every 0 filled in, and the plan.
 
     Raises:
         DoesNotFit: the settings ask for more than there is; the message has the numbers.
     """
-    needs = footprint(model, settings)
-    context = settings.max_model_len or model.config.max_position_embeddings
-    on_cpu = model.device.type == "cpu"
+    if settings.max_num_seqs or device.kind == "cpu":
+        chosen = settings.for_device(device.kind)
+        return chosen, _plan(config, chosen, dtype, device, available)
+    most = settings.for_device(device.kind).max_num_seqs
+    for count in [count for count in _SEQUENCES if count < most]:
+        chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
+        try:
+            made = _plan(config, chosen, dtype, device, available)
+        except DoesNotFit:
+            most = count
+            continue
+        if made.states <= made.unclaimed // 2:
+            return chosen, made
+        most = count
+    chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
+    return chosen, _plan(config, chosen, dtype, device, available)
+
+
+def _plan(
+    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+) -> MemoryPlan:
+    context = settings.max_model_len or config.max_position_embeddings
     return plan_memory(
-        int(device_bytes(model.device, needs.weights) * settings.memory_fraction),
-        needs,
+        int(available * settings.memory_fraction),
+        footprint(config, settings, dtype, device),
         block_size=settings.block_size,
         num_slots=state_slots(settings),
         adapter_slots=settings.adapter_slots + 1,
         num_blocks=settings.num_blocks,
-        kv_bytes=settings.kv_bytes_on_cpu if on_cpu else int(settings.kv_cache_bytes),
+        kv_bytes=settings.kv_bytes_on_cpu if device.kind == "cpu" else int(settings.kv_cache_bytes),
         training_bytes=None if settings.train_memory_bytes == 0 else int(settings.train_memory_bytes),
         useful_blocks=1 + settings.max_num_seqs * -(-context // settings.block_size),
     )

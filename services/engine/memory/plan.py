@@ -26,10 +26,14 @@ class Footprint:
     adapter_slot: int
     """One LoRA slot of the highest rank."""
     workspace: int
-    """Activations and logits of the largest step, CUDA graphs, allocator slack."""
+    """Activations and logits of the largest step, allocator slack."""
+    sampler: int = 0
+    """Tables of the sampler that stay on the device."""
+    graphs: int = 0
+    """What captured CUDA graphs keep for themselves."""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "block", "slot", "adapter_slot", "workspace"):
+        for name in ("weights", "block", "slot", "adapter_slot", "workspace", "sampler", "graphs"):
             value = getattr(self, name)
             if value < 0 or (value == 0 and name == "block"):
                 raise ValueError(f"{name} must be a number of bytes, got {value}")
@@ -49,10 +53,17 @@ class MemoryPlan:
     num_blocks: int
     """Scratch block 0 included."""
     block_size: int
+    sampler: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return sum(bytes_ for _, bytes_ in self._parts())
+        return sum(self.parts().values())
+
+    @property
+    def unclaimed(self) -> int:
+        """What weights, adapters and working space leave to states, KV and training."""
+        return self.budget - self.total + self.states + self.kv + self.training
 
     @property
     def capacity_tokens(self) -> int:
@@ -82,18 +93,21 @@ class MemoryPlan:
 
     def table(self) -> str:
         """One line a purpose, for logs and error messages."""
-        rows = [*self._parts(), ("total", self.total), ("budget", self.budget)]
+        rows = [*self.parts().items(), ("total", self.total), ("budget", self.budget)]
         return "\n".join(f"{name:<10}{format_bytes(value):>12}" for name, value in rows)
 
-    def _parts(self) -> list[tuple[str, int]]:
-        return [
-            ("weights", self.weights),
-            ("workspace", self.workspace),
-            ("states", self.states),
-            ("adapters", self.adapters),
-            ("kv", self.kv),
-            ("training", self.training),
-        ]
+    def parts(self) -> dict[str, int]:
+        """Purpose → bytes."""
+        return {
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "sampler": self.sampler,
+            "graphs": self.graphs,
+            "states": self.states,
+            "adapters": self.adapters,
+            "kv": self.kv,
+            "training": self.training,
+        }
 
 
 def plan_memory(
@@ -124,7 +138,8 @@ def plan_memory(
     """
     states = num_slots * footprint.slot
     adapters = adapter_slots * footprint.adapter_slot
-    left = budget - footprint.weights - footprint.workspace - states - adapters
+    fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs
+    left = budget - fixed - states - adapters
     training = max(0, int(left * _TRAINING_SHARE)) if training_bytes is None else training_bytes
     if num_blocks == 0:
         num_blocks = max(0, kv_bytes or left - training) // footprint.block
@@ -140,6 +155,8 @@ def plan_memory(
         training=training,
         num_blocks=num_blocks,
         block_size=block_size,
+        sampler=footprint.sampler,
+        graphs=footprint.graphs,
     )
     if plan.total > budget:
         raise DoesNotFit(

@@ -57,6 +57,12 @@ def query_row_order(config: ModelConfig) -> Tensor:
     return rows.transpose(0, 1).flip(0).reshape(-1)
 
 
+def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tied head is a second copy of the embedding in the faster memory order; only the CPU cares."""
+    small = config.vocab_size * config.hidden_size * dtype.itemsize <= _HEAD_COPY_BYTES
+    return config.tie_word_embeddings and device.type == "cpu" and small
+
+
 def load_checkpoint(
     path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
 ) -> ModelWeights:
@@ -99,7 +105,7 @@ class _Builder:
         embedding = self._copy("embed_tokens.weight")
         if not self._config.tie_word_embeddings:
             head = self._matrix("lm_head.weight")
-        elif embedding.numel() * embedding.element_size() <= _HEAD_COPY_BYTES:
+        elif copies_head(self._config, self._dtype, self._device):
             head = _in_memory_order(embedding)
         else:
             head = embedding

@@ -1,0 +1,125 @@
+"""The plan of a pod: counted from the config, held against what is really allocated, refused before anything is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import DoesNotFit
+from services.engine.model.config import ModelConfig
+from services.engine.model.footprint import Formats, block_bytes, slot_bytes, weight_bytes
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.settings import EngineSettings
+from services.pod.device import Device
+from services.pod.memory import count_parameters, footprint, formats, plan, state_slots
+from tests.parity.reference import BASE, CONFIGS, make_checkpoint
+
+GIB = 1024**3
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+A100 = Device("cuda", "NVIDIA A100", (8, 0))
+BF16 = torch.bfloat16
+QWEN_4B = ModelConfig.from_dict(
+    {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }
+)
+
+
+def settings(**given: object) -> EngineSettings:
+    return EngineSettings.model_validate(given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counts_what_the_loader_allocates(name: str, dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(name, tmp_path)
+    model = Qwen3_5.from_directory(tmp_path, dtype=dtype, device="cpu")
+    stored = formats(model.config, settings(), model.dtype, Device("cpu"))
+    assert weight_bytes(model.config, stored) == model.weights.nbytes()
+    cache = model.allocate_cache(3, 8, 5)
+    kv = sum(pool.numel() * pool.element_size() for pool in (*cache.keys, *cache.values))
+    states = sum(pool.numel() * pool.element_size() for pool in (*cache.conv_states, *cache.recurrent_states))
+    assert kv == 3 * block_bytes(model.config, 8, stored)
+    assert states == 5 * slot_bytes(model.config, stored)
+
+
+def test_the_published_shape() -> None:
+    assert count_parameters(QWEN_4B) == 4_205_751_296
+    plain = footprint(QWEN_4B, settings().for_device("cuda"), BF16, H200)
+    assert plain.weights == pytest.approx(8.41e9, rel=1e-3)
+    assert plain.block == 16 * 32 * 1024
+    assert plain.slot == pytest.approx(49.1 * 2**20, rel=1e-3)
+
+
+def test_quantized_sizes() -> None:
+    def weights(**given: object) -> float:
+        return footprint(QWEN_4B, settings(**given).for_device("cuda"), BF16, H200).weights / 1e9
+
+    # Layers 3.57 G numbers; embedding bf16 1.27 GB; head fp8 0.64 GB beside it.
+    assert weights(quantization="fp8") == pytest.approx(3.57 + 1.27 + 0.64, abs=0.02)
+    assert weights(quantization="int4") == pytest.approx(3.57 * (0.5 + 4 / 128) + 1.27 + 0.64, abs=0.02)
+    half = footprint(QWEN_4B, settings(kv_cache_dtype="fp8", state_dtype="bfloat16").for_device("cuda"), BF16, H200)
+    assert half.block == 16 * 8 * 2 * 4 * (256 + 4)
+    assert half.slot == pytest.approx(25.1 * 2**20, rel=1e-3)
+
+
+def test_int4_keeps_the_head_where_there_is_no_float8() -> None:
+    assert formats(QWEN_4B, settings(quantization="int4"), BF16, H200).head_float8
+    assert not formats(QWEN_4B, settings(quantization="int4"), BF16, A100).head_float8
+
+
+def test_a_large_card_gets_the_defaults() -> None:
+    chosen, made = plan(QWEN_4B, settings(), BF16, H200, 139 * GIB)
+    assert (chosen.max_num_seqs, chosen.token_budget) == (256, 8192)
+    assert made.total <= 0.9 * 139 * GIB
+    assert made.model_len(QWEN_4B.max_position_embeddings) == 262144
+
+
+@pytest.mark.parametrize(("gib", "quantization"), [(24, "none"), (24, "fp8"), (16, "int4"), (48, "none")])
+def test_a_smaller_card_runs_fewer_sequences(gib: int, quantization: str) -> None:
+    chosen, made = plan(QWEN_4B, settings(quantization=quantization), BF16, H200, gib * GIB)
+    assert 4 <= chosen.max_num_seqs < 256
+    assert made.total <= 0.9 * gib * GIB
+    assert made.states == state_slots(chosen) * slot_bytes(QWEN_4B, Formats(2))
+    assert made.capacity_tokens >= 16384
+
+
+def test_what_does_not_fit_is_refused_with_the_plan() -> None:
+    with pytest.raises(DoesNotFit, match=r"(?s)weights +7\.83 GiB.*workspace.*states.*kv.*budget +7\.20 GiB"):
+        plan(QWEN_4B, settings(), BF16, H200, 8 * GIB)
+    with pytest.raises(DoesNotFit, match=r"lacks.*max_num_seqs"):
+        plan(QWEN_4B, settings(max_num_seqs=4096), BF16, H200, 139 * GIB)
+
+
+def test_a_context_over_the_plan_is_refused() -> None:
+    _, made = plan(QWEN_4B, settings(num_blocks=1001), BF16, H200, 139 * GIB)
+    assert made.model_len(262144, 16001) == 16001
+    with pytest.raises(DoesNotFit, match=r"max_model_len 16002 is over 1000 KV blocks"):
+        made.model_len(262144, 16002)
+
+
+def test_a_plan_is_made_from_the_config_alone(tmp_path: Path) -> None:
+    """No weights in the directory: the refusal comes first."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE))
+    config = ModelConfig.from_directory(tmp_path)
+    with pytest.raises(DoesNotFit):
+        plan(config, settings(), torch.float32, Device("cpu"), 1000)
