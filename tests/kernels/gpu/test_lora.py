@@ -1,0 +1,126 @@
+"""Adapters of mixed batches on the GPU against float64, whatever slots, ranks, targets and row counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gpu.lora import ExpandConfig, LoraRows, ShrinkConfig, expand_add, shrink
+from tests.kernels.gpu import interpreter  # noqa: F401
+
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def make(
+    device: torch.device,
+    row_adapters: list[int],
+    *,
+    slots: int = 4,
+    rank: int = 16,
+    ranks: list[int] | None = None,
+    depth: int = 72,
+    sizes: tuple[int, ...] = (40, 4, 20),
+    dtype: torch.dtype = torch.float32,
+) -> LoraRows:
+    generator = torch.Generator().manual_seed(len(row_adapters))
+    a = torch.randn(slots, len(sizes), rank, depth, generator=generator) / depth**0.5
+    b = torch.randn(slots, rank, sum(sizes), generator=generator) / rank**0.5
+    ends = tuple(sum(sizes[: place + 1]) for place in range(len(sizes)))
+    active = sorted(set(row_adapters) - {0})
+    return LoraRows(
+        a.to(device, dtype),
+        b.to(device, dtype),
+        ends,
+        torch.tensor(ranks or [rank] * slots, dtype=torch.int32, device=device),
+        torch.tensor(row_adapters, dtype=torch.int32, device=device),
+        torch.tensor([len(active), *active] + [0] * (slots - 1 - len(active)), dtype=torch.int32, device=device),
+    )
+
+
+def exact(x: Tensor, lora: LoraRows) -> Tensor:
+    """What the adapters add, in float64."""
+    rows = []
+    for row, slot in zip(x.double(), lora.row_adapters.tolist(), strict=True):
+        rank, parts, begin = int(lora.ranks[slot]), [], 0
+        for target, end in enumerate(lora.ends):
+            down = lora.a[slot, target, :rank].double() @ row
+            parts.append(lora.b[slot, :rank, begin:end].double().t() @ down * (slot > 0))
+            begin = end
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def check(x: Tensor, lora: LoraRows, **configs: object) -> None:
+    base = torch.randn(x.shape[0], lora.ends[-1], device=x.device).to(x.dtype)
+    out = base.clone()
+    expand_add(shrink(x, lora, config=configs.get("shrink")), lora, out, config=configs.get("expand"))  # type: ignore[arg-type]
+    expected = base.double() + exact(x, lora)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCES[x.dtype], rtol=TOLERANCES[x.dtype])
+    without = lora.row_adapters == 0
+    assert torch.equal(out[without], base[without])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row_adapters", [[0], [2], [0, 3, 1, 1, 0, 2, 3], [1] * 70 + [0] * 20 + [3] * 45])
+def test_each_row_gets_its_own_adapter(device: torch.device, row_adapters: list[int], dtype: torch.dtype) -> None:
+    lora = make(device, row_adapters, dtype=dtype)
+    check(torch.randn(len(row_adapters), 72, device=device).to(dtype), lora)
+
+
+@pytest.mark.parametrize("sizes", [(48,), (33, 7), (16, 16, 5, 5)])
+@pytest.mark.parametrize("rank", [4, 16, 40])
+def test_targets_and_ranks_of_any_size(device: torch.device, sizes: tuple[int, ...], rank: int) -> None:
+    lora = make(device, [1, 2, 0, 3, 2], rank=rank, sizes=sizes, depth=100)
+    check(torch.randn(5, 100, device=device), lora)
+
+
+def test_nothing_beyond_an_adapters_rank_is_read(device: torch.device) -> None:
+    lora = make(device, [1, 2, 3, 3], rank=32, ranks=[0, 32, 16, 3])
+    for slot, rank in enumerate(lora.ranks.tolist()):
+        lora.a[slot, :, rank:] = float("nan")
+        lora.b[slot, rank:] = float("nan")
+    check(torch.randn(4, 72, device=device), lora)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_any_cut_gives_the_same(device: torch.device, splits: int) -> None:
+    x = torch.randn(20, 200, device=device)
+    lora = make(device, [0, 1, 2, 3] * 5, depth=200)
+    check(x, lora, shrink=ShrinkConfig(16, 16, 32, splits, 4, 2), expand=ExpandConfig(16, 32, 4))
+    check(x, lora, shrink=ShrinkConfig(32, 64, 64, splits, 4, 2), expand=ExpandConfig(32, 64, 4))
+
+
+def test_a_norm_folded_in_leaves_only_the_rms_to_the_product(device: torch.device) -> None:
+    x, weight = torch.randn(6, 72, device=device), torch.rand(72, device=device) + 0.5
+    lora = make(device, [1, 2, 3, 0, 1, 2])
+    out = torch.zeros(6, lora.ends[-1], device=device)
+    expand_add(shrink(x, lora, weight), lora, out)
+    rms = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(out.double() * rms, exact(x * weight, lora) * rms, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    x = torch.randn(8, 72, device=device)
+    together = torch.zeros(8, 64, device=device)
+    lora = make(device, [1, 2, 3, 0, 1, 2, 3, 3])
+    expand_add(shrink(x, lora), lora, together)
+    cut = ShrinkConfig(16, 16, 128, 1, 4, 3)
+    expand_add(shrink(x, lora, config=cut), lora, together.zero_(), config=ExpandConfig(16, 64, 4))
+    for row, slot in enumerate(lora.row_adapters.tolist()):
+        active = lora.active.new_tensor([int(slot > 0), slot])
+        one = LoraRows(lora.a, lora.b, lora.ends, lora.ranks, lora.row_adapters[row : row + 1], active)
+        alone = torch.zeros(1, 64, device=device)
+        down = shrink(x[row : row + 1], one, config=cut)
+        expand_add(down, one, alone, config=ExpandConfig(16, 64, 4))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_wrong_shapes_are_refused(device: torch.device) -> None:
+    lora = make(device, [1])
+    with pytest.raises(ValueError, match=r"x must be \[T, 72\]"):
+        shrink(torch.zeros(1, 71, device=device), lora)
+    with pytest.raises(ValueError, match=r"out must be \[1, 64\]"):
+        expand_add(torch.zeros(1, 1, 48, device=device), lora, torch.zeros(2, 64, device=device))
+    with pytest.raises(ValueError, match="ends"):
+        LoraRows(lora.a, lora.b, (40, 44), lora.ranks, lora.row_adapters, lora.active)
