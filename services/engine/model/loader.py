@@ -20,6 +20,7 @@ from torch import Tensor
 
 from services.common.errors import CheckpointRejected
 from services.engine.model.config import ModelConfig
+from services.engine.model.upload import Uploader
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
@@ -66,7 +67,8 @@ def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 def load_checkpoint(
     path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
 ) -> ModelWeights:
-    """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory.
+    """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
+    each tensor goes from the mapped file to its place in a fused matrix.
 
     Raises:
         CheckpointRejected: no weights, a corrupt file, or a tensor that is missing, unknown, twice there or misshaped.
@@ -82,7 +84,8 @@ class _Builder:
         self, shards: Mapping[str, tuple[str, _Shard]], config: ModelConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
-        expected = config.tensor_shapes()
+        self._uploader = Uploader(device) if device.type == "cuda" else None
+        self._shapes = expected = config.tensor_shapes()
         for name in expected:
             if name not in shards:
                 raise CheckpointRejected(f"tensor {name} is missing from the checkpoint")
@@ -102,14 +105,17 @@ class _Builder:
 
     def build(self) -> ModelWeights:
         layers = tuple(self._layer(index) for index in range(self._config.num_layers))
-        embedding = self._copy("embed_tokens.weight")
+        embedding = self._copy("embed_tokens.weight", self._dtype)
         if not self._config.tie_word_embeddings:
             head = self._matrix("lm_head.weight")
         elif copies_head(self._config, self._dtype, self._device):
             head = _in_memory_order(embedding)
         else:
             head = embedding
-        return ModelWeights(embedding, layers, self._norm("norm.weight"), head)
+        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head)
+        if self._uploader is not None:
+            self._uploader.finish()
+        return weights
 
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"layers.{index}."
@@ -118,32 +124,31 @@ class _Builder:
             input_norm=self._norm(prefix + "input_layernorm.weight"),
             mixer=self._attention(prefix + "self_attn.") if full else self._delta_net(prefix + "linear_attn."),
             post_norm=self._norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._stacked(self._read(f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up")),
+            gate_up=self._matrix(prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"),
             down=self._matrix(prefix + "mlp.down_proj.weight"),
         )
 
     def _attention(self, prefix: str) -> AttentionWeights:
         config = self._config
-        gates_queries = self._read(prefix + "q_proj.weight")[query_row_order(config)]
-        key, value = self._read(prefix + "k_proj.weight"), self._read(prefix + "v_proj.weight")
         norms = [
             self._norm(prefix + "q_norm.weight").expand(config.num_heads, -1),
             self._norm(prefix + "k_norm.weight").expand(config.num_kv_heads, -1),
         ]
         return AttentionWeights(
-            in_proj=self._stacked(iter((gates_queries, key, value))),
+            in_proj=self._matrix(
+                *(f"{prefix}{name}_proj.weight" for name in "qkv"), first_rows=query_row_order(config).to(self._device)
+            ),
             qk_norm=torch.cat(norms).contiguous(),
             out_proj=self._matrix(prefix + "o_proj.weight"),
         )
 
     def _delta_net(self, prefix: str) -> DeltaNetWeights:
-        conv = self._read(prefix + "conv1d.weight").squeeze(1).t().contiguous()
         return DeltaNetWeights(
-            in_proj=self._stacked(self._read(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")),
-            conv=conv.to(self._device, self._dtype),
-            negative_a=-self._float(prefix + "A_log").exp(),
-            dt_bias=self._float(prefix + "dt_bias"),
-            norm=self._float(prefix + "norm.weight"),
+            in_proj=self._matrix(*(f"{prefix}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))),
+            conv=self._copy(prefix + "conv1d.weight", self._dtype).squeeze(1).t().contiguous(),
+            negative_a=-self._copy(prefix + "A_log", torch.float32).exp(),
+            dt_bias=self._copy(prefix + "dt_bias", torch.float32),
+            norm=self._copy(prefix + "norm.weight", torch.float32),
             out_proj=self._matrix(prefix + "out_proj.weight"),
         )
 
@@ -154,21 +159,37 @@ class _Builder:
         except SafetensorError as error:
             raise CheckpointRejected(f"tensor {full_name} cannot be read: {error}") from error
 
-    def _copy(self, name: str) -> Tensor:
-        # copy=True: a tensor that aliases the mapped file would change when the file does.
-        return self._read(name).to(self._device, self._dtype, copy=True)
+    def _copy(self, name: str, dtype: torch.dtype) -> Tensor:
+        # Always a copy: a tensor that aliases the mapped file would change when the file does.
+        source = self._read(name)
+        target = torch.empty(source.shape, dtype=dtype, device=self._device)
+        self._fill(source, target)
+        return target
 
-    def _matrix(self, name: str) -> Tensor:
-        return _in_memory_order(self._copy(name))
+    def _matrix(self, *names: str, first_rows: Tensor | None = None) -> Tensor:
+        """The named tensors one below the other.
 
-    def _stacked(self, parts: Iterator[Tensor]) -> Tensor:
-        return _in_memory_order(torch.cat([part.to(self._device, self._dtype) for part in parts]))
+        Args:
+            first_rows: the order of the first one's rows.
+        """
+        shapes = [self._shapes[name] for name in names]
+        matrix = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype, device=self._device)
+        parts = torch.split(matrix, [rows for rows, _ in shapes])
+        for place, (name, target) in enumerate(zip(names, parts, strict=True)):
+            if place == 0 and first_rows is not None:
+                torch.index_select(self._copy(name, self._dtype), 0, first_rows, out=target)
+            else:
+                self._fill(self._read(name), target)
+        return _in_memory_order(matrix)
 
-    def _float(self, name: str) -> Tensor:
-        return self._read(name).to(self._device, torch.float32, copy=True)
+    def _fill(self, source: Tensor, target: Tensor) -> None:
+        if self._uploader is not None:
+            self._uploader.copy(source, target)
+        else:
+            target.copy_(source)
 
     def _norm(self, name: str) -> Tensor:
-        return 1.0 + self._float(name)
+        return 1.0 + self._copy(name, torch.float32)
 
 
 def _in_memory_order(matrix: Tensor) -> Tensor:

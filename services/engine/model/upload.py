@@ -1,0 +1,50 @@
+"""Weights on their way from the mapped checkpoint to the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_STAGING_BYTES = 32 * 2**20
+"""Of each of the two buffers: large enough for full bandwidth, little enough to allocate at once."""
+
+
+class Uploader:
+    """Copies CPU tensors to a device through two page-locked buffers.
+
+    The CPU fills one buffer (which reads the mapped file and converts the dtype) while the GPU's copy engine empties
+    the other, so a load takes the longer of the two and not their sum. Copies are ordered on the current stream: what
+    is launched there afterwards sees them.
+    """
+
+    def __init__(self, device: torch.device, staging_bytes: int = _STAGING_BYTES) -> None:
+        pinned = device.type == "cuda"
+        self._buffers = [torch.empty(staging_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._emptied = [torch.cuda.Event() for _ in range(2)] if pinned else []  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copies ``source`` (CPU, any dtype) into ``target`` (contiguous, same number of elements).
+
+        Raises:
+            ValueError: the two do not have the same number of elements, or target is not contiguous.
+        """
+        if source.numel() != target.numel() or not target.is_contiguous():
+            raise ValueError(f"cannot copy {tuple(source.shape)} into {tuple(target.shape)}, contiguous and as large")
+        numbers, place = source.reshape(-1), target.view(-1)
+        step = self._buffers[0].numel() // target.element_size()
+        for begin in range(0, numbers.numel(), step):
+            part = numbers[begin : begin + step]
+            staging = self._buffers[self._turn][: part.numel() * target.element_size()].view(target.dtype)
+            if self._emptied:
+                self._emptied[self._turn].synchronize()  # an event never recorded counts as done
+            staging.copy_(part)
+            place[begin : begin + step].copy_(staging, non_blocking=True)
+            if self._emptied:
+                self._emptied[self._turn].record()
+            self._turn = 1 - self._turn
+
+    def finish(self) -> None:
+        """Waits until everything has arrived: other streams may use it then."""
+        if self._emptied:
+            torch.cuda.current_stream().synchronize()
