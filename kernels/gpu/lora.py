@@ -11,6 +11,9 @@ row's adds nothing to it, not even a zero of the other sign. Rows of slot 0 are 
 Nothing here looks at adapter numbers on the host: a captured CUDA graph serves any adapters.
 """
 
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,42 +24,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-RANK_STEP = 16
-"""Ranks a product takes at once: the smallest depth of the tensor cores in bfloat16."""
+from kernels.gpu.lora_rows import LoraRows
 
-
-@dataclass(frozen=True, slots=True)
-class LoraRows:
-    """The adapters of one group of linear layers in one step: fixed storage and which row uses which slot.
-
-    All tensors are contiguous and keep their addresses for the life of the engine.
-    """
-
-    a: Tensor
-    """[slots, targets, max_rank, K]: A of every slot; K is the group's input width."""
-    b: Tensor
-    """[slots, max_rank, N]: Bᵀ times the adapter's scale, the columns of all targets side by side as in the group's
-    fused output."""
-    ends: tuple[int, ...]
-    """One past the last column of each target, ascending; the last is N. Up to 4 targets."""
-    ranks: Tensor
-    """[slots] int32: the largest rank of the slot's adapter; rows of a and b beyond it are not read."""
-    row_adapters: Tensor
-    """[T] int32: slot of each row, 0 for none."""
-    active: Tensor
-    """[1 + capacity] int32: how many slots follow, then the distinct slots of row_adapters without 0, in any order."""
-
-    def __post_init__(self) -> None:
-        slots, targets, rank, _ = self.a.shape
-        if self.b.shape[:2] != (slots, rank) or self.ranks.shape != (slots,):
-            raise ValueError(f"b is {list(self.b.shape)}, ranks {list(self.ranks.shape)} beside a {list(self.a.shape)}")
-        if len(self.ends) != targets or targets > 4 or self.ends[-1] != self.b.shape[2]:
-            raise ValueError(f"ends {self.ends} do not fit {targets} targets (at most 4) of {self.b.shape[2]} columns")
-
-    @property
-    def capacity(self) -> int:
-        """Most slots that one step can use."""
-        return self.active.shape[0] - 1
+__all__ = [
+    "ExpandConfig",
+    "LoraRows",
+    "ShrinkConfig",
+    "expand_add",
+    "expand_config",
+    "expand_tile",
+    "precision",
+    "shrink",
+    "shrink_config",
+]
 
 
 @triton.jit
@@ -71,10 +51,10 @@ def expand_tile(
     ranks,
     count,
     width,
-    ENDS: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
+    ENDS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Adds B h to a float32 tile of the output, for use in the epilogue of a product.
 
@@ -140,13 +120,13 @@ def _expand_kernel(
     count,
     width,
     out_stride,
-    ENDS: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    ENDS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,16 +157,16 @@ def _shrink_kernel(
     ranks,
     count,
     x_stride,
-    K: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    TARGETS: tl.constexpr,  # noqa: N803
-    NORM: tl.constexpr,  # noqa: N803
-    K_SPLIT: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_R: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    TARGETS: tl.constexpr,
+    NORM: tl.constexpr,
+    K_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # One program: one slot, BLOCK_M rows, BLOCK_R (target, rank) pairs, one stretch of K.
     blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.gpu.lora_rows import LoraRows
 from kernels.lora import add_lora, add_lora_mixed, slot_rows
 from services.common.errors import AdapterRejected
 from services.engine.model.batch import ForwardBatch
@@ -23,8 +26,10 @@ class _GroupBuffers:
     group: Group
     a: Tensor
     """[slots, targets, max_rank, in]; rows beyond an adapter's rank are zero."""
+    b: Tensor
+    """[slots, max_rank, all outputs]: Bᵀ times the adapter's scale, the targets side by side."""
     bs: tuple[Tensor, ...]
-    """Per target [slots, max_rank, out]: Bᵀ times the adapter's scale."""
+    """Per target [slots, max_rank, out]: its columns of b."""
     offsets: tuple[int, ...]
 
 
@@ -94,18 +99,22 @@ class LoraSlots:
         if num_slots < 1 or max_rank < 1:
             raise ValueError(f"num_slots and max_rank must be at least 1, got {num_slots} and {max_rank}")
         self.num_slots, self.max_rank = num_slots, max_rank
-        self._query_rows = query_row_order(config)
+        self._query_rows = query_row_order(config).to(device)
         self._layers: list[dict[str, _GroupBuffers]] = []
         for layer in range(config.num_layers):
             groups: dict[str, _GroupBuffers] = {}
             for group in layer_groups(config, layer):
                 a = torch.zeros(num_slots, len(group.targets), max_rank, group.in_features, dtype=dtype, device=device)
-                bs = tuple(
-                    torch.zeros(num_slots, max_rank, target.out_features, dtype=dtype, device=device)
-                    for target in group.targets
-                )
-                groups[group.name] = _GroupBuffers(group, a, bs, tuple(target.offset for target in group.targets))
+                b = torch.zeros(num_slots, max_rank, group.out_features, dtype=dtype, device=device)
+                bs = tuple(b[:, :, target.offset : target.offset + target.out_features] for target in group.targets)
+                groups[group.name] = _GroupBuffers(group, a, b, bs, tuple(target.offset for target in group.targets))
             self._layers.append(groups)
+        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # Loads run beside the steps, not between them: a stream of their own.
+        self._stream: torch.cuda.Stream | None = None
+        if torch.device(device).type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @staticmethod
     def bytes_per_slot(config: ModelConfig, max_rank: int, dtype: torch.dtype) -> int:
@@ -127,16 +136,21 @@ class LoraSlots:
         """
         if adapter.max_rank > self.max_rank:
             raise AdapterRejected(f"the adapter's rank {adapter.max_rank} is over the limit of {self.max_rank}")
-        self.clear(slot)
+        with self._beside_the_steps():
+            self._zero(slot)
+            self._write(slot, adapter)
+            self._ranks[slot] = adapter.max_rank
+
+    def _write(self, slot: int, adapter: BoundAdapter) -> None:
         for index, groups in enumerate(self._layers):
             for buffers in groups.values():
                 for place, target in enumerate(buffers.group.targets):
                     bound = adapter.targets.get(f"layers.{index}.{target.module}")
                     if bound is None:
                         continue
-                    b = bound.b.float() * bound.scale
+                    b = bound.b.to(buffers.b.device).float() * bound.scale
                     if target.module == "self_attn.q_proj":
-                        b = b[self._query_rows.to(b.device)]
+                        b = b[self._query_rows]
                     buffers.a[slot, place, : bound.rank].copy_(bound.a)
                     buffers.bs[place][slot, : bound.rank].copy_(b.t())
 
@@ -147,13 +161,40 @@ class LoraSlots:
         Raises:
             ValueError: slot 0 or a slot out of range.
         """
+        with self._beside_the_steps():
+            self._zero(slot)
+
+    def _zero(self, slot: int) -> None:
         if not 0 < slot < self.num_slots:
             raise ValueError(f"slot must be between 1 and {self.num_slots - 1}, got {slot}")
+        self._ranks[slot] = 0
         for groups in self._layers:
             for buffers in groups.values():
                 buffers.a[slot].zero_()
-                for b in buffers.bs:
-                    b[slot].zero_()
+                buffers.b[slot].zero_()
+
+    @contextmanager
+    def _beside_the_steps(self) -> Iterator[None]:
+        """What is launched inside is done when it ends, and no step on another stream waits for it."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def rows(self, layer: int, group: str, row_adapters: Tensor, active: Tensor) -> LoraRows:
+        """The adapters of a layer's group for the kernels of kernels/gpu. Nothing is copied and every address stays
+        the same for the life of the engine, so it can be made once and captured in CUDA graphs.
+
+        Args:
+            group: "in", "out", "gate_up" or "down".
+            row_adapters: [T] int32 on the device: slot of each row, 0 for none.
+            active: [1 + capacity] int32 on the device, from active_slots().
+        """
+        buffers = self._layers[layer][group]
+        ends = tuple(target.offset + target.out_features for target in buffers.group.targets)
+        return LoraRows(buffers.a, buffers.b, ends, self._ranks, row_adapters, active)
 
     def step(self, batch: ForwardBatch) -> LoraStep | None:
         """The adapters of one batch, or None if no row has one."""

@@ -42,6 +42,11 @@ class Group:
     in_features: int
     targets: tuple[Target, ...]
 
+    @property
+    def out_features(self) -> int:
+        """Columns of the fused output."""
+        return sum(target.out_features for target in self.targets)
+
 
 def layer_groups(config: ModelConfig, layer: int) -> tuple[Group, ...]:
     """The groups of a layer: "in" (the mixer's inputs, fused as weights.py says), "out", "gate_up", "down"."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.gpu.lora import ExpandConfig, LoraRows, ShrinkConfig, expand_add, shrink
+from kernels.gpu.lora_rows import active_slots
+from services.common.jobs import LoraSettings
+from services.engine.model.config import ModelConfig
+from services.engine.model.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.model.lora_targets import layer_groups
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -27,14 +34,13 @@ def make(
     a = torch.randn(slots, len(sizes), rank, depth, generator=generator) / depth**0.5
     b = torch.randn(slots, rank, sum(sizes), generator=generator) / rank**0.5
     ends = tuple(sum(sizes[: place + 1]) for place in range(len(sizes)))
-    active = sorted(set(row_adapters) - {0})
     return LoraRows(
         a.to(device, dtype),
         b.to(device, dtype),
         ends,
         torch.tensor(ranks or [rank] * slots, dtype=torch.int32, device=device),
         torch.tensor(row_adapters, dtype=torch.int32, device=device),
-        torch.tensor([len(active), *active] + [0] * (slots - 1 - len(active)), dtype=torch.int32, device=device),
+        torch.tensor(active_slots(row_adapters, slots - 1), dtype=torch.int32, device=device),
     )
 
 
@@ -108,7 +114,7 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     cut = ShrinkConfig(16, 16, 128, 1, 4, 3)
     expand_add(shrink(x, lora, config=cut), lora, together.zero_(), config=ExpandConfig(16, 64, 4))
     for row, slot in enumerate(lora.row_adapters.tolist()):
-        active = lora.active.new_tensor([int(slot > 0), slot])
+        active = lora.active.new_tensor(active_slots([slot], 1))
         one = LoraRows(lora.a, lora.b, lora.ends, lora.ranks, lora.row_adapters[row : row + 1], active)
         alone = torch.zeros(1, 64, device=device)
         down = shrink(x[row : row + 1], one, config=cut)
@@ -124,3 +130,29 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
         expand_add(torch.zeros(1, 1, 48, device=device), lora, torch.zeros(2, 64, device=device))
     with pytest.raises(ValueError, match="ends"):
         LoraRows(lora.a, lora.b, (40, 44), lora.ranks, lora.row_adapters, lora.active)
+
+
+def test_active_slots() -> None:
+    assert active_slots([0, 3, 1, 3, 0], 4) == [2, 1, 3, 0, 0]
+    assert active_slots([0, 0], 2) == [0, 0, 0]
+    with pytest.raises(ValueError, match="3 adapters in one step, the capacity is 2"):
+        active_slots([1, 2, 3], 2)
+
+
+def test_the_slots_of_a_model_are_what_the_kernels_read(device: torch.device) -> None:
+    config = ModelConfig.from_directory(Path(__file__).parents[3] / "models" / "tiny")
+    slots = LoraSlots(config, 4, 8, torch.float32, device)
+    for slot, rank in ((1, 8), (3, 4)):
+        params = LoraParams.create(config, LoraSettings(rank=rank, alpha=8.0, seed=slot))
+        for target in params.targets.values():
+            target.b.data.normal_(generator=torch.Generator().manual_seed(rank))
+        slots.load(slot, bind_adapter(params.to_files("tiny"), config, max_rank=8))
+    numbers = [3, 0, 1, 1, 3]
+    adapters = torch.tensor(numbers, dtype=torch.int32, device=device)
+    active = torch.tensor(active_slots(numbers, 3), dtype=torch.int32, device=device)
+    for layer in (0, 3):
+        for group in layer_groups(config, layer):
+            lora = slots.rows(layer, group.name, adapters, active)
+            assert [int(rank) for rank in lora.ranks] == [0, 8, 0, 4]
+            check(torch.randn(len(numbers), group.in_features, device=device), lora)
+            assert lora.a.data_ptr() == slots.rows(layer, group.name, adapters, active).a.data_ptr()

@@ -217,6 +217,6 @@ def test_bytes_per_slot_is_what_the_buffers_take() -> None:
         tensor.numel() * tensor.element_size()
         for groups in slots._layers
         for group in groups.values()
-        for tensor in (group.a, *group.bs)
+        for tensor in (group.a, group.b)
     )
     assert taken == 3 * LoraSlots.bytes_per_slot(MODEL, 4, torch.bfloat16)
