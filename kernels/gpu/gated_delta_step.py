@@ -1,0 +1,164 @@
+"""One token of the gated delta rule: gates, L2 norms, recurrence and gated RMSNorm in one pass over the state.
+
+Reference: `kernels.gated_delta.recurrent_gated_delta` with `gates`, and `kernels.rms_norm.{l2_normalize,
+gated_rms_norm}`. Formula: Yang et al., Gated Delta Networks, arXiv 2412.06464, eq. 10.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.delta_shape import DeltaShape
+
+
+@triton.jit
+def log_decay(a, negative_a, dt_bias):
+    """``−exp(A_log) · softplus(a + dt_bias)``, all float32."""
+    x = a + dt_bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    # log(1 + e) without losing a small e (Kahan); torch's softplus is linear from 20 on.
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return negative_a * tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gated_delta_step_kernel(
+    mixed,
+    projected,
+    negative_a,
+    dt_bias,
+    norm_weight,
+    state,
+    slots,
+    out,
+    eps,
+    scale,
+    mixed_stride,
+    projected_stride,
+    out_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    key_head = head // (HEADS // KEY_HEADS)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.arange(0, BLOCK_V)
+    # Neither slots nor states are written by the kernel ahead: the state is on its way before that one has finished.
+    slot = tl.load(slots + row).to(tl.int64)
+    places = state + ((slot * HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    inside = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
+    s = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + j, mask=j < VALUE_DIM, other=0.0)
+    rate = tl.load(negative_a + head)
+    bias = tl.load(dt_bias + head)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    vector = mixed + row * mixed_stride + key_head * KEY_DIM + i
+    q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+    k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+    value = mixed + row * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    v = tl.load(value, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
+    gates = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    z = tl.load(gates + head * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
+    beta = sigmoid(tl.load(gates + HEADS * VALUE_DIM + head).to(tl.float32))
+    a = tl.load(gates + HEADS * VALUE_DIM + HEADS + head).to(tl.float32)
+    decay = tl.exp(log_decay(a, rate, bias))
+    q *= scale / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)
+    k *= 1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
+    # Sᵀk and Sᵀq of the old state: o = exp(g) Sᵀq + (k·q) δ needs no second look at the new one.
+    delta = beta * (v - decay * tl.sum(s * k[:, None], axis=0))
+    o = decay * tl.sum(s * q[:, None], axis=0) + tl.sum(q * k, axis=0) * delta
+    s = decay * s + k[:, None] * delta[None, :]
+    tl.store(places, s.to(state.dtype.element_ty), mask=inside)
+    y = o / tl.sqrt(tl.sum(o * o, axis=0) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
+    tl.store(out + row * out_stride + head * VALUE_DIM + j, y.to(out.dtype.element_ty), mask=j < VALUE_DIM)
+
+
+def gated_delta_step(
+    mixed: Tensor,
+    projected: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    out: Tensor | None = None,
+    num_warps: int = 8,
+    pdl: bool = False,
+) -> Tensor:
+    """One token of each of B sequences; their states move on in place, each element read and written once.
+
+    One program computes one value head of one row. All arithmetic is float32.
+
+    Args:
+        mixed: [B, conv_dim], the convolution's output: query | key | value heads.
+        projected: [B, conv_dim + value_size + 2 · value_heads], the mixer's projections: qkv | z | b | a.
+        negative_a: [value_heads] float32, −exp(A_log).
+        dt_bias: [value_heads] float32.
+        norm_weight: [value_dim] float32, plain (not 1 + w).
+        eps: of the gated norm.
+        state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous.
+        slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
+        out: [B, value_size], where to write.
+        num_warps: of a program.
+        pdl: launch before the kernel ahead has finished (programmatic dependent launch). ``state`` and ``slots`` are
+            then read early: the kernel ahead must not be the one that writes them.
+
+    Returns:
+        [B, value_size] in mixed's dtype: rms_norm(o) · silu(z).
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    shape = DeltaShape.of(mixed, projected, state)
+    rows = slots.shape[0]
+    if out is None:
+        out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
+    if rows:
+        _gated_delta_step_kernel[(shape.value_heads, rows)](
+            mixed,
+            projected,
+            negative_a,
+            dt_bias,
+            norm_weight,
+            state,
+            slots,
+            out,
+            eps,
+            shape.key_dim**-0.5,
+            mixed.stride(0),
+            projected.stride(0),
+            out.stride(0),
+            KEY_HEADS=shape.key_heads,
+            HEADS=shape.value_heads,
+            KEY_DIM=shape.key_dim,
+            VALUE_DIM=shape.value_dim,
+            BLOCK_K=triton.next_power_of_2(shape.key_dim),
+            BLOCK_V=triton.next_power_of_2(shape.value_dim),
+            PDL=pdl,
+            num_warps=num_warps,
+            launch_pdl=pdl,
+        )
+    return out

@@ -1,0 +1,23 @@
+"""Launches of the DeltaNet kernels at the 4B shape, for tests.kernels.hopper."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.conv1d import conv_decode, conv_prefill
+from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.segments import Segments
+from tests.kernels.gpu.delta_support import mixer
+
+
+def launches() -> None:
+    m = mixer(66, "cpu", key_heads=16, heads=32, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    conv_state = torch.zeros(3, 3, m.conv_dim, dtype=torch.bfloat16)
+    state = torch.zeros(3, 32, 128, 128)
+    slots = torch.ones(2, dtype=torch.int32)
+    segments = Segments.build([64], [0], [2], [0], "cpu", first_row=2)
+    for pdl in (False, True):
+        mixed = conv_decode(m.projected[:2], m.conv, conv_state, slots, pdl=pdl)
+        for pool in (state, state.bfloat16()):
+            gated_delta_step(mixed, m.projected[:2], *m.parameters(), pool, slots, pdl=pdl)
+    conv_prefill(m.projected, m.conv, conv_state, segments)
