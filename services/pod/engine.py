@@ -103,6 +103,7 @@ def build_engine(
         digest = pool.submit(checkpoint_digest, settings.model)
         model = Qwen3_5.from_directory(settings.model, dtype=dtype, device=device)
         base_digest = digest.result()
+    log.info("weights loaded", bytes=model.weights.nbytes(), digest=base_digest)
 
     cache = model.allocate_cache(memory.num_blocks, settings.block_size, state_slots(settings))
     lora = LoraSlots(model.config, settings.adapter_slots + 1, settings.max_lora_rank, model.dtype, device)
