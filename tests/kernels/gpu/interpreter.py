@@ -1,7 +1,8 @@
-"""Two things that Triton's interpreter (3.6, 3.7) gets wrong, put right: import before kernels run in it.
+"""Three things that Triton's interpreter (3.6, 3.7) gets wrong, put right: import before kernels run in it.
 
-It keeps bfloat16 as the integers of its bits, and tl.dot multiplies those; and range() over a loaded bound fails with
-NumPy >= 2.4, which no longer takes an array of one element for a number.
+It keeps bfloat16 as the integers of its bits, and tl.dot multiplies those; range() over a loaded bound fails with
+NumPy >= 2.4, which no longer takes an array of one element for a number; and a float32 whose mantissa rounds up to 2
+loses the carry on its way to e4m3, which makes 0.5 of 0.98.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ def repair() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import numpy as np
+    import torch
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -22,6 +24,7 @@ def repair() -> None:
         return
     builder = interpreter.InterpreterBuilder
     create_dot, patch_tensor = builder.create_dot, interpreter._patch_lang_tensor
+    convert_float = interpreter._convert_float
 
     def widen(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
@@ -37,7 +40,14 @@ def repair() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
         return done
 
+    def convert(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != tl.float32 or target != tl.float8e4nv:
+            return convert_float(x, source, target, rounding)
+        numbers = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32).reshape(-1))
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(x.shape)
+
     builder.create_dot = dot
+    interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patch
     interpreter.repaired = True
 

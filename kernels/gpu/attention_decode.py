@@ -1,0 +1,341 @@
+"""Paged attention of one new position a sequence, split over the context. Reference: `kernels.attention.paged_decode`
+and the output gate of `services.engine.model.layers`.
+
+The grid is fixed by the launch: (kv head, row, split). How many of a row's splits work follows from its context on the
+device; the others end at once. A row with one split writes its output directly. Otherwise each split leaves its
+unnormalised output, maximum and sum in the workspace, and the split that finishes last merges them in split order, so
+the result does not depend on which one that was.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.pages import KvPages
+
+_LOG2_E = 1.4426950408889634
+_DOT_ROWS = 16
+"""Least rows of a tensor core product."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How a launch is cut.
+
+    Raises:
+        ValueError: min_keys is not a multiple of block_keys.
+    """
+
+    block_keys: int
+    """Keys of one step of the inner loop."""
+    min_keys: int
+    """A split has at least so many keys, if there are more splits than one."""
+    warps: int
+    stages: int
+    """Steps of the inner loop whose pages are on their way at once, the current one included."""
+
+    def __post_init__(self) -> None:
+        if self.min_keys % self.block_keys:
+            raise ValueError(f"min_keys ({self.min_keys}) must be a multiple of block_keys ({self.block_keys})")
+
+
+def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
+    """The configuration for these pages and this many rows."""
+    row_bytes = kv.head_dim * kv.keys.element_size()
+    if kv.keys.dtype == torch.float32:
+        return DecodeConfig(block_keys=16, min_keys=64, warps=4, stages=1)
+    if row_bytes >= 512:
+        return DecodeConfig(block_keys=32, min_keys=128 if batch <= 4 else 512, warps=4, stages=4)
+    return DecodeConfig(block_keys=64, min_keys=128 if batch <= 4 else 512, warps=4, stages=3)
+
+
+def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
+    """Splits to launch for this many rows: enough for two programs a multiprocessor when all contexts are long, and 8
+    at least, since one row of a large batch may be long; splits without work cost next to nothing."""
+    wanted = -(-2 * multiprocessors // (batch * kv_heads))
+    return max(8, min(64, int(triton.next_power_of_2(wanted))))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Partial results between the splits of a row. One serves all layers, since launches on a stream follow each
+    other; allocate it once, outside graph capture."""
+
+    partial: Tensor
+    """[rows, kv_heads, splits, group, head_dim] float32: unnormalised outputs."""
+    statistics: Tensor
+    """[rows, kv_heads, splits, group, 2] float32: maximum (in powers of two) and sum."""
+    arrived: Tensor
+    """[rows, kv_heads] int32, zero between launches."""
+
+    @classmethod
+    def allocate(
+        cls, rows: int, heads: int, kv_heads: int, splits: int, head_dim: int, device: torch.device | str
+    ) -> DecodeWorkspace:
+        shape = (rows, kv_heads, splits, heads // kv_heads)
+        return cls(
+            partial=torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
+            statistics=torch.empty(*shape, 2, dtype=torch.float32, device=device),
+            arrived=torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit
+def _store(out, gate, acc, row, first_head, out_stride, gate_stride, DIM, member, column, inside):
+    """Gates acc [rows of member, columns] and writes it."""
+    at = (first_head + member)[:, None] * DIM + column[None, :]
+    g = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    result = acc / (1.0 + tl.exp(-g))
+    tl.store(out + row * out_stride + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decode_kernel(
+    q,
+    gate,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    slots,
+    positions,
+    out,
+    partial,
+    statistics,
+    arrived,
+    scale,
+    gate_stride,
+    out_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    context = tl.load(positions + row) + 1
+    share = tl.cdiv(tl.cdiv(context, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    share = tl.maximum(share, MIN_KEYS)
+    begin = split * share
+    if begin >= context:
+        return
+    end = tl.minimum(begin + share, context)
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+
+    member = tl.arange(0, BLOCK_GROUP)
+    column = tl.arange(0, BLOCK_DIM)
+    lane = tl.arange(0, BLOCK_KEYS)
+    real = column < DIM
+    wanted = (member < GROUP)[:, None] & real[None, :]
+    first_head = kv_head * GROUP
+    queries = tl.load(
+        q + (row * (KV_HEADS * GROUP) + first_head + member)[:, None] * DIM + column[None, :], mask=wanted, other=0.0
+    )
+    if FP8:
+        # Normalised queries fit float16, which the hardware converts e4m3 to in one step.
+        queries = queries.to(tl.float16)
+    highest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    # The table's entries are read one step ahead, so that the pages' loads do not wait for them.
+    block = tl.load(table + (begin + lane) // PAGE, mask=begin + lane < end, other=0)
+    for first in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+        position = first + lane
+        valid = position < end
+        place = (block.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
+        ahead = position + BLOCK_KEYS
+        block = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+        loaded = valid[:, None] & real[None, :]
+        k = tl.load(keys + place[:, None] * DIM + column[None, :], mask=loaded, other=0.0)
+        v = tl.load(values + place[:, None] * DIM + column[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale
+        if FP8:
+            key_scale = tl.load(key_scales + place, mask=valid, other=0.0)
+            value_scale = tl.load(value_scales + place, mask=valid, other=1.0)
+            # A weight times its value's scale is what multiplies the value: taken into the exponent, the largest such
+            # product is 1 and keeps its precision in float16.
+            scores = scores * key_scale[None, :] + tl.log2(value_scale)[None, :]
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - new[:, None])
+        correction = tl.exp2(highest - new)
+        if FP8:
+            total = total * correction + tl.sum(weight / value_scale[None, :], axis=1)
+        else:
+            total = total * correction + tl.sum(weight, axis=1)
+        acc = tl.dot(weight.to(queries.dtype), v.to(queries.dtype), acc * correction[:, None], input_precision="ieee")
+        highest = new
+
+    if share >= context:
+        _store(
+            out,
+            gate,
+            acc / total[:, None],
+            row,
+            first_head,
+            out_stride,
+            gate_stride,
+            DIM,
+            member,
+            column,
+            wanted,
+        )
+        return
+    pair = row * KV_HEADS + kv_head
+    own = (pair * SPLITS + split) * GROUP + member
+    tl.store(partial + own[:, None] * DIM + column[None, :], acc, mask=wanted)
+    tl.store(statistics + own * 2, highest, mask=member < GROUP)
+    tl.store(statistics + own * 2 + 1, total, mask=member < GROUP)
+    # All threads' stores come before the count, and the count before the last one's loads (release, acquire).
+    tl.debug_barrier()
+    used = tl.cdiv(context, share)
+    if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") != used - 1:
+        return
+    tl.store(arrived + pair, 0)
+    one = tl.arange(0, 1)
+    splits = tl.arange(0, MERGE)
+    for index in tl.static_range(GROUP):
+        entry = (pair * SPLITS + splits) * GROUP + index
+        use = splits < used
+        top = tl.load(statistics + entry * 2, mask=use, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(statistics + entry * 2 + 1, mask=use, other=0.0, cache_modifier=".cg")
+        factor = tl.exp2(top - tl.max(top, axis=0))
+        parts = tl.load(
+            partial + entry[:, None] * DIM + column[None, :],
+            mask=use[:, None] & real[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        merged = tl.sum(parts * factor[:, None], axis=0) / tl.sum(sums * factor, axis=0)
+        _store(
+            out,
+            gate,
+            merged[None, :],
+            row,
+            first_head + index,
+            out_stride,
+            gate_stride,
+            DIM,
+            one,
+            column,
+            real[None, :],
+        )
+
+
+def paged_decode(
+    q: Tensor,
+    projected: Tensor,
+    kv: KvPages,
+    tables: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    num_splits: int,
+    *,
+    workspace: DecodeWorkspace | None = None,
+    out: Tensor | None = None,
+    config: DecodeConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """``softmax(q kᵀ / √head_dim) v · sigmoid(gate)`` for one position a row, against its pages.
+
+    Online softmax (Milakov and Gimelshein, arXiv 1805.02867) split over the keys (Dao et al., Flash-Decoding, 2023).
+    Deterministic; a row's bits depend on its own context, ``num_splits`` and the configuration only.
+
+    Args:
+        q: [B, heads, head_dim] bf16 or float32, contiguous.
+        projected: [B, width]; its first heads · head_dim columns are the output gate.
+        kv: pages that already hold the new position.
+        tables: [num_slots, max_blocks] int32.
+        slots: [B] int32: row of ``tables``. Padded rows: slot 0, position 0.
+        positions: [B] int32: context length - 1.
+        num_splits: most splits of a row, see decode_splits().
+        workspace: with at least B rows and exactly num_splits splits. None: a fresh one, if num_splits > 1.
+        out: [B, heads · head_dim], where to write the result.
+        config: decode_config() if None.
+        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+
+    Returns:
+        [B, heads · head_dim] in q's dtype.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    rows, heads, dim = q.shape
+    if heads % kv.kv_heads or dim != kv.head_dim or not q.is_contiguous() or projected.stride(1) != 1:
+        raise ValueError(f"paged_decode: q {tuple(q.shape)} must be contiguous and fit pages {tuple(kv.keys.shape)}")
+    if slots.shape != (rows,) or positions.shape != (rows,) or projected.shape[0] != rows or num_splits < 1:
+        raise ValueError(
+            f"paged_decode: {rows} rows, slots {tuple(slots.shape)}, positions {tuple(positions.shape)}, "
+            f"projected {tuple(projected.shape)}, {num_splits} splits"
+        )
+    if out is None:
+        out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
+    if rows == 0:
+        return out
+    group = heads // kv.kv_heads
+    if workspace is None:
+        workspace = DecodeWorkspace.allocate(rows, heads, kv.kv_heads, num_splits, dim, q.device)
+    if workspace.partial.shape[0] < rows or workspace.partial.shape[1:] != (kv.kv_heads, num_splits, group, dim):
+        raise ValueError(
+            f"paged_decode: workspace {tuple(workspace.partial.shape)} is not for {rows} rows, {num_splits} splits"
+        )
+    chosen = config or decode_config(kv, rows)
+    _decode_kernel[(kv.kv_heads, rows, num_splits)](
+        q,
+        projected,
+        kv.keys,
+        kv.values,
+        kv.keys if kv.key_scales is None else kv.key_scales,
+        kv.values if kv.value_scales is None else kv.value_scales,
+        tables,
+        slots,
+        positions,
+        out,
+        workspace.partial,
+        workspace.statistics,
+        workspace.arrived,
+        dim**-0.5 * _LOG2_E,
+        projected.stride(0),
+        out.stride(0),
+        tables.stride(0),
+        KV_HEADS=kv.kv_heads,
+        GROUP=group,
+        DIM=dim,
+        PAGE=kv.block_size,
+        FP8=kv.quantized,
+        SPLITS=num_splits,
+        MIN_KEYS=chosen.min_keys,
+        BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(group)),
+        BLOCK_KEYS=chosen.block_keys,
+        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        MERGE=triton.next_power_of_2(num_splits),
+        STAGES=chosen.stages,
+        PDL=pdl,
+        num_warps=chosen.warps,
+        launch_pdl=pdl,
+    )
+    return out

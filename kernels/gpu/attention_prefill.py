@@ -1,0 +1,274 @@
+"""Paged causal attention of prefill segments over their prefixes and themselves. Reference:
+`kernels.attention.paged_prefill` and the output gate of `services.engine.model.layers`.
+
+A program has one kv head and some tokens of a tile with all query heads of the group as rows of one product. Keys come
+in steps counted from position 0, so the bits of a row do not depend on where its segment was cut.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.pages import KvPages
+from kernels.gpu.segments import TILE, Segments
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How a launch is cut."""
+
+    block_rows: int
+    """Tokens times query heads of a group (rounded up to a power of two) of one program."""
+    block_keys: int
+    """Keys of one step of the inner loop."""
+    warps: int
+    stages: int
+    """Steps of the inner loop whose pages are on their way at once, the current one included."""
+
+
+def prefill_config(kv: KvPages) -> PrefillConfig:
+    """The configuration for these pages."""
+    if kv.keys.dtype == torch.float32:
+        return PrefillConfig(block_rows=32, block_keys=16, warps=4, stages=1)
+    return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2)
+
+
+@triton.jit
+def _step(
+    first,
+    block,
+    table,
+    end,
+    queries,
+    query_position,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    kv_head,
+    scale,
+    highest,
+    total,
+    acc,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of online softmax: BLOCK_KEYS keys from position ``first`` on, whose blocks are ``block``. Returns the
+    blocks of the next step too: read one step ahead, they do not hold up the pages' loads."""
+    position = first + tl.arange(0, BLOCK_KEYS)
+    column = tl.arange(0, BLOCK_DIM)
+    place = (block.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
+    ahead = position + BLOCK_KEYS
+    block = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+    at = place[:, None] * DIM + column[None, :]
+    if MASKED or DIM != BLOCK_DIM:
+        loaded = (position < end)[:, None] & (column < DIM)[None, :]
+        k = tl.load(keys + at, mask=loaded, other=0.0)
+        v = tl.load(values + at, mask=loaded, other=0.0)
+    else:
+        k = tl.load(keys + at)
+        v = tl.load(values + at)
+    scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale
+    if FP8:
+        key_scale = tl.load(key_scales + place, mask=position < end, other=0.0)
+        value_scale = tl.load(value_scales + place, mask=position < end, other=1.0)
+        # A weight times its value's scale is what multiplies the value: taken into the exponent, the largest such
+        # product is 1 and keeps its precision in float16.
+        scores = scores * key_scale[None, :] + tl.log2(value_scale)[None, :]
+    if MASKED:
+        scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
+    new = tl.maximum(highest, tl.max(scores, axis=1))
+    weight = tl.exp2(scores - new[:, None])
+    correction = tl.exp2(highest - new)
+    if FP8:
+        total = total * correction + tl.sum(weight / value_scale[None, :], axis=1)
+    else:
+        total = total * correction + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(queries.dtype), v.to(queries.dtype), acc * correction[:, None], input_precision="ieee")
+    return block, new, total, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    gate,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    segment_begin,
+    segment_start,
+    segment_slot,
+    tile_segment,
+    tile_row,
+    out,
+    tiles,
+    scale,
+    gate_stride,
+    out_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Last tiles first: within a segment they have the most keys, and short programs fill the gaps at the end.
+    work = tiles * PARTS - 1 - tl.program_id(0)
+    tile = work // PARTS
+    kv_head = tl.program_id(1)
+    segment = tl.load(tile_segment + tile)
+    if segment < 0:
+        return
+    first_row = tl.load(tile_row + tile) + (work % PARTS) * TOKENS
+    begin = tl.load(segment_begin + segment)
+    last_row = tl.load(segment_begin + segment + 1)
+    if first_row >= last_row:
+        return
+    first_position = tl.load(segment_start + segment) + first_row - begin
+    count = tl.minimum(TOKENS, last_row - first_row)
+    end = first_position + count
+    table = tables + tl.load(segment_slot + segment).to(tl.int64) * table_stride
+
+    lane = tl.arange(0, TOKENS * BLOCK_GROUP)
+    token = lane // BLOCK_GROUP
+    member = lane % BLOCK_GROUP
+    column = tl.arange(0, BLOCK_DIM)
+    row = (first_row + token).to(tl.int64)
+    head = kv_head * GROUP + member
+    wanted = ((token < count) & (member < GROUP))[:, None] & (column < DIM)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    queries = tl.load(q + (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + column[None, :], mask=wanted, other=0.0)
+    if FP8:
+        # Normalised queries fit float16, which the hardware converts e4m3 to in one step.
+        queries = queries.to(tl.float16)
+    query_position = first_position + token
+    highest = tl.full([TOKENS * BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([TOKENS * BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([TOKENS * BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    # Every row sees the keys up to the first row's own position; the steps beyond need the causal mask.
+    unmasked = (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
+    keys_lane = tl.arange(0, BLOCK_KEYS)
+    block = tl.load(table + keys_lane // PAGE, mask=keys_lane < end, other=0)
+    for first in tl.range(0, unmasked, BLOCK_KEYS, num_stages=STAGES):
+        block, highest, total, acc = _step(
+            first, block, table, end, queries, query_position, keys, values, key_scales, value_scales, kv_head, scale,
+            highest, total, acc, KV_HEADS, DIM, PAGE, FP8, BLOCK_KEYS, BLOCK_DIM, False,
+        )  # fmt: skip
+    for first in tl.range(unmasked, end, BLOCK_KEYS, num_stages=1):
+        block, highest, total, acc = _step(
+            first, block, table, end, queries, query_position, keys, values, key_scales, value_scales, kv_head, scale,
+            highest, total, acc, KV_HEADS, DIM, PAGE, FP8, BLOCK_KEYS, BLOCK_DIM, True,
+        )  # fmt: skip
+    at = head[:, None] * DIM + column[None, :]
+    g = tl.load(gate + row[:, None] * gate_stride + at, mask=wanted, other=0.0).to(tl.float32)
+    result = acc / total[:, None] / (1.0 + tl.exp(-g))
+    tl.store(out + row[:, None] * out_stride + at, result.to(out.dtype.element_ty), mask=wanted)
+
+
+def paged_prefill(
+    q: Tensor,
+    projected: Tensor,
+    kv: KvPages,
+    tables: Tensor,
+    segments: Segments,
+    *,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """``softmax(q kᵀ / √head_dim + causal mask) v · sigmoid(gate)`` for the rows of the segments.
+
+    FlashAttention-2's loop (Dao, arXiv 2307.08691) over pages (Kwon et al., PagedAttention, arXiv 2309.06180).
+
+    Args:
+        q: [T, heads, head_dim] bf16 or float32, contiguous.
+        projected: [T, width]; its first heads · head_dim columns are the output gate.
+        kv: pages that already hold the segments' own positions.
+        tables: [num_slots, max_blocks] int32.
+        segments: where the sequences lie in the T rows.
+        out: [T, heads · head_dim], where to write the result.
+        config: prefill_config() if None.
+        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+
+    Returns:
+        [T, heads · head_dim] in q's dtype; rows of no segment are left as they are.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    rows, heads, dim = q.shape
+    if heads % kv.kv_heads or dim != kv.head_dim or not q.is_contiguous() or projected.stride(1) != 1:
+        raise ValueError(f"paged_prefill: q {tuple(q.shape)} must be contiguous and fit pages {tuple(kv.keys.shape)}")
+    if projected.shape[0] != rows or projected.shape[1] < heads * dim:
+        raise ValueError(f"paged_prefill: projected {tuple(projected.shape)} has no gate for q {tuple(q.shape)}")
+    if out is None:
+        out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
+    group = heads // kv.kv_heads
+    block_group = triton.next_power_of_2(group)
+    chosen = config or prefill_config(kv)
+    tokens = min(TILE, max(1, chosen.block_rows // block_group))
+    parts = TILE // tokens
+    if segments.max_tiles == 0:
+        return out
+    _prefill_kernel[(segments.max_tiles * parts, kv.kv_heads)](
+        q,
+        projected,
+        kv.keys,
+        kv.values,
+        kv.keys if kv.key_scales is None else kv.key_scales,
+        kv.values if kv.value_scales is None else kv.value_scales,
+        tables,
+        segments.begin,
+        segments.start,
+        segments.slot,
+        segments.tile_segment,
+        segments.tile_row,
+        out,
+        segments.max_tiles,
+        dim**-0.5 * _LOG2_E,
+        projected.stride(0),
+        out.stride(0),
+        tables.stride(0),
+        KV_HEADS=kv.kv_heads,
+        GROUP=group,
+        DIM=dim,
+        PAGE=kv.block_size,
+        FP8=kv.quantized,
+        TOKENS=tokens,
+        PARTS=parts,
+        BLOCK_GROUP=block_group,
+        BLOCK_KEYS=chosen.block_keys,
+        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        STAGES=chosen.stages,
+        PDL=pdl,
+        num_warps=chosen.warps,
+        launch_pdl=pdl,
+    )
+    return out
