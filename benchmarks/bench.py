@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import engine_speed, http_latency
+from benchmarks.environment import ROOT, environment
 
-ROOT = Path(__file__).resolve().parent.parent
 BARS = {"engine_1": 0.8, "engine_16": 6.0}
 """Least rate as a multiple of transformers' one stream."""
 
@@ -53,7 +48,6 @@ def main() -> None:
         file = ROOT / "benchmarks" / "results" / f"{now:%Y-%m-%dT%H%M%SZ}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         report = {
-            "date": now.isoformat(timespec="seconds"),
             **environment(),
             "workload": {
                 "prompt_tokens": workload.prompt_tokens,
@@ -95,32 +89,6 @@ def show_http(console: Console, http: dict[str, Any]) -> None:
             f"{row['tokens_per_second']:.0f}",
         )
     console.print(table)
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "commit": commit or None,
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("temper", "torch", "transformers")},
-        "hardware": {
-            "cpu": _cpu_model(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        },
-        "load_average": os.getloadavg()[0],
-    }
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

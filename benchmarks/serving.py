@@ -1,0 +1,197 @@
+"""Decode and prefill rates of the engine in this process: `python -m benchmarks.serving --cases 1x512x128,64x512x256`.
+
+A case is requests x prompt tokens x new tokens. Random prompts, temperature 1, ignore_eos, prefix cache off. t(n) is
+the time from the first submission to the last of n tokens of all requests, the best of two after a warm-up:
+decode = c · (out - 1) / (t(out) - t(1)) tokens a second, prefill = c · in / t(1). The figures of other engines in
+README.md come from the same formulas. One JSON line a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from benchmarks.environment import environment, gpu
+from benchmarks.random_checkpoint import SHAPES, config_of, write
+
+if TYPE_CHECKING:
+    from benchmarks.in_process import InProcessEngine, Run
+
+_REPEATS = 2
+_WARM_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """c requests at once."""
+
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From "64x512x256".
+
+        Raises:
+            ValueError: it is not three positive numbers, the last above 1.
+        """
+        numbers = [int(part) for part in text.split("x")]
+        if len(numbers) != 3 or min(numbers) < 1 or numbers[2] < 2:
+            raise ValueError(f"a case is REQUESTSxPROMPTxNEW with at least 2 new tokens, got {text!r}")
+        return cls(*numbers)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def milliseconds(values: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 of seconds, in milliseconds."""
+    return {"p50": round(1e3 * percentile(values, 0.5), 3), "p99": round(1e3 * percentile(values, 0.99), 3)}
+
+
+def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
+    """One case on an InProcessEngine, in the fields of the tables in README.md."""
+    process = psutil.Process()
+    engine.generate(engine.prompts(case.requests, case.prompt_tokens), min(case.new_tokens, _WARM_TOKENS))
+    first = [engine.generate(engine.prompts(case.requests, case.prompt_tokens), 1) for _ in range(_REPEATS)]
+    one = min(run.seconds for run in first)
+    runs: list[tuple[float, Run]] = []
+    for _ in range(_REPEATS):
+        prompts = engine.prompts(case.requests, case.prompt_tokens)
+        before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+        run = engine.generate(prompts, case.new_tokens)
+        runs.append(((sum(process.cpu_times()[:2]) - before) / (time.perf_counter() - began), run))
+    cores, best = min(runs, key=lambda pair: pair[1].seconds)
+    to_first, between = best.latencies()
+    return {
+        "c": case.requests,
+        "in": case.prompt_tokens,
+        "out": case.new_tokens,
+        "decode_tok_s": round(case.requests * (case.new_tokens - 1) / (best.seconds - one), 1),
+        "t1_s": round(one, 4),
+        "prefill_tok_s": round(case.requests * case.prompt_tokens / one, 1),
+        "t_out_s": round(best.seconds, 4),
+        "ttft_ms": milliseconds(to_first),
+        "itl_ms": milliseconds(between),
+        "host_cpu_cores": round(cores, 2),
+        "gpu_after": gpu(),
+    }
+
+
+def checkpoint(name: str, scratch: Path) -> Path:
+    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``."""
+    if name not in SHAPES:
+        return Path(name)
+    directory = scratch / name
+    if not (directory / "model.safetensors.index.json").exists():
+        write(directory, config_of(name))
+    return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
+    )
+    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+    parser.add_argument("--cases", type=lambda text: [Case.parse(part) for part in text.split(",")], required=True)
+    parser.add_argument("--lora", type=int, default=0, metavar="N", help="request i uses adapter i mod N")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--quant", choices=("none", "fp8", "int4"), default="none")
+    parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--state", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any other engine setting")
+    parser.add_argument("--swaps", type=int, default=0, metavar="N", help="load N adapters while each case decodes")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="timeline of a decode (.json or .json.gz) per case"
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this")
+    parser.add_argument("--out", type=Path, help="directory for serving.jsonl")
+    options = parser.parse_args()
+    if options.random != (options.model in SHAPES):
+        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+    run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Builds the engine once and measures all cases."""
+    import structlog
+
+    from services.pod.preflight import use_kernel_cache
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    began = time.perf_counter()
+    directory = checkpoint(options.model, options.scratch)
+    written = time.perf_counter() - began
+    # Imported after Triton's cache is chosen.
+    from benchmarks.in_process import InProcessEngine, settings_for
+    from benchmarks.swaps import measure_swaps
+    from benchmarks.timeline import profile_decode
+
+    settings = settings_for(
+        directory,
+        options.device,
+        quantization=options.quant,
+        kv_cache_dtype=options.kv,
+        state_dtype=options.state,
+        batch_invariant=options.batch_invariant,
+        max_num_seqs=max(case.requests for case in options.cases) if options.device == "cpu" else 0,
+        **dict(pair.split("=", 1) for pair in options.set),
+    )
+    use_kernel_cache(settings)
+    engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
+    common = {
+        "model": options.model,
+        "lora": options.lora,
+        "quant": options.quant,
+        "kv": options.kv,
+        "state": options.state,
+        "batch_invariant": options.batch_invariant,
+        "settings": options.set,
+        "start_s": round(time.perf_counter() - began - written, 2),
+        **environment(),
+    }
+    try:
+        for case in options.cases:
+            if time.perf_counter() - began > options.seconds:
+                sys.stderr.write(f"no time left for {case}\n")
+                break
+            report = common | measure(engine, case)
+            if options.swaps:
+                report["swaps"] = measure_swaps(engine, case, options.swaps)
+            if options.profile:
+                name = f"{case.requests}x{case.prompt_tokens}x{case.new_tokens}-{options.profile.name}"
+                report["timeline"] = profile_decode(engine, case, options.profile.with_name(name))
+            _print(report, options.out)
+    finally:
+        engine.stop()
+
+
+def _print(report: dict[str, Any], out: Path | None) -> None:
+    line = json.dumps(report)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "serving.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

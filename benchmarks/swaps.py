@@ -1,0 +1,56 @@
+"""Time between tokens while adapters are loaded, beside the same work without."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.in_process import InProcessEngine
+    from benchmarks.serving import Case
+
+_NAME = "bench-live"
+_SYNC_SECONDS = 60.0
+
+
+def measure_swaps(engine: InProcessEngine, case: Case, swaps: int) -> dict[str, Any]:
+    """Keeps the case's requests decoding while ``swaps`` versions of one adapter are loaded one after the other, then
+    decodes as long again without.
+
+    Returns:
+        Milliseconds between tokens with and without swaps, their p99 ratio, and how long a swap took.
+    """
+    from benchmarks.serving import milliseconds
+
+    took: list[float] = []
+
+    def swap() -> None:
+        for _ in range(swaps):
+            began = time.perf_counter()
+            engine.engine.adapters.sync(engine.registry.bump(_NAME), _SYNC_SECONDS)
+            took.append(time.perf_counter() - began)
+
+    swapping = threading.Thread(target=swap, name="swaps", daemon=True)
+    with_swaps: list[float] = []
+    waves = 0
+    swapping.start()
+    while swapping.is_alive():
+        run = engine.generate(engine.prompts(case.requests, case.prompt_tokens), case.new_tokens)
+        with_swaps += run.latencies()[1]
+        waves += 1
+    if len(took) != swaps:
+        raise RuntimeError(f"swap {len(took) + 1} of {swaps} failed; the log above has the reason")
+    without: list[float] = []
+    for _ in range(waves):
+        run = engine.generate(engine.prompts(case.requests, case.prompt_tokens), case.new_tokens)
+        without += run.latencies()[1]
+    loaded, quiet = milliseconds(with_swaps), milliseconds(without)
+    return {
+        "swaps": swaps,
+        "waves": waves,
+        "itl_ms_with": loaded,
+        "itl_ms_without": quiet,
+        "p99_ratio": round(loaded["p99"] / quiet["p99"], 3),
+        "swap_ms": milliseconds(took),
+    }
