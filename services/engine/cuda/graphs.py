@@ -1,0 +1,68 @@
+"""Captured steps: one CUDA graph for each shape, without adapters and with them, in one pool of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from services.engine.cuda.buffers import StepShape
+from services.engine.cuda.shapes import smallest
+from services.engine.cuda.stream import EngineStream
+
+Run = Callable[[StepShape, bool], Tensor]
+"""Launches the layers of a shape, without or with adapters, and returns their output [rows, hidden]."""
+
+
+class StepGraphs:
+    """Replays what it once captured. Adapter slots, block tables and lengths are read on the device, so nothing that
+    happens later needs another capture.
+
+    Args:
+        run: launches kernels only: nothing in it may wait for the device.
+    """
+
+    def __init__(self, stream: EngineStream, run: Run) -> None:
+        self._stream = stream
+        self._run = run
+        self._pool = torch.cuda.graph_pool_handle() if stream.stream is not None else None
+        self._graphs: dict[tuple[StepShape, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._shapes: dict[StepShape, None] = {}
+        self.captures = 0
+        """Graphs captured since the start."""
+
+    def capture(self, shapes: Iterable[StepShape], *, adapters: bool) -> None:
+        """Captures shapes that have run before, so that their kernels are compiled; the largest come first, and the
+        others reuse their memory.
+
+        Args:
+            adapters: capture the variant with adapters too.
+        """
+        if self._stream.stream is None:
+            raise ValueError("CUDA graphs need a CUDA device")
+        for shape in shapes:
+            for with_adapters in (False, True) if adapters else (False,):
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may allocate meanwhile (adapters that load), which a global capture would forbid.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream.stream, capture_error_mode="thread_local"
+                ):
+                    out = self._run(shape, with_adapters)
+                self._graphs[shape, with_adapters] = (graph, out)
+                self.captures += 1
+            self._shapes[shape] = None
+
+    def find(self, wanted: StepShape) -> StepShape | None:
+        """The captured shape that a step should run in; None: it runs uncaptured."""
+        return smallest(self._shapes, wanted)
+
+    def replay(self, shape: StepShape, adapters: bool) -> Tensor:
+        """Queues a captured step.
+
+        Returns:
+            [rows, hidden], valid until the next replay.
+        """
+        graph, out = self._graphs[shape, adapters]
+        graph.replay()
+        return out

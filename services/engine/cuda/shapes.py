@@ -1,0 +1,63 @@
+"""Which step shapes are captured as CUDA graphs, and how each is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kernels.gpu.segments import TILE
+from services.engine.cuda.buffers import StepShape
+
+_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_PREFILL_TOKENS = (64, 128, 256, 512, 1024)
+"""Up to here a step's launches would take the host longer than its kernels take the device."""
+_MIXED_DECODES = (8, 32, 64, 128, 256)
+_SEGMENTS = 16
+"""Prompts that a captured prefill holds; more of them together are long enough to run uncaptured."""
+
+
+def decode_bucket(decodes: int) -> int:
+    """The smallest captured batch size that holds this many; beyond the largest, a multiple of 64."""
+    return next((bucket for bucket in _DECODES if bucket >= decodes), -(-decodes // 64) * 64)
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """All buckets of batches up to this many, ascending."""
+    return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
+
+
+def captured_shapes(largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int) -> list[StepShape]:
+    """The shapes to capture, in the order of capture: the largest first, whose memory the others then share.
+
+    Args:
+        largest_batch: decodes; 0: none.
+        mixed_tokens: prefill tokens of a step that also decodes.
+    """
+    if largest_batch == 0:
+        return []
+    most = min(decode_bucket(max_num_seqs), largest_batch)
+    shapes = [StepShape(bucket, bucket) for bucket in _DECODES if bucket <= most]
+    prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
+    shapes += [_prefill(0, tokens, max_num_seqs) for tokens in prefills]
+    if mixed_tokens in prefills:
+        shapes += [_prefill(bucket, mixed_tokens, max_num_seqs) for bucket in _MIXED_DECODES if bucket <= most]
+    return sorted(shapes, key=lambda shape: -shape.rows)
+
+
+def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:
+    """The captured shape with the least padding that holds a step; None: none does."""
+    fitting = [shape for shape in shapes if shape.holds(wanted)]
+    return min(fitting, key=lambda shape: (shape.rows, shape.decodes), default=None)
+
+
+def _prefill(decodes: int, tokens: int, max_num_seqs: int) -> StepShape:
+    segments = min(_SEGMENTS, max_num_seqs, tokens)
+    return StepShape(decodes, decodes + tokens, segments, tokens // TILE + segments)
+
+
+def warm_up_shapes(shapes: Sequence[StepShape], max_num_seqs: int, token_budget: int) -> list[StepShape]:
+    """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
+    memory of the largest step: sizes of one, odd ones, multiples of 16."""
+    sizes = sorted({size for size in (1, 7, TILE, token_budget - 1, token_budget) if 0 < size <= token_budget})
+    extra = [StepShape.of(0, [size]) for size in sizes]
+    extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in (1, 3, 16) if token_budget > 25]
+    return [*shapes, *extra]

@@ -1,0 +1,55 @@
+"""The stream that the whole engine computes on, and how the host hears that a step is done.
+
+On the CPU, where Triton's interpreter runs the same engine for its tests, every call returns when the work is done.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+class Arrival:
+    """A point on the stream."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Returns when everything queued before is done. The thread sleeps: a spinning one would take a core and the
+        interpreter lock's attention from the threads that serve."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class EngineStream:
+    """One stream of high priority: short decode steps go before a trainer's long kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def active(self) -> AbstractContextManager[object]:
+        """What is queued inside goes to this stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def host_buffer(self, words: int) -> Tensor:
+        """[words] int32 on the host, from and to which copies are asynchronous."""
+        return torch.zeros(words, dtype=torch.int32, pin_memory=self.stream is not None)
+
+    def mark(self) -> Arrival:
+        """The point behind all that is queued now."""
+        if self.stream is None:
+            return Arrival(None)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return Arrival(event)
+
+    def synchronize(self) -> None:
+        """Waits for the device, other streams included: for start-up only."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,69 @@
+"""Which shapes are captured, and which of them a step runs in."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.engine.cuda.buffers import StepShape
+from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets, smallest, warm_up_shapes
+
+
+def test_buckets_hold_every_batch() -> None:
+    assert [decode_bucket(n) for n in (1, 2, 3, 9, 17, 64, 65, 256, 257, 300)] == [
+        1,
+        2,
+        4,
+        16,
+        24,
+        64,
+        96,
+        256,
+        320,
+        320,
+    ]
+    assert decode_buckets(9) == [1, 2, 4, 8, 16]
+    assert decode_buckets(300)[-2:] == [256, 320]
+
+
+def test_the_largest_are_captured_first() -> None:
+    shapes = captured_shapes(256, 256, 8192, 512)
+    sizes = [shape.rows for shape in shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(shapes)) == len(shapes)
+    assert {shape.decodes for shape in shapes if not shape.segments} == set(decode_buckets(256))
+    assert {shape.rows for shape in shapes if not shape.decodes} == {64, 128, 256, 512, 1024}
+    assert {(shape.decodes, shape.rows) for shape in shapes if shape.decodes and shape.segments} == {
+        (8, 520), (32, 544), (64, 576), (128, 640), (256, 768)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("largest", "sequences", "decodes"),
+    [(0, 64, set()), (8, 64, {1, 2, 4, 8}), (256, 3, {1, 2, 4}), (256, 20, {1, 2, 4, 8, 16, 24})],
+)
+def test_no_more_than_can_run(largest: int, sequences: int, decodes: set[int]) -> None:
+    shapes = captured_shapes(largest, sequences, 100, 512)
+    assert {shape.decodes for shape in shapes if not shape.segments} == decodes
+    assert {shape.rows for shape in shapes if shape.segments} == ({64} if largest else set())
+
+
+def test_a_step_runs_in_the_shape_with_the_least_padding() -> None:
+    shapes = captured_shapes(64, 64, 1024, 512)
+    assert smallest(shapes, StepShape(5, 5)) == StepShape(8, 8)
+    found = smallest(shapes, StepShape.of(0, [100]))
+    assert found is not None
+    assert (found.decodes, found.rows) == (0, 128)
+    found = smallest(shapes, StepShape.of(9, [100, 7]))
+    assert found is not None
+    assert (found.decodes, found.rows) == (32, 544)
+    assert smallest(shapes, StepShape.of(0, [1025])) is None
+    assert smallest(shapes, StepShape.of(9, [600])) is None
+    assert smallest(shapes, StepShape.of(0, [2] * 17)) is None
+    assert smallest(shapes, StepShape.of(0, [2] * 16)) is not None
+
+
+def test_warm_up_stays_within_the_budget() -> None:
+    for budget, sequences in ((8192, 256), (30, 4), (1, 1)):
+        shapes = warm_up_shapes([], sequences, budget)
+        assert all(shape.rows <= budget and shape.decodes <= sequences for shape in shapes)
+        assert any(shape.rows == budget for shape in shapes)
