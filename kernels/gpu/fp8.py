@@ -1,0 +1,233 @@
+"""Products in float8 for many rows: activations quantized by row, multiplied on the float8 tensor cores.
+
+Reference: `kernels.quantize` and ``F.linear`` on what it decodes. Activations go in the pair order of Fp8Weight.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.skinny_parts import GROUP
+from kernels.quantize import FP8_MAX, Fp8Weight
+
+_MAX = tl.constexpr(FP8_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config:
+    """How fp8_linear() cuts its work."""
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 128
+    warps: int = 8
+    stages: int = 3
+    row_tiles: int = 8
+    """Row tiles that go over the columns together, so that L2 serves their weights."""
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x,
+    norm,
+    values,
+    scale,
+    eps,
+    x_stride,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = GROUP // 2
+    block = tl.arange(0, BLOCKS)[:, None]
+    k = block * GROUP + tl.arange(0, half)[None, :]
+    inside = block < K // GROUP
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_stride + k + half, mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = tl.sum(tl.sum(first * first + second * second, axis=1), axis=0)
+        inverse = 1.0 / tl.sqrt(squares / K + eps)
+        first = first * inverse * tl.load(norm + k, mask=inside, other=0.0)
+        second = second * inverse * tl.load(norm + k + half, mask=inside, other=0.0)
+    most = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1), axis=0)
+    factor = tl.maximum(most, 1e-30) / _MAX
+    pairs = tl.reshape(tl.join(first, second), [BLOCKS, GROUP]) / factor
+    pairs = tl.minimum(tl.maximum(pairs, -_MAX), _MAX)
+    if INTERPRETED:
+        # Triton's interpreter loses the carry of rounding: round before it converts.
+        bits = pairs.to(tl.int32, bitcast=True)
+        pairs = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    place = values + row * K + block * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(place, pairs.to(tl.float8e4nv), mask=inside)
+    tl.store(scale + row, factor)
+
+
+def quantize_rows(
+    x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0, *, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``x[t] ≈ values[t] · scale[t]`` with scale = max |x[t]| / 448 (dynamic, by token), after an RMSNorm if given.
+
+    Args:
+        x: [T, K] any float dtype, rows contiguous, K a multiple of 128.
+        norm_weight: [K] float32, 1 + w.
+        eps: of the norm.
+        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+
+    Returns:
+        values [T, K] float8_e4m3fn in the order of Fp8Weight, and scale [T] float32.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    rows, inputs = x.shape
+    if inputs % GROUP.value or x.stride(1) != 1:
+        raise ValueError(f"quantize_rows: contiguous rows of a multiple of {GROUP.value} are needed, got {inputs}")
+    values = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        blocks = triton.next_power_of_2(inputs // GROUP.value)
+        _quantize_rows_kernel[(rows,)](
+            x,
+            norm_weight,
+            values,
+            scale,
+            eps,
+            x.stride(0),
+            K=inputs,
+            BLOCKS=blocks,
+            INTERPRETED=triton.knobs.runtime.interpret,
+            PDL=pdl,
+            num_warps=max(1, min(8, blocks // 4)),
+            launch_pdl=pdl,
+        )
+    return values, scale
+
+
+@triton.jit
+def _fp8_linear_kernel(
+    x,
+    x_scale,
+    weight,
+    scale,
+    residual,
+    out,
+    M,
+    N,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0)
+    band = tile // (ROW_TILES * tiles_n)
+    high = tl.minimum(tiles_m - band * ROW_TILES, ROW_TILES)
+    within = tile % (ROW_TILES * tiles_n)
+    m = (band * ROW_TILES + within % high) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (within // high) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    left = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * K + k[None, :]
+    right = weight + tl.minimum(n, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        a = tl.load(left + start)
+        b = tl.load(right + start)
+        if INTERPRETED:
+            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        else:
+            # The tensor cores add float8 products with fewer bits than float32 has: no more than a block at a time.
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
+    acc *= tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
+    acc *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
+    keep = (m < M)[:, None] & (n < N)[None, :]
+    if residual is not None:
+        source = residual + m.to(tl.int64)[:, None] * residual_stride + n[None, :]
+        acc += tl.load(source, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=keep)
+
+
+def fp8_linear(
+    values: Tensor,
+    x_scale: Tensor,
+    weight: Fp8Weight,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: Fp8Config | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """``(values · x_scale) Wᵀ + residual``, both factors in float8, sums in float32.
+
+    Args:
+        values: [T, K] float8_e4m3fn and x_scale [T] float32, from quantize_rows().
+        residual: [T, N]; may be ``out`` itself.
+        out: where to write.
+        out_dtype: of a fresh result.
+        config: how to cut the product up.
+        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+
+    Returns:
+        [T, N].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    rows, inputs = values.shape
+    outputs, expected = weight.shape
+    if inputs != expected or values.dtype != torch.float8_e4m3fn or x_scale.shape != (rows,):
+        raise ValueError(f"fp8_linear: {values.dtype} {tuple(values.shape)} does not fit {outputs} x {expected}")
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=out_dtype, device=values.device)
+    if out.shape != (rows, outputs) or (residual is not None and residual.shape != out.shape):
+        raise ValueError(f"fp8_linear: out and residual must be [{rows}, {outputs}]")
+    use = config or Fp8Config()
+    if inputs % use.block_k:
+        raise ValueError(f"fp8_linear: block_k {use.block_k} does not divide {inputs} inputs")
+    if rows:
+        _fp8_linear_kernel[(triton.cdiv(rows, use.block_m) * triton.cdiv(outputs, use.block_n),)](
+            values,
+            x_scale,
+            weight.values,
+            weight.scale,
+            residual,
+            out,
+            rows,
+            outputs,
+            0 if residual is None else residual.stride(0),
+            out.stride(0),
+            K=inputs,
+            BLOCK_M=use.block_m,
+            BLOCK_N=use.block_n,
+            BLOCK_K=use.block_k,
+            ROW_TILES=use.row_tiles,
+            STAGES=use.stages,
+            INTERPRETED=triton.knobs.runtime.interpret,
+            PDL=pdl,
+            num_warps=use.warps,
+            launch_pdl=pdl,
+        )
+    return out

@@ -1,0 +1,57 @@
+"""Which variant of `skinny_linear` runs for which shape: one explicit table, filled from measurements on an H200
+(benchmarks/sweep_linear.py), no tuning at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["none", "fp8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How a product is cut up.
+
+    Raises:
+        ValueError: sizes that the kernels do not have.
+    """
+
+    variant: Literal["vector", "dot"]
+    """Products in registers, all of K in one program; or tensor cores, K in steps."""
+    block_n: int
+    """Rows of the weight a program reads."""
+    block_k: int
+    """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says."""
+    warps: int
+    stages: int = 1
+    """Loads in flight (dot)."""
+    splits: int = 1
+    """Programs that share K (dot)."""
+    prefetch: int = 0
+    """Bytes of each row asked of L2 before the kernel ahead has ended (dot)."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.block_n, self.block_k, self.warps)
+        if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
+            raise ValueError(f"block sizes and warps are powers of two, stages and splits at least 1: {self}")
+        if self.variant == "vector" and self.splits > 1:
+            raise ValueError("the vector variant does not split K")
+
+
+def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
+    """The variant for x [rows, inputs] and a weight [outputs, inputs]."""
+    if rows == 1 and kind != "int4":
+        block_k = 1024 if inputs >= 4096 else 512
+        return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
+    block_n = 128 if swiglu or outputs >= 32768 else 64
+    splits = 1
+    while splits < 8 and outputs // block_n * splits < 120:
+        splits *= 2
+    return SkinnyConfig("dot", block_n, 128, warps=4, stages=4, splits=splits, prefetch=512)
+
+
+def invariant() -> tuple[SkinnyConfig, int]:
+    """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
+    are."""
+    return SkinnyConfig("dot", 64, 128, warps=4, stages=3), 64

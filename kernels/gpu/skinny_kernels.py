@@ -1,0 +1,291 @@
+"""The two kernels of `skinny_linear`: products in registers for a few rows, tensor cores for up to 64 and beyond.
+
+Both stream the weight once and are bound by memory. A row of the weight is a row of the accumulator: tensor cores take
+their many rows from the weight, and the few rows of x are the narrow side. Weights are asked for before the kernel
+ahead has ended (programmatic dependent launch), everything else after it.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.skinny_parts import (
+    DENSE,
+    FP8,
+    GROUP,
+    INT4,
+    finish,
+    narrow_dot,
+    prefetch_rows,
+    unpack,
+    unpack_to_float,
+    weight_rows,
+)
+
+
+@triton.jit
+def vector_kernel(
+    x,
+    weight,
+    scale,
+    norm,
+    residual,
+    out,
+    lora,
+    N,
+    eps,
+    x_stride,
+    residual_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ENDS: tl.constexpr,
+    RANK: tl.constexpr,
+    LORA_SPLITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N rows of the weight, all of K held in registers, against each row of x in turn."""
+    tile = tl.program_id(0)
+    row, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    # Numbers of a word, and how far apart in K they are.
+    parts: tl.constexpr = 2 if KIND == FP8 else 1
+    words: tl.constexpr = BLOCK_K // parts
+    apart: tl.constexpr = GROUP // parts
+    c = tl.arange(0, words)
+    k = c if parts == 1 else (c // apart) * GROUP + c % apart
+    chunks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # A thread's 16 bytes are summed in the thread before sums leave it.
+    sums: tl.constexpr = words // 8
+    if PDL:
+        gdc_launch_dependents()
+    w_base = weight + row.to(tl.int64)[:, None] * (K // parts) + c[None, :]
+    held = ()
+    for chunk in tl.static_range(chunks):
+        if (chunk + 1) * BLOCK_K <= K:
+            held = held + (tl.load(w_base + chunk * words, eviction_policy="evict_first"),)  # noqa: RUF005
+        else:
+            tail = (chunk * words + c < K // parts)[None, :]
+            held = held + (tl.load(w_base + chunk * words, mask=tail, other=0, eviction_policy="evict_first"),)  # noqa: RUF005
+    if PDL:
+        gdc_wait()
+    for r in tl.static_range(ROWS):
+        acc = tl.zeros((BLOCK_N, sums), tl.float32)
+        squares = tl.zeros((sums,), tl.float32)
+        for chunk in tl.static_range(chunks):
+            for part in tl.static_range(parts):
+                at = chunk * BLOCK_K + k + part * apart
+                value = tl.load(x + r * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
+                if norm is not None:
+                    squares += tl.sum(tl.reshape(value * value, [sums, 8]), axis=1)
+                    value *= tl.load(norm + at, mask=at < K, other=0.0)
+                w = unpack_to_float(held[chunk], part, INTERPRETED) if KIND == FP8 else held[chunk].to(tl.float32)
+                acc += tl.sum(tl.reshape(w * value[None, :], [BLOCK_N, sums, 8]), axis=2)
+        finish(
+            tl.sum(acc, axis=1)[None, :],
+            tl.sum(squares, axis=0, keep_dims=True),
+            tile,
+            row,
+            inside,
+            r + tl.arange(0, 1),
+            ROWS,
+            N,
+            scale,
+            norm,
+            lora,
+            residual,
+            out,
+            eps,
+            residual_stride,
+            out_stride,
+            K,
+            KIND,
+            BLOCK_N,
+            1,
+            SWIGLU,
+            ENDS,
+            RANK,
+            LORA_SPLITS,
+        )
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    scale,
+    zero,
+    norm,
+    row,
+    m,
+    M,
+    N,
+    first,
+    x_stride,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Weight rows [BLOCK_N] times rows m of x (times the norm's weight), and the sums of squares of x, over STEPS
+    blocks of K from block ``first``. In int4 a block is one group, scaled after it is summed."""
+    parts: tl.constexpr = 4 if KIND == INT4 else (2 if KIND == FP8 else 1)
+    words: tl.constexpr = BLOCK_K // parts
+    apart: tl.constexpr = GROUP // parts
+    c = tl.arange(0, words)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((words, BLOCK_M), tl.float32)
+    k = c if parts == 1 else (c // apart) * GROUP + c % apart
+    x_base = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
+    w_base = weight + row.to(tl.int64)[:, None] * (K // parts) + c[None, :]
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        block = first + step
+        if KIND == INT4:
+            # Past the last group x is zero and the weight is of some group that exists.
+            at = tl.minimum(block, K // GROUP - 1).to(tl.int64) * N + row
+            w = tl.load(weight + at[:, None] * words + c[None, :])
+            offset = tl.load(zero + at)
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            offset = None
+            total = acc
+            if EVEN:
+                w = tl.load(w_base + block * words)
+            else:
+                w = tl.load(w_base + block * words, mask=(block * words + c < K // parts)[None, :], other=0)
+        for part in tl.static_range(parts):
+            start = block * BLOCK_K + part * apart
+            live = (m < M)[None, :]
+            if not EVEN:
+                live = live & (start + k < K)[:, None]
+            value = tl.load(x_base + start, mask=live, other=0.0)
+            if norm is not None:
+                wide = value.to(tl.float32)
+                squares += wide * wide
+                value = (wide * tl.load(norm + start + k, mask=start + k < K, other=0.0)[:, None]).to(value.dtype)
+            number = w if KIND == DENSE else unpack(w, offset, part, KIND, value.dtype, INTERPRETED)
+            total = narrow_dot(number, value, total, INTERPRETED)
+        if KIND == INT4:
+            acc += total * tl.load(scale + at).to(tl.float32)[:, None]
+        else:
+            acc = total
+    return acc, tl.sum(squares, axis=0)
+
+
+@triton.jit
+def dot_kernel(
+    x,
+    weight,
+    scale,
+    zero,
+    norm,
+    residual,
+    out,
+    lora,
+    partials,
+    counters,
+    M,
+    N,
+    eps,
+    x_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ENDS: tl.constexpr,
+    RANK: tl.constexpr,
+    LORA_SPLITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N rows of the weight, a SPLITS-th of K, BLOCK_M rows of x."""
+    tile = tl.program_id(0)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    share: tl.constexpr = (steps + SPLITS - 1) // SPLITS
+    split = tl.program_id(1)
+    first = split * share
+    even: tl.constexpr = share * SPLITS * BLOCK_K == K
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            if KIND == INT4:
+                for g in tl.static_range(PREFETCH // (GROUP // 2)):
+                    group = tl.minimum(first + g, steps - 1).to(tl.int64)
+                    prefetch_rows(weight + group * N * (GROUP // 4), row, 0, GROUP // 2, GROUP // 2)
+            else:
+                size: tl.constexpr = 1 if KIND == FP8 else 2
+                prefetch_rows(weight, row, first * BLOCK_K * size, PREFETCH, K * size)
+        gdc_wait()
+    acc, squares = _product(
+        x, weight, scale, zero, norm, row, m, M, N, first, x_stride,
+        K, KIND, BLOCK_M, BLOCK_N, BLOCK_K, share, even, STAGES, INTERPRETED,
+    )  # fmt: skip
+    mine = True
+    if SPLITS > 1:
+        # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
+        block = tl.program_id(2) * tl.num_programs(0) + tile
+        i = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        j = BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
+        area: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
+        base = partials + block.to(tl.int64) * SPLITS * area
+        tl.store(base + split * area + i, acc)
+        tl.store(base + split * area + j, squares)
+        tl.debug_barrier()
+        mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if mine:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            squares = tl.zeros((BLOCK_M,), tl.float32)
+            for s in tl.static_range(SPLITS):
+                acc += tl.load(base + s * area + i, cache_modifier=".cg")
+                squares += tl.load(base + s * area + j, cache_modifier=".cg")
+            tl.store(counters + block, 0)
+    if mine:
+        finish(
+            tl.trans(acc),
+            squares,
+            tile,
+            row,
+            inside,
+            m,
+            M,
+            N,
+            scale,
+            norm,
+            lora,
+            residual,
+            out,
+            eps,
+            residual_stride,
+            out_stride,
+            K,
+            KIND,
+            BLOCK_N,
+            BLOCK_M,
+            SWIGLU,
+            ENDS,
+            RANK,
+            LORA_SPLITS,
+        )

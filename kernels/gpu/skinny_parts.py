@@ -1,0 +1,217 @@
+"""What the kernels of `skinny_linear` share: which rows a program reads, decoding of quantized weights, prefetch, and
+everything that follows the product."""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.gpu.lora import expand_tile
+
+DENSE = tl.constexpr(0)
+FP8 = tl.constexpr(1)
+INT4 = tl.constexpr(2)
+GROUP = tl.constexpr(128)
+"""Inputs that share a scale in int4."""
+_LINE = tl.constexpr(128)
+"""Bytes of a cache line of L2."""
+
+
+class Adapters(NamedTuple):
+    """The low-rank additions of a step, as a kernel takes them: the tensors of kernels.gpu.lora.LoraRows and what
+    shrink() made of x."""
+
+    hidden: Any
+    """[splits, T, targets · R] float32."""
+    b: Any
+    """[slots, R, N]."""
+    row_adapters: Any
+    active: Any
+    ranks: Any
+
+
+@triton.jit
+def weight_rows(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """Rows of the weight that a program reads (clamped to the matrix) and which of them exist. With SWIGLU the first
+    half of the tile are gate rows and the second half the up rows that belong to them."""
+    i = tl.arange(0, BLOCK_N)
+    if SWIGLU:
+        half: tl.constexpr = BLOCK_N // 2
+        column = tile * half + i % half
+        inside = column < N // 2
+        row = tl.minimum(column, N // 2 - 1) + (i // half) * (N // 2)
+    else:
+        column = tile * BLOCK_N + i
+        inside = column < N
+        row = tl.minimum(column, N - 1)
+    return row, inside
+
+
+@triton.jit
+def prefetch_l2(pointers):
+    """Asks L2 for the cache line at each pointer; waits for nothing. Not in the interpreter."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_rows(weight, row, start, BYTES_A_ROW: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """Asks L2 for BYTES_A_ROW of each row from byte ``start`` of it (weights: nothing of the kernel before)."""
+    lines: tl.constexpr = (BYTES_A_ROW + _LINE - 1) // _LINE
+    line = tl.arange(0, lines) * _LINE
+    base = weight.to(tl.pointer_type(tl.int8)) + row.to(tl.int64)[:, None] * ROW_BYTES
+    prefetch_l2(base + start + line[None, :])
+
+
+@triton.jit
+def narrow_dot(w, value, acc, INTERPRETED: tl.constexpr):
+    """w [BLOCK_N, K] @ value [K, BLOCK_M] + acc. Triton's interpreter takes the bits of bfloat16 for integers."""
+    if INTERPRETED:
+        w, value = w.to(tl.float32), value.to(tl.float32)
+    return tl.dot(w, value, acc, input_precision="ieee")
+
+
+@triton.jit
+def unpack(words, zero, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Number PART of each 16-bit word of a weight, in DTYPE: of two float8, or of four 4-bit numbers less the zero
+    point of their row (zero [BLOCK_N]). In bfloat16 two words at a time, and exact."""
+    if KIND == FP8:
+        return _unpack_fp8(words, PART, DTYPE, INTERPRETED)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return _unpack_int4(words, zero, PART, DTYPE, INTERPRETED)
+
+
+@triton.jit
+def _unpack_fp8(words, PART: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    # The fields of e4m3 moved to where bfloat16 and float32 have them are the number times 2^-120, subnormals included.
+    if INTERPRETED or DTYPE != tl.bfloat16:  # noqa: SIM300
+        bits = (words.to(tl.int32) >> (8 * PART)) & 255
+        return ((((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
+    elif PART == 0:  # noqa: RET505
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t; shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; shl.b32 t, $1, 4;
+            lop3.b32 t, t, 0x07f007f0, s, 0xEA; mov.b32 s, 0x7b807b80; mul.rn.bf16x2 $0, t, s; }""",
+            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 s, t; and.b32 s, $1, 0x80008000; shr.u32 t, $1, 4;
+            lop3.b32 t, t, 0x07f007f0, s, 0xEA; mov.b32 s, 0x7b807b80; mul.rn.bf16x2 $0, t, s; }""",
+            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _unpack_int4(words, zero, PART: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    if INTERPRETED or DTYPE != tl.bfloat16:  # noqa: SIM300
+        return (((words >> (4 * PART)) & 15).to(tl.float32) - zero.to(tl.float32)[:, None]).to(DTYPE)
+    else:  # noqa: RET505
+        # Or-ing the bits into the mantissa of 128.0 makes 128 + q (Kim et al., arXiv 2211.10017).
+        offset = tl.broadcast_to((zero.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None], words.shape)
+        shift = tl.full(words.shape, 4 * PART, tl.int32)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.u32 t, $1, $3; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }",
+            "=r,r,r,r,r", [words, offset, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def unpack_to_float(words, PART: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Number PART of the two float8 of each word, in float32."""
+    if INTERPRETED:
+        return _unpack_fp8(words, PART, tl.float32, True)
+    else:  # noqa: RET505
+        halves = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return (halves >> (16 * PART)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _add_one_row(acc, r, columns, lora, N, ENDS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, ROWS):
+    """acc [1, BLOCK_N] plus the adapter of row r, without tensor cores."""
+    slot = tl.load(lora.row_adapters + r)
+    if slot > 0:
+        targets: tl.constexpr = len(ENDS)
+        rank = tl.load(lora.ranks + slot)
+        target = tl.zeros_like(columns)
+        for t in tl.static_range(targets - 1):
+            target += (columns >= ENDS[t]).to(tl.int32)
+        start = 0
+        while start < rank:
+            i = start + tl.arange(0, 16)
+            keep = (i < rank)[:, None] & (columns < N)[None, :]
+            down = tl.zeros((16, columns.shape[0]), tl.float32)
+            for split in tl.static_range(SPLITS):
+                place = (split * ROWS + r) * (targets * RANK) + target[None, :] * RANK + i[:, None]
+                down += tl.load(lora.hidden + place, mask=keep, other=0.0)
+            up = tl.load(
+                lora.b + slot.to(tl.int64) * (RANK * N) + i[:, None] * N + columns[None, :], mask=keep, other=0.0
+            )
+            acc += tl.sum(down * up.to(tl.float32), axis=0)[None, :]
+            start += 16
+    return acc
+
+
+@triton.jit
+def finish(
+    acc,
+    squares,
+    tile,
+    row,
+    inside,
+    m,
+    M,
+    N,
+    scale,
+    norm,
+    lora,
+    residual,
+    out,
+    eps,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ENDS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """What follows the product acc [BLOCK_M, BLOCK_N]: scales of the weight's rows, adapters, the norm's scale (from
+    the sums of squares [BLOCK_M]), activation, residual, store."""
+    if KIND == FP8:
+        acc = acc * tl.load(scale + row)[None, :]
+    if lora is not None:
+        if BLOCK_M == 1:
+            acc = _add_one_row(acc, tl.sum(m, axis=0), row, lora, N, ENDS, RANK, SPLITS, M)
+        else:
+            half_type: tl.constexpr = lora.b.dtype.element_ty
+            acc = expand_tile(
+                acc, m, row, lora.hidden, lora.b, lora.row_adapters, lora.active, lora.ranks, M, N,
+                ENDS, RANK, SPLITS, "ieee" if half_type == tl.float32 else "tf32",
+            )  # fmt: skip
+    if norm is not None:
+        acc = acc * (1.0 / tl.sqrt(squares / K + eps))[:, None]
+    if SWIGLU:
+        half: tl.constexpr = BLOCK_N // 2
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, half]), [0, 2, 1]))
+        acc = gate * tl.sigmoid(gate) * up
+        column = tile * half + tl.arange(0, half)
+        inside = column < N // 2
+    else:
+        column = row
+    keep = (m < M)[:, None] & inside[None, :]
+    if residual is not None:
+        source = residual + m.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        acc += tl.load(source, mask=keep, other=0.0).to(tl.float32)
+    place = out + m.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=keep)

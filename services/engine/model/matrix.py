@@ -1,0 +1,234 @@
+"""Weight matrices of the CUDA path: what a linear layer multiplies with, whatever its storage.
+
+A product of up to MAX_ROWS rows streams the weight through `kernels.gpu.skinny`; more rows go to the vendor's matrix
+product (dense, int4) or to the float8 product of `kernels.gpu.fp8`, with the norm and the activation as kernels of
+their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
+from services.common.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kernels.gpu.lora import LoraRows
+    from kernels.gpu.skinny import Norm, SplitWorkspace
+
+
+class Matrix(Protocol):
+    """[out, in]: the weight of one or more linear layers that share their input."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        ...
+
+    def dense(self) -> Tensor:
+        """[out, in] in the model's dtype; decoded anew at every call if quantized."""
+        ...
+
+    def project(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        swiglu: bool = False,
+        lora: LoraRows | None = None,
+        out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """``activation(norm(x) Wᵀ + adapters) + residual``.
+
+        Args:
+            x: [T, in] model dtype, on a CUDA device (or in Triton's interpreter).
+            norm: RMSNorm of x, applied first.
+            residual: [T, out], added last. Not together with swiglu.
+            swiglu: rows are gate | up; the result is ``silu(gate) · up``, half as wide.
+            lora: each row's adapter, added to the product.
+            out: where to write; may be ``residual``.
+            pdl: let kernels start before those ahead have finished.
+
+        Returns:
+            [T, out], or [T, out / 2] with swiglu.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """In the model's dtype."""
+
+    weight: Tensor
+    """[out, in] contiguous."""
+    workspace: SplitWorkspace | None = None
+    """Shared by all matrices of one stream; None allocates at each product that needs it."""
+    invariant: bool = False
+    """Every product by one fixed cut, whatever the number of rows: a row's bits depend on that row alone."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+    def dense(self) -> Tensor:
+        return self.weight
+
+    def project(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        swiglu: bool = False,
+        lora: LoraRows | None = None,
+        out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        from kernels.gpu.products import few_rows, many_rows, streams
+
+        if streams(x, self.invariant):
+            return few_rows(
+                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
+            )
+        return many_rows(
+            x,
+            lambda inputs, into: _dense_product(inputs, self.weight, into),
+            norm,
+            residual,
+            swiglu,
+            lora,
+            out,
+            pdl=pdl,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """float8_e4m3fn with a scale for each row; activations are quantized by row where there are many of them."""
+
+    weight: Fp8Weight
+    dtype: torch.dtype
+    workspace: SplitWorkspace | None = None
+    invariant: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.weight.tensors())
+
+    def dense(self) -> Tensor:
+        return dequantize_fp8(self.weight, self.dtype)
+
+    def project(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        swiglu: bool = False,
+        lora: LoraRows | None = None,
+        out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        from kernels.gpu.fp8 import fp8_linear, quantize_rows
+        from kernels.gpu.products import few_rows, many_rows, streams
+
+        if streams(x, self.invariant):
+            return few_rows(
+                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
+            )
+
+        def product(inputs: Tensor, into: Tensor | None) -> Tensor:
+            values, scale = quantize_rows(inputs, pdl=pdl)
+            return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=into, out=into, pdl=pdl)
+
+        return many_rows(x, product, norm, residual, swiglu, lora, out, pdl=pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """4 bits with a scale and a zero point for each row and 128 inputs; many rows multiply with a decoded copy."""
+
+    weight: Int4Weight
+    dtype: torch.dtype
+    workspace: SplitWorkspace | None = None
+    invariant: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.weight.tensors())
+
+    def dense(self) -> Tensor:
+        return dequantize_int4(self.weight, self.dtype)
+
+    def project(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+        swiglu: bool = False,
+        lora: LoraRows | None = None,
+        out: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        from kernels.gpu.int4 import dequantize
+        from kernels.gpu.products import few_rows, many_rows, streams
+
+        if streams(x, self.invariant):
+            return few_rows(
+                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
+            )
+
+        def product(inputs: Tensor, into: Tensor | None) -> Tensor:
+            return _dense_product(inputs, dequantize(self.weight, x.dtype), into)
+
+        return many_rows(x, product, norm, residual, swiglu, lora, out, pdl=pdl)
+
+
+def quantize(
+    weight: Tensor, kind: str, *, workspace: SplitWorkspace | None = None, invariant: bool = False
+) -> DenseMatrix | Fp8Matrix | Int4Matrix:
+    """A matrix of the kind of TEMPER_QUANTIZATION.
+
+    Args:
+        weight: [out, in] in the model's dtype.
+        kind: "none", "fp8" or "int4".
+
+    Raises:
+        InvalidRequest: another kind, or inputs that int4 groups do not divide.
+    """
+    if kind == "none":
+        return DenseMatrix(weight, workspace, invariant)
+    if kind == "fp8":
+        return Fp8Matrix(quantize_fp8(weight), weight.dtype, workspace, invariant)
+    if kind != "int4":
+        raise InvalidRequest(f"quantization must be none, fp8 or int4, got {kind!r}", param="quantization")
+    try:
+        return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="quantization") from None
+
+
+def _dense_product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if into is None else into.addmm_(x, weight.t())

@@ -1,0 +1,111 @@
+"""Products of few rows against float64, with everything that is fused into them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear
+from kernels.gpu.skinny_configs import SkinnyConfig
+from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
+
+VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
+DOT = SkinnyConfig("dot", 16, 128, warps=4, stages=2)
+SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
+UNEVEN = SkinnyConfig("dot", 64, 256, warps=4, stages=2, splits=3)
+
+
+def exact(x: Tensor, weight: Weight, norm: Norm | None, residual: Tensor | None, swiglu: bool) -> Tensor:
+    """In float64."""
+    y = x.double()
+    if norm is not None:
+        y = y / (y.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    y = y @ decoded(weight).double().t()
+    if swiglu:
+        gate, up = y.chunk(2, -1)
+        y = gate * gate.sigmoid() * up
+    return y if residual is None else y + residual.double()
+
+
+def decoded(weight: Weight) -> Tensor:
+    if isinstance(weight, Fp8Weight):
+        return dequantize_fp8(weight, torch.float32)
+    return dequantize_int4(weight, torch.float32) if isinstance(weight, Int4Weight) else weight
+
+
+def inputs(shape: tuple[int, int, int], kind: str, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Weight]:
+    rows, outputs, width = shape
+    x = torch.randn(rows, width, device=device).to(dtype)
+    dense = torch.randn(outputs, width, device=device).div(width**0.5).to(dtype)
+    return x, {"none": lambda w: w, "fp8": quantize_fp8, "int4": quantize_int4}[kind](dense)
+
+
+def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    # Inputs of the product are rounded to bfloat16 once (x times the norm's weight) and the result once more; the
+    # interpreter truncates instead.
+    error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
+    assert error < (2e-6 if dtype == torch.float32 else 2e-2), error
+
+
+@pytest.mark.parametrize("config", [VECTOR, DOT, SPLIT, UNEVEN])
+@pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: torch.dtype, swiglu: bool) -> None:
+    if config.variant == "vector" and kind == "int4":
+        with pytest.raises(ValueError, match="int4"):
+            skinny_linear(*inputs((1, 32, 128), kind, dtype, device), config=config)
+        return
+    shape = (3, 72, 384)
+    x, weight = inputs(shape, kind, dtype, device)
+    norm = Norm(torch.rand(384, device=device) + 0.5, 1e-6)
+    residual = torch.randn(3, 36 if swiglu else 72, device=device).to(dtype)
+    expected = exact(x, weight, norm, residual, swiglu)
+    out = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config)
+    assert out.dtype == dtype
+    check(out, expected, dtype)
+    in_place = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config, out=residual)
+    assert in_place is residual
+    assert torch.equal(residual, out)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64])
+def test_the_table_serves_every_number_of_rows(device: torch.device, rows: int) -> None:
+    x, weight = inputs((rows, 80, 256), "none", torch.float32, device)
+    check(skinny_linear(x, weight), exact(x, weight, None, None, False), torch.float32)
+
+
+def test_more_rows_than_a_tile_and_a_shared_workspace(device: torch.device) -> None:
+    x, weight = inputs((37, 64, 512), "none", torch.float32, device)
+    space = SplitWorkspace.allocate(device, sums=1 << 16, tiles=64)
+    first = skinny_linear(x, weight, config=SPLIT, block_m=16, workspace=space)
+    again = skinny_linear(x, weight, config=SPLIT, block_m=16, workspace=space)
+    check(first, exact(x, weight, None, None, False), torch.float32)
+    assert torch.equal(first, again)
+    assert not space.counters.any()
+    with pytest.raises(ValueError, match="workspace"):
+        skinny_linear(x, weight, config=SPLIT, workspace=SplitWorkspace.allocate(device, sums=1, tiles=64))
+
+
+def test_another_dtype_out_and_strided_rows(device: torch.device) -> None:
+    x, weight = inputs((4, 48, 256), "none", torch.bfloat16, device)
+    wide = torch.zeros(4, 300, dtype=torch.bfloat16, device=device)
+    wide[:, 8:264] = x
+    out = skinny_linear(wide[:, 8:264], weight, out_dtype=torch.float32)
+    assert out.dtype == torch.float32
+    check(out, exact(x, weight, None, None, False), torch.bfloat16)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    x, weight = inputs((2, 32, 256), "none", torch.float32, device)
+    with pytest.raises(ValueError, match="does not fit"):
+        skinny_linear(x[:, :128], weight)
+    with pytest.raises(ValueError, match="residual"):
+        skinny_linear(x, weight, residual=torch.zeros(2, 31, device=device))
+    with pytest.raises(ValueError, match="contiguous weight"):
+        skinny_linear(x, weight.to(torch.bfloat16))
+    with pytest.raises(ValueError, match="block_k"):
+        skinny_linear(x, quantize_fp8(weight), config=SkinnyConfig("dot", 16, 64, warps=4))
+    with pytest.raises(ValueError, match="powers of two"):
+        SkinnyConfig("dot", 24, 64, warps=4)
