@@ -1,0 +1,190 @@
+"""Sampling of a whole batch without a host sync. Reference: services/engine/sampler.py.
+
+A row of logits is cut into blocks, one program each; the last program of a row to end combines them, so that a batch
+without filters is one kernel. Filters are one threshold a row, as in the reference: the tokens at least as likely as
+the last one that top_k, then top_p, let pass. It is found digit by digit, like a radix select, on the distance from the
+most likely token: a histogram of counts (top_k) or masses (top_p) in 64-bit integers, whose sum does not depend on the
+order of the additions, then the same within the bin where the threshold lies. Bounds from the first kernel (the k-th
+largest of the blocks' maxima; the weight below which all tokens together are not needed) spare most blocks and atomics.
+
+=============  ==========================================  ==========
+batch          kernels                                     launches
+=============  ==========================================  ==========
+plain, greedy  scan                                        1
+min_p          scan, race                                  2
+top_k, top_p   scan, 3 × select, race                      5
+both           scan, 5 × select, race                      7
+alternatives   and one more
+=============  ==========================================  ==========
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.gpu import sampling_kernels as kernels
+from kernels.gpu.sampling_rows import BINS, PARAMETERS
+
+RESULT_WORDS = int(kernels.RESULT_WORDS.value)
+"""int32 words of a row's result: token, bits of sampling_logprob, bits of logprob, flags."""
+MOST_ALTERNATIVES = int(kernels.MOST_ALTERNATIVES.value)
+"""A row's result goes on with as many token ids and then as many log-probabilities (bits)."""
+ROW_WORDS = RESULT_WORDS + 2 * MOST_ALTERNATIVES
+PARAMETER_WORDS = int(PARAMETERS.value)
+
+_BLOCK = 1024
+"""Logits of one program: 8 a thread with 4 warps."""
+_MIN_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBuffers:
+    """Memory that the kernels of a step share. Zero between steps where the kernels count in it."""
+
+    partials: Tensor
+    """[rows, 7, blocks] float32: what each block found."""
+    floats: Tensor
+    """[rows, 8] float32: state of the rows between kernels."""
+    integers: Tensor
+    """[rows, 16] int64: state of the rows between kernels."""
+    tickets: Tensor
+    """[rows] int32: programs that are done."""
+    masses: Tensor
+    """[rows, 2, bins] int64: histograms of the first and the present level."""
+    counts: Tensor
+    """[rows, 2, bins] int32."""
+    vocab: int
+    block: int
+
+    @classmethod
+    def allocate(cls, max_rows: int, vocab: int, device: torch.device | str, block: int = _BLOCK) -> SamplingBuffers:
+        """For batches up to ``max_rows`` (57 KiB a row at a vocabulary of 248,320).
+
+        Args:
+            block: logits of one program, a power of two.
+        """
+        block = min(block, triton.next_power_of_2(vocab))
+        blocks = max(_MIN_BLOCKS, triton.next_power_of_2(triton.cdiv(vocab, block)))
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+        bins = int(BINS.value)
+        return cls(
+            partials=zeros(int(kernels.PARTIALS.value), blocks, dtype=torch.float32),
+            floats=zeros(int(kernels.FLOATS.value), dtype=torch.float32),
+            integers=zeros(int(kernels.INTEGERS.value), dtype=torch.int64),
+            tickets=zeros(dtype=torch.int32),
+            masses=zeros(2, bins, dtype=torch.int64),
+            counts=zeros(2, bins, dtype=torch.int32),
+            vocab=vocab,
+            block=block,
+        )
+
+    @property
+    def max_rows(self) -> int:
+        return self.tickets.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.partials, self.floats, self.integers, self.tickets, self.masses, self.counts)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def sample_rows(
+    logits: Tensor,
+    step: Tensor,
+    table: Tensor,
+    buffers: SamplingBuffers,
+    last_tokens: Tensor,
+    results: Tensor,
+    *,
+    words: Tensor | None = None,
+    biases: Tensor | None = None,
+    selections: int = 0,
+    filters: bool = False,
+    alternatives: bool = False,
+    num_warps: int = 4,
+    pdl: bool = False,
+) -> None:
+    """Samples one token a row; everything stays on the device.
+
+    The keyword arguments say what some row of the batch needs; rows that do not need it are not affected.
+
+    Args:
+        logits: [R, V] float32 or bfloat16, rows contiguous, not changed.
+        step: [2, R] int32: the state slot of each row (0: padding, nothing is written) and its output count.
+        table: [num_slots, 16] int32: the parameters of the request in each slot (`kernels.gpu.sampling_rows`).
+        last_tokens: [num_slots] int32, gets the tokens.
+        results: [R, 4] or, with alternatives, [R, 44] int32; see RESULT_WORDS.
+        words: [E, V] int32 token words of requests with edits: counts of generated tokens (updated here) and marks.
+        biases: [E, V] float32 logit_bias.
+        selections: levels of selection: 3 for top_k or top_p, 5 if a row has both.
+        filters: a row has top_k, top_p or min_p.
+        alternatives: a row wants the most likely tokens.
+        num_warps: of a program.
+        pdl: launch each kernel before the one ahead has finished (programmatic dependent launch).
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    rows, vocab = logits.shape
+    width = results.shape[1]
+    if vocab != buffers.vocab or rows > buffers.max_rows or logits.stride(1) != 1:
+        raise ValueError(f"sampling: logits {tuple(logits.shape)}, buffers for [{buffers.max_rows}, {buffers.vocab}]")
+    if step.shape != (2, rows) or not step.is_contiguous() or results.shape[0] < rows or not results.is_contiguous():
+        raise ValueError(f"sampling: {rows} rows, step {tuple(step.shape)}, results {tuple(results.shape)}")
+    if width < (ROW_WORDS if alternatives else RESULT_WORDS):
+        raise ValueError(f"sampling: results of {width} words do not hold the alternatives")
+    if rows == 0:
+        return
+    b = buffers
+    blocks = triton.cdiv(vocab, b.block)
+    constants = {
+        "EDITS": words is not None,
+        "BIASES": biases is not None,
+        "BLOCK": b.block,
+        "BLOCKS": b.partials.shape[2],
+        "PDL": pdl,
+        "num_warps": num_warps,
+        "launch_pdl": pdl,
+        # A fused multiply-add would round the penalties otherwise than the reference does.
+        "enable_fp_fusion": False,
+    }
+    # Unused pointers still need a tensor of the right type.
+    inputs = (logits, step, table, words if words is not None else table, biases if biases is not None else b.floats)
+    state = (b.partials, b.floats, b.integers, b.tickets)
+    scale = 2.0 ** (62 - (vocab - 1).bit_length())
+    grid = (blocks, rows)
+    kernels.scan_kernel[grid](
+        *inputs, *state, last_tokens, results, rows, vocab, blocks, logits.stride(0), width, scale, **constants
+    )
+    for _ in range(selections):
+        kernels.select_kernel[grid](
+            *inputs, *state, b.masses, b.counts, rows, vocab, logits.stride(0), scale, **constants
+        )
+    if filters:
+        kernels.race_kernel[grid](
+            *inputs, *state, last_tokens, results, rows, vocab, logits.stride(0), width, **constants
+        )
+    if alternatives:
+        kernels.alternatives_kernel[(rows,)](
+            logits,
+            step,
+            table,
+            b.partials,
+            b.floats,
+            results,
+            vocab,
+            logits.stride(0),
+            width,
+            BLOCK=b.block,
+            BLOCKS=b.partials.shape[2],
+            PDL=pdl,
+            num_warps=num_warps,
+            launch_pdl=pdl,
+        )

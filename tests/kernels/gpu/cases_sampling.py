@@ -1,0 +1,45 @@
+"""The pointwise and sampling kernels at the shape of Qwen3.5-4B, for tests/kernels/hopper.py."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.activations import swiglu
+from kernels.gpu.embedding import gather_tokens
+from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, SamplingBuffers, sample_rows
+
+_HIDDEN, _INTERMEDIATE, _VOCAB = 2560, 9216, 248_320
+
+
+def launches() -> None:
+    """Launches every kernel once in each variant."""
+    x = torch.zeros(2, _HIDDEN, dtype=torch.bfloat16)
+    weight = torch.ones(_HIDDEN)
+    slots = torch.zeros(2, dtype=torch.int32)
+    for pdl in (False, True):
+        rms_norm(x, weight, 1e-6, pdl=pdl)
+        rms_norm(x, weight, 1e-6, x, pdl=pdl)
+        swiglu(torch.zeros(2, 2 * _INTERMEDIATE, dtype=torch.bfloat16), pdl=pdl)
+        gather_tokens(slots, slots, slots, torch.zeros(8, _HIDDEN, dtype=torch.bfloat16), pdl=pdl)
+    step = torch.zeros(2, 2, dtype=torch.int32)
+    table = torch.zeros(4, PARAMETER_WORDS, dtype=torch.int32)
+    results = torch.zeros(2, ROW_WORDS, dtype=torch.int32)
+    buffers = SamplingBuffers.allocate(2, _VOCAB, "cpu")
+    words, biases = torch.zeros(1, _VOCAB, dtype=torch.int32), torch.zeros(1, _VOCAB)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.zeros(2, _VOCAB, dtype=dtype)
+        for edits in ({}, {"words": words}, {"words": words, "biases": biases}):
+            sample_rows(
+                logits,
+                step,
+                table,
+                buffers,
+                slots,
+                results,
+                selections=1,
+                filters=True,
+                alternatives=True,
+                pdl=dtype == torch.float32,
+                **edits,
+            )
