@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import structlog
 
 from benchmarks.adapters import GeneratedAdapters, adapter_name
 from services.engine.model.config import ModelConfig
@@ -143,6 +146,14 @@ class InProcessEngine:
 
     def _adapter(self, index: int) -> AdapterChoice:
         return AdapterChoice(name=adapter_name(index % self.adapters)) if self.adapters else AdapterChoice()
+
+
+def only_warnings() -> None:
+    """Keeps the engine's log off standard output, where the figures go."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def settings_for(model: Path, device: str, **values: object) -> EngineSettings:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -131,16 +130,13 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Builds the engine once and measures all cases."""
-    import structlog
-
     from services.pod.preflight import use_kernel_cache
 
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     began = time.perf_counter()
     directory = checkpoint(options.model, options.scratch)
     written = time.perf_counter() - began
     # Imported after Triton's cache is chosen.
-    from benchmarks.in_process import InProcessEngine, settings_for
+    from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.swaps import measure_swaps
     from benchmarks.timeline import profile_decode
 
@@ -154,6 +150,7 @@ def run(options: argparse.Namespace) -> None:
         max_num_seqs=max(case.requests for case in options.cases) if options.device == "cpu" else 0,
         **dict(pair.split("=", 1) for pair in options.set),
     )
+    only_warnings()
     use_kernel_cache(settings)
     engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
     common = {
