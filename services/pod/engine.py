@@ -31,7 +31,7 @@ from services.engine.rollouts import RolloutMemory
 from services.engine.runner import ModelRunner
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
-from services.pod.memory import count_parameters, device_bytes, plan, state_slots
+from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage
 
 VERSION = "0.1.0"
 
@@ -94,6 +94,7 @@ def build_engine(
         raise CheckpointRejected(
             f"{settings.model}: the tokenizer has {codec.vocab_size} tokens, the model {config.vocab_size}"
         )
+    storage(settings, hardware).check(config)
     # Planned before anything is loaded: what does not fit is refused with the numbers.
     dtype = resolve_dtype(settings.dtype, device)
     settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware))
@@ -101,7 +102,7 @@ def build_engine(
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
     with ThreadPoolExecutor(1) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
-        model = Qwen3_5.from_directory(settings.model, dtype=dtype, device=device)
+        model = Qwen3_5.from_directory(settings.model, dtype=dtype, device=device, storage=storage(settings, hardware))
         base_digest = digest.result()
     log.info("weights loaded", bytes=model.weights.nbytes(), digest=base_digest)
 

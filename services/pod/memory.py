@@ -10,7 +10,7 @@ import torch
 from services.common.errors import DoesNotFit
 from services.engine.memory.plan import Footprint, MemoryPlan, plan_memory
 from services.engine.model.config import ModelConfig
-from services.engine.model.footprint import Formats, block_bytes, slot_bytes, weight_bytes, widest_output
+from services.engine.model.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
 from services.engine.model.loader import copies_head
 from services.engine.model.lora import LoraSlots
 from services.engine.settings import EngineSettings
@@ -44,12 +44,21 @@ def device_bytes(device: Device) -> int:
         return total
 
 
+def storage(settings: EngineSettings, device: Device) -> Storage:
+    """How this pod keeps weight matrices. A quantized model's head is fp8 wherever the GPU has it: the largest matrix
+    of a step, and the one whose rounding matters least in int4."""
+    return Storage(
+        quantization=settings.quantization,
+        float8_head=settings.quantization != "none" and device.has_float8,
+        invariant=settings.batch_invariant,
+    )
+
+
 def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Formats:
     """How this pod stores numbers."""
     return Formats(
         itemsize=dtype.itemsize,
-        quantization=settings.quantization,
-        head_float8=settings.quantization != "none" and device.has_float8,
+        storage=storage(settings, device),
         head_copy=copies_head(config, dtype, device.torch),
         kv_float8=settings.kv_cache_dtype == "fp8",
         state_itemsize=2 if settings.state_dtype == "bfloat16" else 4,
@@ -70,13 +79,18 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
             weights, block, slot, adapter_slot, _LOGIT_COPIES * settings.max_num_seqs * logits + activations
         )
     row = widest_output(config) * dtype.itemsize
+    decoded = 0
+    if settings.quantization != "none":  # of a long prefill and of training, one at a time
+        decoded = config.hidden_size * max(widest_output(config), config.vocab_size) * dtype.itemsize
     captured = min(settings.cuda_graphs, settings.max_num_seqs)
     return Footprint(
         weights=weights,
         block=block,
         slot=slot,
         adapter_slot=adapter_slot,
-        workspace=settings.max_num_seqs * logits * _LOGIT_COPIES + _ACTIVATION_COPIES * settings.token_budget * row,
+        workspace=settings.max_num_seqs * logits * _LOGIT_COPIES
+        + _ACTIVATION_COPIES * settings.token_budget * row
+        + decoded,
         # Token counts for the penalties and masks of every row, and the tables of parameters beside them.
         sampler=settings.max_num_seqs * logits * 2,
         graphs=_GRAPH_FIXED + captured * (logits + _GRAPH_COPIES * row) if captured else 0,
@@ -95,7 +109,7 @@ def plan(
 
     Args:
         settings: as read; a max_num_seqs of 0 becomes the most, up to the device's default, that leaves half of what
-            weights, workspace and adapters do not take to KV and training.
+            weights, workspace, adapters and snapshots do not take to KV and training.
         available: device_bytes().
 
     Returns:
@@ -115,7 +129,8 @@ def plan(
         except DoesNotFit:
             most = count
             continue
-        if made.states <= made.unclaimed // 2:
+        running = most * made.states // state_slots(chosen)
+        if 2 * running <= made.unclaimed - (made.states - running):
             return chosen, made
         most = count
     chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)

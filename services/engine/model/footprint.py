@@ -8,12 +8,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kernels.quantize import GROUP
+from services.common.errors import InvalidRequest
 from services.engine.model.config import ModelConfig
 
 Quantization = Literal["none", "fp8", "int4"]
 
-INT4_GROUP = 128
-"""Weights that share a scale."""
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How weight matrices are kept."""
+
+    quantization: Quantization = "none"
+    """Of the matrices of the layers."""
+    float8_head: bool = False
+    """The head is an fp8 matrix of its own, also where the embedding is tied to it."""
+    invariant: bool = False
+    """Products do not depend on how many rows they have."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises InvalidRequest if int4's groups do not divide the inputs of a matrix."""
+        if self.quantization != "int4":
+            return
+        for layer in range(config.num_layers):
+            for module, (_, into) in config.linear_shapes(layer).items():
+                if into % GROUP:
+                    raise InvalidRequest(
+                        f"TEMPER_QUANTIZATION=int4 needs inputs in groups of {GROUP}, layers.{layer}.{module} has "
+                        f"{into}; use fp8 or none",
+                        param="quantization",
+                    )
+
+
+PLAIN = Storage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +49,7 @@ class Formats:
 
     itemsize: int
     """Bytes of a number of the model's dtype."""
-    quantization: Quantization = "none"
-    """Of the matrices of the layers."""
-    head_float8: bool = False
-    """The head is a quantized matrix of its own, also where the embedding is tied to it."""
+    storage: Storage = PLAIN
     head_copy: bool = False
     """A tied head is a second copy of the embedding in another memory order."""
     kv_float8: bool = False
@@ -38,8 +62,8 @@ def matrix_bytes(out: int, into: int, itemsize: int, quantization: Quantization)
     if quantization == "fp8":
         return out * into + 4 * out
     if quantization == "int4":
-        groups = -(-into // INT4_GROUP)
-        return out * into // 2 + out * groups * 4
+        # Half a byte a number; a bfloat16 scale and a byte of zero point a group.
+        return out * into // 2 + out * (into // GROUP) * 3
     return out * into * itemsize
 
 
@@ -48,14 +72,14 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     total = 0
     for layer in range(config.num_layers):
         shapes = config.linear_shapes(layer).values()
-        total += sum(matrix_bytes(out, into, formats.itemsize, formats.quantization) for out, into in shapes)
+        total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
     delta_net = config.conv_dim * config.conv_kernel * formats.itemsize
     delta_net += 4 * (2 * config.linear_value_heads + config.linear_value_dim)
     attention = 4 * (config.num_heads + config.num_kv_heads) * config.head_dim
     norms = 4 * config.hidden_size * (2 * config.num_layers + 1)
     total += delta_net * config.num_linear_layers + attention * config.num_full_layers + norms
     embedding = config.vocab_size * config.hidden_size * formats.itemsize
-    if formats.head_float8:
+    if formats.storage.float8_head:
         return total + embedding + matrix_bytes(config.vocab_size, config.hidden_size, formats.itemsize, "fp8")
     own_head = formats.head_copy or not config.tie_word_embeddings
     return total + embedding * (2 if own_head else 1)

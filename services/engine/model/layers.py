@@ -14,6 +14,7 @@ from kernels.rms_norm import gated_rms_norm, l2_normalize, rms_norm
 from kernels.rope import apply_rope
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora_slots import LoraLayer
+from services.engine.model.matrix import Matrix
 from services.engine.model.step import Step
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 
@@ -44,15 +45,15 @@ def decoder_layer(
     return _add_linear(x, swiglu(_linear(normed, weights.gate_up, lora, "gate_up")), weights.down, lora, "down")
 
 
-def _linear(x: Tensor, weight: Tensor, lora: LoraLayer | None, group: str) -> Tensor:
-    out = F.linear(x, weight)
+def _linear(x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str) -> Tensor:
+    out = F.linear(x, weight.dense())
     if lora is not None:
         lora.add(group, x, out)
     return out
 
 
-def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, lora: LoraLayer | None, group: str) -> Tensor:
-    out = torch.addmm(residual, x, weight.t())
+def _add_linear(residual: Tensor, x: Tensor, weight: Matrix, lora: LoraLayer | None, group: str) -> Tensor:
+    out = torch.addmm(residual, x, weight.dense().t())
     if lora is not None:
         lora.add(group, x, out)
     return out

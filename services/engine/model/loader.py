@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,8 +20,13 @@ from torch import Tensor
 
 from services.common.errors import CheckpointRejected
 from services.engine.model.config import ModelConfig
+from services.engine.model.footprint import PLAIN, Storage
+from services.engine.model.matrix import Matrix, quantize
 from services.engine.model.upload import Uploader
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+
+if TYPE_CHECKING:
+    from kernels.gpu.skinny import SplitWorkspace
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Multimodal class, its older spelling, text class."""
@@ -65,26 +70,39 @@ def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
 
 def load_checkpoint(
-    path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    storage: Storage = PLAIN,
 ) -> ModelWeights:
     """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
-    each tensor goes from the mapped file to its place in a fused matrix.
+    each tensor goes from the mapped file to its place in a fused matrix, which is quantized before the next one comes.
 
     Raises:
+        InvalidRequest: the shapes cannot be quantized so.
         CheckpointRejected: no weights, a corrupt file, or a tensor that is missing, unknown, twice there or misshaped.
     """
     with ExitStack() as stack:
-        return _Builder(_open(Path(path), stack), config, dtype, torch.device(device)).build()
+        storage.check(config)
+        return _Builder(_open(Path(path), stack), config, dtype, torch.device(device), storage).build()
 
 
 class _Builder:
     """Copies tensors out of the mapped shards into their places in the fused matrices."""
 
     def __init__(
-        self, shards: Mapping[str, tuple[str, _Shard]], config: ModelConfig, dtype: torch.dtype, device: torch.device
+        self,
+        shards: Mapping[str, tuple[str, _Shard]],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        storage: Storage,
     ) -> None:
         self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
+        self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
+        self._workspace = _split_workspace(device) if device.type == "cuda" else None
         self._shapes = expected = config.tensor_shapes()
         for name in expected:
             if name not in shards:
@@ -106,16 +124,19 @@ class _Builder:
     def build(self) -> ModelWeights:
         layers = tuple(self._layer(index) for index in range(self._config.num_layers))
         embedding = self._copy("embed_tokens.weight", self._dtype)
-        if not self._config.tie_word_embeddings:
-            head = self._matrix("lm_head.weight")
-        elif copies_head(self._config, self._dtype, self._device):
-            head = _in_memory_order(embedding)
-        else:
-            head = embedding
-        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), head)
+        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), self._head(embedding))
         if self._uploader is not None:
             self._uploader.finish()
+            torch.cuda.empty_cache()  # what quantizing took is free for the caches
         return weights
+
+    def _head(self, embedding: Tensor) -> Matrix:
+        config, kind = self._config, "fp8" if self._storage.float8_head else "none"
+        if not config.tie_word_embeddings:
+            return self._matrix("lm_head.weight", kind=kind)
+        if kind == "none" and copies_head(config, self._dtype, self._device):
+            embedding = _in_memory_order(embedding)
+        return self._stored(embedding, kind)
 
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"layers.{index}."
@@ -166,11 +187,12 @@ class _Builder:
         self._fill(source, target)
         return target
 
-    def _matrix(self, *names: str, first_rows: Tensor | None = None) -> Tensor:
+    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "") -> Matrix:
         """The named tensors one below the other.
 
         Args:
             first_rows: the order of the first one's rows.
+            kind: how to store them; empty: like all layers.
         """
         shapes = [self._shapes[name] for name in names]
         matrix = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype, device=self._device)
@@ -180,7 +202,11 @@ class _Builder:
                 torch.index_select(self._copy(name, self._dtype), 0, first_rows, out=target)
             else:
                 self._fill(self._read(name), target)
-        return _in_memory_order(matrix)
+        kind = kind or self._storage.quantization
+        return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind)
+
+    def _stored(self, matrix: Tensor, kind: str) -> Matrix:
+        return quantize(matrix, kind, workspace=self._workspace, invariant=self._storage.invariant)
 
     def _fill(self, source: Tensor, target: Tensor) -> None:
         if self._uploader is not None:
@@ -190,6 +216,13 @@ class _Builder:
 
     def _norm(self, name: str) -> Tensor:
         return 1.0 + self._copy(name, torch.float32)
+
+
+def _split_workspace(device: torch.device) -> SplitWorkspace:
+    # Imported where there is a GPU: it needs Triton.
+    from kernels.gpu.skinny import SplitWorkspace
+
+    return SplitWorkspace.allocate(device)
 
 
 def _in_memory_order(matrix: Tensor) -> Tensor:

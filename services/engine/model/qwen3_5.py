@@ -18,6 +18,7 @@ from kernels.token_logprobs import token_logprobs
 from services.common.errors import InvalidRequest
 from services.engine.model.batch import CacheBuffers, ForwardBatch
 from services.engine.model.config import ModelConfig
+from services.engine.model.footprint import PLAIN, Storage
 from services.engine.model.layers import decoder_layer
 from services.engine.model.loader import load_checkpoint
 from services.engine.model.lora_params import LoraParams
@@ -59,18 +60,27 @@ class Qwen3_5:  # noqa: N801
         return self.weights.embedding.device
 
     @classmethod
-    def from_directory(cls, path: str | Path, *, dtype: torch.dtype | str, device: torch.device | str) -> Qwen3_5:
+    def from_directory(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | str,
+        device: torch.device | str,
+        storage: Storage = PLAIN,
+    ) -> Qwen3_5:
         """Loads a checkpoint directory (config.json and safetensors).
 
         Args:
             dtype: a torch dtype or a name for resolve_dtype().
+            storage: quantization of the weight matrices.
 
         Raises:
+            InvalidRequest: the shapes cannot be quantized so.
             CheckpointRejected: the directory is not a complete Qwen3.5 checkpoint.
         """
         config = ModelConfig.from_directory(path)
         chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
-        return cls(config, load_checkpoint(path, config, chosen, device))
+        return cls(config, load_checkpoint(path, config, chosen, device, storage))
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """Bytes of K and V of one block over all full-attention layers."""
@@ -136,7 +146,7 @@ class Qwen3_5:  # noqa: N801
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab] float32."""
-        return F.linear(hidden, self.weights.head).float()
+        return F.linear(hidden, self.weights.head.dense()).float()
 
     def forward_train(
         self,
@@ -185,4 +195,4 @@ class Qwen3_5:  # noqa: N801
         Returns:
             [N] float32.
         """
-        return token_logprobs(hidden, self.weights.head, targets, temperature)
+        return token_logprobs(hidden, self.weights.head.dense(), targets, temperature)

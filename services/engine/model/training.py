@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,6 +20,7 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.layers import split_heads
 from services.engine.model.loader import query_row_order
 from services.engine.model.lora_params import LoraParams, TrainableTarget
+from services.engine.model.matrix import DenseMatrix, Matrix
 from services.engine.model.step import query_key_scale
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 
@@ -51,25 +53,47 @@ class PackedStep:
         )
 
 
+def frozen_linear(x: Tensor, weight: Matrix) -> Tensor:
+    """``x Wᵀ``, differentiable in x. A quantized matrix is decoded again for the backward: keeping what the forward
+    decoded would keep the whole model in full size."""
+    if isinstance(weight, DenseMatrix):
+        return F.linear(x, weight.dense())
+    result: Tensor = _DecodedLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _DecodedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Matrix) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.dense())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.weight.dense(), None
+
+
 class LayerAdapter:
     """The trainable adapter of one layer; without one, every method is the plain linear map."""
 
     def __init__(self, targets: Mapping[str, TrainableTarget], query_rows: Tensor) -> None:
         self._targets, self._query_rows = targets, query_rows
 
-    def project(self, x: Tensor, weight: Tensor, modules: Mapping[str, int]) -> list[Tensor]:
+    def project(self, x: Tensor, weight: Matrix, modules: Mapping[str, int]) -> list[Tensor]:
         """One fused projection, taken apart by module.
 
         Args:
             x: [T, in].
             modules: path inside the layer → number of outputs, in the order of the rows of ``weight``.
         """
-        parts = torch.split(F.linear(x, weight), list(modules.values()), dim=-1)
+        parts = torch.split(frozen_linear(x, weight), list(modules.values()), dim=-1)
         return [self._adapted(part, x, module) for part, module in zip(parts, modules, strict=True)]
 
-    def add(self, residual: Tensor, x: Tensor, weight: Tensor, module: str) -> Tensor:
+    def add(self, residual: Tensor, x: Tensor, weight: Matrix, module: str) -> Tensor:
         """The residual plus one linear map."""
-        return self._adapted(torch.addmm(residual, x, weight.t()), x, module)
+        if isinstance(weight, DenseMatrix):
+            return self._adapted(torch.addmm(residual, x, weight.dense().t()), x, module)
+        return self._adapted(residual + frozen_linear(x, weight), x, module)
 
     def _adapted(self, out: Tensor, x: Tensor, module: str) -> Tensor:
         target = self._targets.get(module)

@@ -1,7 +1,7 @@
 """The frozen weights as the forward pass wants them: projections that share an input are one matrix.
 
-Matrices are [out, in] in the model's dtype; norm weights, A and dt_bias are float32, because they are tiny and the
-reference computes with them in float32.
+Matrices are [out, in], in the model's dtype or quantized; norm weights, A and dt_bias are float32, because they are
+tiny and the reference computes with them in float32.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.engine.model.matrix import DenseMatrix, Matrix
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
     """One Gated DeltaNet mixer."""
 
-    in_proj: Tensor
+    in_proj: Matrix
     """Rows of in_proj_qkv | in_proj_z | in_proj_b | in_proj_a."""
     conv: Tensor
     """[kernel, conv_dim]: row j multiplies the input kernel - 1 - j tokens back."""
@@ -25,19 +27,19 @@ class DeltaNetWeights:
     """[value_heads] float32."""
     norm: Tensor
     """[value_dim] float32, plain (not 1 + w)."""
-    out_proj: Tensor
+    out_proj: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """One gated full-attention mixer."""
 
-    in_proj: Tensor
+    in_proj: Matrix
     """Rows gate | query | key | value: q_proj's interleaved [query | gate] per head is taken apart, so that the heads
     that get a norm and a rotation are contiguous."""
     qk_norm: Tensor
     """[heads + kv_heads, head_dim] float32: 1 + w of q_norm for each query head, of k_norm for each key head."""
-    out_proj: Tensor
+    out_proj: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,9 @@ class LayerWeights:
     """[hidden] float32: 1 + w, like every norm but DeltaNet's own."""
     mixer: DeltaNetWeights | AttentionWeights
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     """Rows of gate_proj | up_proj."""
-    down: Tensor
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +63,19 @@ class ModelWeights:
     """[vocab, hidden]."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
-    """[vocab, hidden]; the embedding itself when tied."""
+    head: Matrix
+    """[vocab, hidden]; the embedding itself when tied and not quantized."""
 
     def nbytes(self) -> int:
         """Bytes of all weights, a tied head counted once."""
-        seen: dict[int, int] = {}
-
-        def add(*tensors: Tensor) -> None:
-            for tensor in tensors:
-                seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-
-        add(self.embedding, self.final_norm, self.head)
+        tensors = [self.embedding, self.final_norm]
+        tied = isinstance(self.head, DenseMatrix) and self.head.weight.data_ptr() == self.embedding.data_ptr()
+        matrices = [] if tied else [self.head]
         for layer in self.layers:
-            add(layer.input_norm, layer.post_norm, layer.gate_up, layer.down, layer.mixer.in_proj, layer.mixer.out_proj)
+            tensors += [layer.input_norm, layer.post_norm]
+            matrices += [layer.gate_up, layer.down, layer.mixer.in_proj, layer.mixer.out_proj]
             if isinstance(layer.mixer, DeltaNetWeights):
-                add(layer.mixer.conv, layer.mixer.negative_a, layer.mixer.dt_bias, layer.mixer.norm)
+                tensors += [layer.mixer.conv, layer.mixer.negative_a, layer.mixer.dt_bias, layer.mixer.norm]
             else:
-                add(layer.mixer.qk_norm)
-        return sum(seen.values())
+                tensors.append(layer.mixer.qk_norm)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + sum(m.nbytes for m in matrices)

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from services.engine.model.footprint import Quantization, Storage
+from services.engine.model.matrix import Matrix
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.upload import Uploader
 from tests.parity.reference import CONFIGS, make_checkpoint
+
+TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 
 
 @pytest.mark.parametrize("staging", [16, 64, 1000, 4096])
@@ -43,4 +48,22 @@ def test_the_gpu_gets_what_the_cpu_gets(name: str, dtype: str, tmp_path: Path) -
         pairs += [(one.gate_up, other.gate_up), (one.down, other.down)]
         pairs += [(getattr(one.mixer, field), getattr(other.mixer, field)) for field in one.mixer.__slots__]
     for one, other in pairs:
-        torch.testing.assert_close(other.cpu(), one, rtol=1e-6, atol=0)  # exp differs in the last bit
+        torch.testing.assert_close(tensor(other).cpu(), tensor(one), rtol=1e-6, atol=0)  # exp differs in the last bit
+
+
+def tensor(weight: Tensor | Matrix) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_the_gpu_quantizes_like_the_cpu(quantization: Quantization) -> None:
+    kept = Storage(quantization, float8_head=True)
+    here = Qwen3_5.from_directory(TINY, dtype="bfloat16", device="cpu", storage=kept).weights
+    there = Qwen3_5.from_directory(TINY, dtype="bfloat16", device="cuda", storage=kept).weights
+    assert here.nbytes() == there.nbytes()
+    for one, other in zip((*here.layers, here), (*there.layers, there), strict=True):
+        for field in ("gate_up", "down", "head"):
+            if hasattr(one, field):
+                a, b = tensor(getattr(one, field)).float(), tensor(getattr(other, field)).cpu().float()
+                assert (a - b).norm() <= 1e-2 * a.norm()  # a tie may round the other way

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.errors import DoesNotFit
+from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.model.config import ModelConfig
-from services.engine.model.footprint import Formats, block_bytes, slot_bytes, weight_bytes
+from services.engine.model.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
+from services.engine.model.matrix import Fp8Matrix, Int4Matrix
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
@@ -18,6 +19,7 @@ from services.pod.memory import count_parameters, footprint, formats, plan, stat
 from tests.parity.reference import BASE, CONFIGS, make_checkpoint
 
 GIB = 1024**3
+TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 A100 = Device("cuda", "NVIDIA A100", (8, 0))
 BF16 = torch.bfloat16
@@ -62,6 +64,22 @@ def test_counts_what_the_loader_allocates(name: str, dtype: str, tmp_path: Path)
     assert states == 5 * slot_bytes(model.config, stored)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_counts_what_quantizing_leaves(quantization: Quantization) -> None:
+    kept = Storage(quantization, float8_head=True)
+    model = Qwen3_5.from_directory(TINY, dtype="bfloat16", device="cpu", storage=kept)
+    assert weight_bytes(model.config, Formats(2, kept)) == model.weights.nbytes()
+    assert isinstance(model.weights.head, Fp8Matrix)
+    assert isinstance(model.weights.layers[0].gate_up, Fp8Matrix if quantization == "fp8" else Int4Matrix)
+
+
+def test_int4_groups_must_divide_the_shapes() -> None:
+    config = ModelConfig.from_dict({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE)
+    Storage("fp8").check(config)
+    with pytest.raises(InvalidRequest, match=r"int4 needs inputs in groups of 128, layers\.0\..* has 48; use fp8"):
+        Storage("int4").check(config)
+
+
 def test_the_published_shape() -> None:
     assert count_parameters(QWEN_4B) == 4_205_751_296
     plain = footprint(QWEN_4B, settings().for_device("cuda"), BF16, H200)
@@ -76,15 +94,15 @@ def test_quantized_sizes() -> None:
 
     # Layers 3.57 G numbers; embedding bf16 1.27 GB; head fp8 0.64 GB beside it.
     assert weights(quantization="fp8") == pytest.approx(3.57 + 1.27 + 0.64, abs=0.02)
-    assert weights(quantization="int4") == pytest.approx(3.57 * (0.5 + 4 / 128) + 1.27 + 0.64, abs=0.02)
+    assert weights(quantization="int4") == pytest.approx(3.57 * (0.5 + 3 / 128) + 1.27 + 0.64, abs=0.02)
     half = footprint(QWEN_4B, settings(kv_cache_dtype="fp8", state_dtype="bfloat16").for_device("cuda"), BF16, H200)
     assert half.block == 16 * 8 * 2 * 4 * (256 + 4)
     assert half.slot == pytest.approx(25.1 * 2**20, rel=1e-3)
 
 
 def test_int4_keeps_the_head_where_there_is_no_float8() -> None:
-    assert formats(QWEN_4B, settings(quantization="int4"), BF16, H200).head_float8
-    assert not formats(QWEN_4B, settings(quantization="int4"), BF16, A100).head_float8
+    assert formats(QWEN_4B, settings(quantization="int4"), BF16, H200).storage.float8_head
+    assert not formats(QWEN_4B, settings(quantization="int4"), BF16, A100).storage.float8_head
 
 
 def test_a_large_card_gets_the_defaults() -> None:
@@ -94,7 +112,7 @@ def test_a_large_card_gets_the_defaults() -> None:
     assert made.model_len(QWEN_4B.max_position_embeddings) == 262144
 
 
-@pytest.mark.parametrize(("gib", "quantization"), [(24, "none"), (24, "fp8"), (16, "int4"), (48, "none")])
+@pytest.mark.parametrize(("gib", "quantization"), [(24, "none"), (24, "fp8"), (16, "int4"), (32, "none")])
 def test_a_smaller_card_runs_fewer_sequences(gib: int, quantization: str) -> None:
     chosen, made = plan(QWEN_4B, settings(quantization=quantization), BF16, H200, gib * GIB)
     assert 4 <= chosen.max_num_seqs < 256

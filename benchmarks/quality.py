@@ -1,0 +1,157 @@
+"""What quantization costs in quality: `python -m benchmarks.quality [--engine] [--json FILE]`.
+
+Two figures for each way to store weights, KV and states:
+- perplexity of models/tiny on the replies of held-out conversations of its recipe (trained weights);
+- error of the logits of a random model of the 4B shape, relative to a float32 computation: for each prompt the logits
+  of some tokens, their mean taken off, in the Euclidean norm. Random weights have no outliers: read it as the share of
+  the rounding, beside that of bf16 itself.
+
+Without --engine the torch forward runs with the stored weights multiplied out, on any machine; with it the engine's own
+kernels run (on a GPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.random_checkpoint import TINY, config_of, write
+from benchmarks.scorers import EngineScorer, Mode, Query, TorchScorer
+from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
+from services.common.telemetry import configure_logging
+from services.engine.model.footprint import Storage
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.settings import EngineSettings
+
+MODES = (
+    Mode(),
+    Mode(quantization="fp8"),
+    Mode(quantization="int4"),
+    Mode(kv_cache_dtype="fp8"),
+    Mode(quantization="fp8", kv_cache_dtype="fp8"),
+)
+ENGINE_MODES = (*MODES, Mode(state_dtype="bfloat16"))
+Score = Callable[[Sequence[Query]], list[float]]
+
+
+def held_out_queries(count: int) -> list[Query]:
+    """Every token of the replies to ``count`` held-out items a skill."""
+    tokenizer, template = Tokenizer.from_file(str(TINY / "tokenizer.json")), chat_template()
+    queries: list[Query] = []
+    for skill in SKILLS:
+        for item in held_out_items(skill, count):
+            prompt = tokenizer.encode(prompt_text(item, template)).ids
+            tokens = prompt + tokenizer.encode(item.completion() + END).ids
+            queries += [Query(tuple(tokens[:at]), tokens[at]) for at in range(len(prompt), len(tokens))]
+    return queries
+
+
+def random_queries(vocab_size: int, prompts: int, length: int, tokens: int) -> list[Query]:
+    """``tokens`` candidates behind each of some random prompts."""
+    rng = random.Random(0)
+    queries: list[Query] = []
+    for _ in range(prompts):
+        prefix = tuple(rng.randrange(vocab_size) for _ in range(length))
+        queries += [Query(prefix, token) for token in rng.sample(range(vocab_size), tokens)]
+    return queries
+
+
+def perplexity(logprobs: Sequence[float]) -> float:
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def relative_error(logprobs: Sequence[float], reference: Sequence[float], tokens: int) -> float:
+    """Of the logits of each prompt's ``tokens`` candidates, which a log-probability is up to a constant."""
+    mine, truth = (torch.tensor(values, dtype=torch.float64).view(-1, tokens) for values in (logprobs, reference))
+    mine, truth = (values - values.mean(1, keepdim=True) for values in (mine, truth))
+    return float((mine - truth).norm() / truth.norm())
+
+
+def torch_score(model: Path, mode: Mode, dtype: str, device: torch.device) -> Score:
+    """The torch forward in one mode."""
+    kept = Storage(mode.quantization, float8_head=mode.quantization != "none")
+    loaded = Qwen3_5.from_directory(model, dtype=dtype, device=device, storage=kept)
+    return TorchScorer(loaded, float8_kv=mode.kv_cache_dtype == "fp8").score
+
+
+def measure(model: Path, queries: Sequence[Query], *, engine: bool, device: torch.device) -> dict[str, list[float]]:
+    """Mode → log-probabilities; "float32" is the torch forward with the weights as they are."""
+    found = {"float32": torch_score(model, Mode(), "float32", device)(queries)}
+    for mode in ENGINE_MODES if engine else MODES:
+        sys.stderr.write(f"{model.name}: {mode.name}\n")
+        if engine:
+            with EngineScorer(model, mode) as scorer:
+                found[mode.name] = scorer.score(queries)
+        else:
+            found[mode.name] = torch_score(model, mode, "bfloat16", device)(queries)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def report(
+    held_out: Sequence[Query], *, layers: int | None, vocab_size: int | None, engine: bool, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Mode → perplexity of the tiny model and logit error of the random one."""
+    tiny = measure(TINY, held_out, engine=engine, device=device)
+    tokens = 64
+    with tempfile.TemporaryDirectory() as scratch:
+        config = config_of("qwen3.5-4b", layers, vocab_size)
+        write(Path(scratch) / "random", config)
+        queries = random_queries(config["vocab_size"], prompts=8, length=160, tokens=tokens)
+        random_model = measure(Path(scratch) / "random", queries, engine=engine, device=device)
+    return {
+        name: {
+            "tiny_perplexity": round(perplexity(tiny[name]), 5),
+            "logit_error": round(relative_error(random_model[name], random_model["float32"], tokens), 5),
+        }
+        for name in tiny
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", action="store_true", help="through the engine's kernels")
+    parser.add_argument("--items", type=int, default=20, help="held-out conversations a skill")
+    parser.add_argument("--layers", type=int, help="of the random model; default: all on a GPU, 4 on a CPU")
+    parser.add_argument("--vocab-size", type=int, help="default: all on a GPU, 16384 on a CPU")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    configure_logging(EngineSettings(log_level="warning"), service="quality")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    small = device.type == "cpu"
+    layers, vocab_size = options.layers or (4 if small else None), options.vocab_size or (16384 if small else None)
+    held_out = held_out_queries(options.items)
+    figures = report(held_out, layers=layers, vocab_size=vocab_size, engine=options.engine, device=device)
+    result = {
+        "path": "engine" if options.engine else "torch",
+        "device": torch.cuda.get_device_name() if not small else "cpu",
+        "torch": torch.__version__,
+        "held_out_tokens": len(held_out),
+        "random_model": {"shape": "qwen3.5-4b", "layers": layers, "vocab_size": vocab_size},
+        "modes": figures,
+    }
+    table = Table("stored as", "perplexity, tiny", "logit error, 4B shape", box=None)
+    for name, row in figures.items():
+        table.add_row(name, f"{row['tiny_perplexity']:.4f}", f"{row['logit_error']:.4f}")
+    Console(stderr=True).print(table)
+    text = json.dumps(result, indent=1)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
