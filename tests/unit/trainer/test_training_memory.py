@@ -26,6 +26,8 @@ def storages(value: Any) -> set[int]:
         return {value.untyped_storage().data_ptr()}
     if isinstance(value, tuple):
         return set().union(*map(storages, value))
+    if not dataclasses.is_dataclass(value):
+        return set()
     return set().union(*(storages(getattr(value, field.name)) for field in dataclasses.fields(value)))
 
 
