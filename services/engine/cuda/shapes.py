@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kernels.gpu.segments import TILE
 from services.engine.cuda.buffers import StepShape
@@ -52,12 +52,3 @@ def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None
 def _prefill(decodes: int, tokens: int, max_num_seqs: int) -> StepShape:
     segments = min(_SEGMENTS, max_num_seqs, tokens)
     return StepShape(decodes, decodes + tokens, segments, tokens // TILE + segments)
-
-
-def warm_up_shapes(shapes: Sequence[StepShape], max_num_seqs: int, token_budget: int) -> list[StepShape]:
-    """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
-    memory of the largest step: sizes of one, odd ones, multiples of 16."""
-    sizes = sorted({size for size in (1, 7, TILE, token_budget - 1, token_budget) if 0 < size <= token_budget})
-    extra = [StepShape.of(0, [size]) for size in sizes]
-    extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in (1, 3, 16) if token_budget > 25]
-    return [*shapes, *extra]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.engine.cuda.buffers import StepShape
-from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets, smallest, warm_up_shapes
+from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets, smallest
+from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
 
 
 def test_buckets_hold_every_batch() -> None:
@@ -67,3 +68,8 @@ def test_warm_up_stays_within_the_budget() -> None:
         shapes = warm_up_shapes([], sequences, budget)
         assert all(shape.rows <= budget and shape.decodes <= sequences for shape in shapes)
         assert any(shape.rows == budget for shape in shapes)
+
+
+def test_warm_up_samples_no_more_rows_than_there_are() -> None:
+    assert {len(plan.chunks) for plan in sampling_plans(256)} == {1, 3, 16}
+    assert {len(plan.chunks) for plan in sampling_plans(15)} == {1, 3}

@@ -1,0 +1,252 @@
+"""Turns a StepPlan into a few launches and, later, the result: the engine's runner on a CUDA device.
+
+A step is one copy of integers to the device, its layers (a captured graph, or uncaptured kernels for shapes that none
+holds), the head and the sampler, one small copy back and an event. ``launch`` never waits for the device; the loop
+launches the next step while this one runs and asks for its result after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention_decode import DecodeWorkspace, decode_config, decode_splits
+from kernels.gpu.block_tables import write_tables
+from kernels.gpu.sampling import ROW_WORDS
+from kernels.gpu.segments import TILE
+from kernels.rope import inverse_frequencies
+from services.engine.cuda.buffers import StepBuffers, StepShape
+from services.engine.cuda.graphs import StepGraphs
+from services.engine.cuda.sampler import CudaSampler
+from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets
+from services.engine.cuda.stream import Arrival, EngineStream
+from services.engine.cuda.tables import TableShadow
+from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.model.device_batch import DeviceCache, StepRows
+from services.engine.model.fused import DecodeAttention, FusedForward
+from services.engine.model.lora_slots import LoraSlots
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.plan import SampledToken, StepPlan, StepResult
+from services.engine.ports import StepHandle
+
+_INVARIANT_BATCH = 64
+"""Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
+_ENTRIES_A_COPY = 16384
+"""New block table entries that travel with a step; more (many long cached prefixes at once) go ahead of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """What the runner's static buffers must hold."""
+
+    max_num_seqs: int
+    token_budget: int
+    max_model_len: int
+    largest_graph: int = 0
+    """Largest decode batch to capture as a CUDA graph; 0: capture nothing."""
+    mixed_tokens: int = 0
+    """Prefill tokens of a step that also decodes, to capture; 0: capture none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """How kernels are launched."""
+
+    batch_invariant: bool = False
+    """A row's bits do not depend on the other rows of its step."""
+    pdl: bool = False
+    """Kernels are launched before the ones ahead have finished (programmatic dependent launch)."""
+
+
+class CudaRunner:
+    """Runs steps on one stream. Used by the loop thread only, once ``warm_up`` has returned.
+
+    Args:
+        model: its weights are matrices that project (services.engine.model.matrix).
+        cache: the scheduler owns which blocks and slots mean what.
+        lora: stacked adapter slots; slot 0 is the base.
+        eos_token_ids: what min_tokens masks.
+    """
+
+    depth = 2
+
+    def __init__(
+        self,
+        model: Qwen3_5,
+        cache: DeviceCache,
+        lora: LoraSlots,
+        limits: RunnerLimits,
+        options: RunnerOptions = RunnerOptions(),
+        *,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        device, config = model.device, model.config
+        self._limits = limits
+        self._cache = cache
+        self._has_adapters = lora.num_slots > 1
+        self._stream = EngineStream(device)
+        max_blocks = -(-limits.max_model_len // cache.block_size)
+        self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
+        self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
+        self._sampler = CudaSampler(
+            eos_token_ids, cache.num_slots, config.vocab_size, limits.max_num_seqs, device, pdl=options.pdl
+        )
+        self._results = [self._stream.host_buffer(limits.max_num_seqs * ROW_WORDS) for _ in range(self.depth)]
+        self._turn = 0
+        self._shapes = captured_shapes(
+            limits.largest_graph, limits.max_num_seqs, limits.token_budget, limits.mixed_tokens
+        )
+        self._attention = _attention(model, cache, limits, options)
+        self.forward = FusedForward(
+            config,
+            model.weights,
+            inverse_frequencies(config.rotary_dim, config.rope_theta, device),
+            cache,
+            lora,
+            tables=self._tables,
+            last_tokens=self._sampler.last_tokens,
+            batch_invariant=options.batch_invariant,
+            pdl=options.pdl,
+        )
+        adapter_slots = lora.num_slots - 1
+        largest = StepShape(
+            limits.max_num_seqs,
+            limits.max_num_seqs + limits.token_budget,
+            limits.max_num_seqs,
+            limits.token_budget // TILE + limits.max_num_seqs,
+        )
+        words = max(StepBuffers.words(shape, adapter_slots) for shape in (*self._shapes, largest))
+        extra = 16 * limits.max_num_seqs + 2 * _ENTRIES_A_COPY
+        self._buffers = StepBuffers(
+            self._stream, capacity=words + extra + 64, depth=self.depth, adapter_slots=adapter_slots
+        )
+        self._graphs = StepGraphs(self._stream, self._run_shape)
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured since the start: none after warm_up()."""
+        return self._graphs.captures
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles every kernel, captures the graphs and reserves the memory of the largest step. Before the first
+        request: what it leaves in the caches means nothing."""
+        limits = self._limits
+        with self._stream.active():
+            for shape in warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget):
+                self._run_padding(shape)
+        for plan in sampling_plans(limits.max_num_seqs):
+            self.launch(plan).result()
+        self._stream.synchronize()
+        if self._shapes:
+            self._graphs.capture(self._shapes, adapters=self._has_adapters)
+        with self._stream.active():
+            # Capturing gives unused memory back.
+            self._run_padding(StepShape.of(0, [limits.token_budget]))
+        self._stream.synchronize()
+
+    def _run_padding(self, shape: StepShape) -> None:
+        rows = self._buffers.load(shape, (), 0).rows
+        x = self._layers(rows, adapters=False)
+        if self._has_adapters:
+            x = self._layers(rows, adapters=True)
+        self.forward.logits(x[: self._limits.max_num_seqs])
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Queues a step behind those in flight."""
+        try:
+            with self._stream.active():
+                return self._launch(plan)
+        except BaseException:
+            # What was to be sent may not have reached the device.
+            self._shadow.forget()
+            raise
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
+        chunks = plan.chunks
+        decodes = 0
+        while decodes < len(chunks) and chunks[decodes].is_decode:
+            decodes += 1
+        wanted = StepShape.of(decodes, [len(chunk.token_ids) for chunk in chunks[decodes:]])
+        captured = self._graphs.find(wanted)
+        entries = self._shadow.entries(chunks)
+        while len(entries) > _ENTRIES_A_COPY:
+            write_tables(self._tables, self._buffers.send_entries(entries[:_ENTRIES_A_COPY]))
+            entries = entries[_ENTRIES_A_COPY:]
+        sampled = [chunk for chunk in chunks if chunk.samples]
+        sampling = self._sampler.prepare(sampled)
+        step = self._buffers.load(
+            captured or wanted,
+            chunks,
+            decodes,
+            entries=entries,
+            copies_before=plan.copies_before,
+            copies_after=plan.copies_after,
+            extra=sampling.step,
+        )
+        write_tables(self._tables, step.table_entries)
+        self._cache.copy_states(step.copies_before)
+        x = self._graphs.replay(captured, step.has_adapters) if captured else self._layers(step.rows, step.has_adapters)
+        self._cache.copy_states(step.copies_after)
+        if not sampled:
+            return LaunchedStep(self._stream.mark(), None)
+        x = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
+        words = self._sampler.launch(self.forward.logits(x), sampling, step.extra.view(2, -1)).words
+        self._turn = (self._turn + 1) % len(self._results)
+        host = self._results[self._turn][: words.numel()].view(words.shape)
+        host.copy_(words, non_blocking=True)
+        return LaunchedStep(self._stream.mark(), partial(self._sampler.read, host))
+
+    def _run_shape(self, shape: StepShape, adapters: bool) -> Tensor:
+        return self._layers(self._buffers.keep(shape), adapters)
+
+    def _layers(self, rows: StepRows, adapters: bool) -> Tensor:
+        attention = self._attention[decode_bucket(rows.decodes)] if rows.decodes else None
+        return self.forward.layers(rows, attention, adapters=adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way. The result is read once."""
+
+    arrival: Arrival
+    read: Callable[[], Sequence[SampledToken]] | None
+    """Reads the tokens on the host once they are there; None: the step sampled nothing."""
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        self.arrival.wait()
+        return StepResult(self.read() if self.read is not None else ())
+
+
+def _attention(
+    model: Qwen3_5, cache: DeviceCache, limits: RunnerLimits, options: RunnerOptions
+) -> dict[int, DecodeAttention]:
+    """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
+    config, device = model.config, model.device
+    processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    buckets = decode_buckets(limits.max_num_seqs)
+    # An invariant row is cut as in a large batch whatever batch it is in.
+    alike = max(buckets[-1], _INVARIANT_BATCH)
+    splits = {
+        bucket: decode_splits(alike if options.batch_invariant else bucket, config.num_kv_heads, processors)
+        for bucket in buckets
+    }
+    workspaces = {
+        count: DecodeWorkspace.allocate(
+            max(bucket for bucket in buckets if splits[bucket] == count),
+            config.num_heads,
+            config.num_kv_heads,
+            count,
+            config.head_dim,
+            device,
+        )
+        for count in set(splits.values())
+    }
+    chosen = decode_config(cache.pages[0], alike) if options.batch_invariant and cache.pages else None
+    return {bucket: DecodeAttention(splits[bucket], workspaces[splits[bucket]], chosen) for bucket in buckets}

@@ -1,0 +1,192 @@
+"""The forward pass on a CUDA device: a few fused kernels a layer, decodes and prefill segments in one batch.
+
+The plain twin is Qwen3_5.forward; tests/parity holds the two together. Everything that varies between steps of one
+shape is read on the device, so that a step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, paged_decode
+from kernels.gpu.attention_prefill import paged_prefill
+from kernels.gpu.conv1d import conv_decode, conv_prefill
+from kernels.gpu.embedding import gather_tokens
+from kernels.gpu.gated_delta_chunk import gated_delta_prefill
+from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.lora_rows import LoraRows
+from kernels.gpu.pages import KvPages
+from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.skinny import Norm, SplitWorkspace
+from services.engine.model.config import ModelConfig
+from services.engine.model.device_batch import DeviceCache, StepRows
+from services.engine.model.lora_slots import LoraSlots
+from services.engine.model.matrix import DenseMatrix, Matrix
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+
+_GROUPS = ("in", "out", "gate_up", "down")
+"""Linear layers that share an input; see lora_targets.layer_groups()."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """How decode attention runs for one batch size."""
+
+    splits: int
+    """Parts into which each context is cut, at most."""
+    workspace: DecodeWorkspace
+    """Shared by all layers: launches on a stream follow each other."""
+    config: DecodeConfig | None = None
+    """None: the kernel's own choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's weights as what multiplies with them."""
+
+    weights: LayerWeights
+    in_proj: Matrix
+    out_proj: Matrix
+    gate_up: Matrix
+    down: Matrix
+
+
+class FusedForward:
+    """Launches the kernels of a step and never waits for the device.
+
+    Args:
+        weights: plain tensors multiply as they are; quantized matrices bring their own products.
+        inverse: [rotary_dim / 2] float32, inverse frequencies of the rotation.
+        tables: [num_slots, max_blocks] int32, the block table of every state slot; row 0 is zeros.
+        last_tokens: [num_slots] int32, the token sampled last for every state slot.
+        batch_invariant: a row's bits depend on no other row (for plain tensors; quantized matrices know it).
+        pdl: launch kernels before the ones ahead have finished (programmatic dependent launch).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        inverse: Tensor,
+        cache: DeviceCache,
+        lora: LoraSlots,
+        *,
+        tables: Tensor,
+        last_tokens: Tensor,
+        batch_invariant: bool = False,
+        pdl: bool = False,
+    ) -> None:
+        workspace = SplitWorkspace.allocate(weights.embedding.device)
+
+        def matrix(weight: Tensor | Matrix) -> Matrix:
+            if not isinstance(weight, Tensor):
+                return weight
+            # Loaded for a CPU, it may be in another memory order (the interpreter's tests run there).
+            return DenseMatrix(weight.contiguous(), workspace, batch_invariant)
+
+        self._config, self._inverse = config, inverse
+        self._embedding, self._final_norm = weights.embedding, weights.final_norm
+        self._head = matrix(weights.head)
+        self._layers = tuple(
+            _Layer(
+                layer,
+                matrix(layer.mixer.in_proj),
+                matrix(layer.mixer.out_proj),
+                matrix(layer.gate_up),
+                matrix(layer.down),
+            )
+            for layer in weights.layers
+        )
+        self._cache, self._lora = cache, lora
+        self._tables, self._last_tokens = tables, last_tokens
+        self._pdl = pdl
+
+    def layers(self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool) -> Tensor:
+        """Runs all layers and updates the caches in place.
+
+        Args:
+            attention: for a step with decodes.
+            adapters: False: no row has one, and none of their kernels is launched.
+
+        Returns:
+            [T, hidden]: the residual stream behind the last layer, before the final norm.
+        """
+        eps, pdl = self._config.rms_norm_eps, self._pdl
+        x = gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._embedding, pdl=pdl)
+        full = linear = 0
+        for index, layer in enumerate(self._layers):
+            lora = self._adapters(index, rows) if adapters else {}
+            norm = Norm(layer.weights.input_norm, eps)
+            projected = layer.in_proj.project(x, norm=norm, lora=lora.get("in"), pdl=pdl)
+            mixer = layer.weights.mixer
+            if isinstance(mixer, DeltaNetWeights):
+                mixed = self._delta_net(projected, mixer, rows, self._cache.conv[linear], self._cache.recurrent[linear])
+                linear += 1
+            else:
+                mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
+                full += 1
+            layer.out_proj.project(mixed, residual=x, lora=lora.get("out"), out=x, pdl=pdl)
+            norm = Norm(layer.weights.post_norm, eps)
+            active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
+            layer.down.project(active, residual=x, lora=lora.get("down"), out=x, pdl=pdl)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What layers() returned for the rows to sample, [R, hidden], to logits [R, vocab] in the model's dtype."""
+        return self._head.project(x, norm=Norm(self._final_norm, self._config.rms_norm_eps), pdl=self._pdl)
+
+    def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
+        return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}
+
+    def _attention(
+        self,
+        projected: Tensor,
+        weights: AttentionWeights,
+        rows: StepRows,
+        attention: DecodeAttention | None,
+        pages: KvPages,
+    ) -> Tensor:
+        eps, tables, decodes = self._config.rms_norm_eps, self._tables, rows.decodes
+        q = qk_norm_rope_write(
+            projected, weights.qk_norm, eps, self._inverse, rows.positions, rows.slots, tables, pages, pdl=self._pdl
+        )
+        out = torch.empty(len(projected), self._config.query_size, dtype=projected.dtype, device=projected.device)
+        if decodes:
+            if attention is None:
+                raise ValueError(f"{decodes} decodes without a configuration of their attention")
+            paged_decode(
+                q[:decodes],
+                projected[:decodes],
+                pages,
+                tables,
+                rows.slots[:decodes],
+                rows.positions[:decodes],
+                attention.splits,
+                workspace=attention.workspace,
+                config=attention.config,
+                out=out[:decodes],
+                pdl=self._pdl,
+            )
+        if rows.segments is not None:
+            paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
+        return out
+
+    def _delta_net(
+        self, projected: Tensor, weights: DeltaNetWeights, rows: StepRows, conv: Tensor, recurrent: Tensor
+    ) -> Tensor:
+        config, decodes = self._config, rows.decodes
+        mixed = torch.empty(len(projected), config.conv_dim, dtype=projected.dtype, device=projected.device)
+        out = torch.empty(len(projected), config.value_size, dtype=projected.dtype, device=projected.device)
+        parameters = (weights.negative_a, weights.dt_bias, weights.norm, config.rms_norm_eps)
+        if decodes:
+            here, slots = projected[:decodes], rows.slots[:decodes]
+            conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=self._pdl)
+            gated_delta_step(mixed[:decodes], here, *parameters, recurrent, slots, out=out[:decodes], pdl=self._pdl)
+        if rows.segments is not None:
+            conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
+            gated_delta_prefill(mixed, projected, *parameters, recurrent, rows.segments, out=out, pdl=self._pdl)
+        return out

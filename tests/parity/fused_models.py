@@ -1,0 +1,217 @@
+"""Small random models for the fused forward, and a run of it in step with the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.limits import SchedulerConfig
+from services.engine.model.batch import CacheBuffers
+from services.engine.model.config import ModelConfig
+from services.engine.model.device_batch import DeviceCache
+from services.engine.model.lora import LoraSlots
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.plan import PENDING, Chunk, StepPlan
+from services.engine.request import Request
+from services.engine.runner import ModelRunner
+from services.engine.scheduler import Scheduler
+
+TINY = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    layer_types=("linear_attention", "full_attention"),
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    rotary_dim=4,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    linear_key_heads=1,
+    linear_value_heads=2,
+    linear_key_dim=16,
+    linear_value_dim=16,
+    conv_kernel=4,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
+"""As few programs a kernel as there can be: the interpreter runs them one after the other."""
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Qwen3_5:
+    """Weights large enough for logits of order one, and decays from fast to slow, so that a wrong state would show."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float, around: float = 0.0, kind: torch.dtype = dtype) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale + around).to(kind).to(device)
+
+    def matrix(out: int, into: int) -> Tensor:
+        return normal(out, into, scale=0.7 * into**-0.5)
+
+    def norm(*shape: int) -> Tensor:
+        return normal(*shape, scale=0.2, around=1.0, kind=torch.float32)
+
+    def layer(index: int) -> LayerWeights:
+        mixer: DeltaNetWeights | AttentionWeights
+        hidden, heads = config.hidden_size, config.linear_value_heads
+        if config.layer_types[index] == "full_attention":
+            mixer = AttentionWeights(
+                in_proj=matrix(2 * config.query_size + 2 * config.kv_size, hidden),
+                qk_norm=norm(config.num_heads + config.num_kv_heads, config.head_dim),
+                out_proj=matrix(hidden, config.query_size),
+            )
+        else:
+            mixer = DeltaNetWeights(
+                in_proj=matrix(config.conv_dim + config.value_size + 2 * heads, hidden),
+                conv=normal(config.conv_kernel, config.conv_dim, scale=0.5),
+                negative_a=-(torch.rand(heads, generator=generator) * 5.5 - 4.0).exp().to(device),
+                dt_bias=(torch.rand(heads, generator=generator) * 4.0 - 3.0).to(device),
+                norm=norm(config.linear_value_dim),
+                out_proj=matrix(hidden, config.value_size),
+            )
+        return LayerWeights(
+            input_norm=norm(hidden),
+            mixer=mixer,
+            post_norm=norm(hidden),
+            gate_up=matrix(2 * config.intermediate_size, hidden),
+            down=matrix(hidden, config.intermediate_size),
+        )
+
+    embedding = normal(config.vocab_size, config.hidden_size, scale=0.15)
+    head = embedding if config.tie_word_embeddings else normal(config.vocab_size, config.hidden_size, scale=0.3)
+    weights = ModelWeights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=norm(config.hidden_size),
+        head=head,
+    )
+    return Qwen3_5(config, weights)
+
+
+def spoil(cache: CacheBuffers | DeviceCache) -> None:
+    """Fills a cache with what another sequence may have left, and its scratch with what padding may have."""
+    if isinstance(cache, CacheBuffers):
+        for pool in (*cache.keys, *cache.values, *cache.conv_states, *cache.recurrent_states):
+            pool.normal_(0, 100)
+        return
+    pages = [pool for page in cache.pages for pool in (page.keys, page.values)]
+    for pool in pages:
+        if pool.dtype.itemsize > 1:
+            pool.normal_(0, 100)
+            pool[0] = float("nan")
+    for pool in (cache.conv, cache.recurrent):
+        pool.normal_(0, 100)
+        pool[:, 0] = float("nan")
+
+
+class InStep:
+    """Runs every plan with the plain runner and with the CUDA runner, and compares their logits.
+
+    Args:
+        model: of the plain runner.
+        fused: of the CUDA runner; the same weights, possibly as quantized matrices.
+        tolerance: largest difference of two logits.
+        pending: hide the tokens of decodes from the CUDA runner, which then takes them from its own last step.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3_5,
+        fused: Qwen3_5,
+        limits: SchedulerConfig,
+        *,
+        lora: LoraSlots | None = None,
+        options: RunnerOptions | None = None,
+        kv_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        largest_graph: int = 0,
+        tolerance: float = 2e-4,
+        pending: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(limits)
+        self.tolerance, self._pending = tolerance, pending
+        lora = lora or LoraSlots(model.config, 1, 4, model.dtype, model.device)
+        cache = model.allocate_cache(limits.num_blocks, limits.block_size, limits.num_slots)
+        spoil(cache)
+        eos = sorted(limits.eos_token_ids)
+        self.plain = ModelRunner(model, cache, lora, num_slots=limits.num_slots, eos_token_ids=eos)
+        device_cache = DeviceCache.allocate(
+            fused.config,
+            fused.dtype,
+            fused.device,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            num_slots=limits.num_slots,
+            kv_dtype=kv_dtype,
+            state_dtype=state_dtype,
+        )
+        spoil(device_cache)
+        self.runner = CudaRunner(
+            fused,
+            device_cache,
+            lora,
+            RunnerLimits(limits.max_num_seqs, limits.token_budget, limits.max_model_len, largest_graph),
+            options or RunnerOptions(),
+            eos_token_ids=eos,
+        )
+        self._expected: list[Tensor] = []
+        self._ours: list[Tensor] = []
+        _record(model, self._expected)
+        _record(self.runner.forward, self._ours)
+        self.steps = 0
+        self.errors: list[float] = []
+
+    def run(self, requests: Sequence[Request], *, arrivals: int = 99) -> dict[str, list[int]]:
+        """All requests, ``arrivals`` new ones a step; their output tokens as the plain runner samples them."""
+        coming, outputs = list(requests), {}
+        while coming or self.scheduler.has_work:
+            for request in coming[:arrivals]:
+                self.scheduler.add(request)
+            del coming[:arrivals]
+            plan = self.scheduler.schedule(0.0)
+            assert plan is not None
+            for update in self.scheduler.update(plan, self._step(plan), 0.0):
+                if update.finished is not None:
+                    outputs[update.request_id] = list(update.finished.output_ids)
+        return outputs
+
+    def _step(self, plan: StepPlan) -> Any:
+        result = self.plain.launch(plan).result()
+        ours = self.runner.launch(self._hidden(plan) if self._pending else plan).result()
+        self.steps += 1
+        assert len(ours.tokens) == len(result.tokens)
+        if result.tokens:
+            error = float((self._ours[-1].float().cpu() - self._expected[-1].float().cpu()).abs().max())
+            assert error <= self.tolerance, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks]
+            self.errors.append(error)
+        for mine, theirs in zip(ours.tokens, result.tokens, strict=True):
+            assert mine.error is None
+            if self.tolerance < 1e-3:
+                assert mine.token_id == theirs.token_id
+        return result
+
+    @staticmethod
+    def _hidden(plan: StepPlan) -> StepPlan:
+        def hidden(chunk: Chunk) -> Chunk:
+            known = chunk.start < len(chunk.request.prompt_token_ids)
+            return replace(chunk, token_ids=(PENDING,)) if chunk.is_decode and not known else chunk
+
+        return replace(plan, chunks=[hidden(chunk) for chunk in plan.chunks])
+
+
+def _record(target: Any, into: list[Tensor]) -> None:
+    """Keeps what target.logits() returns."""
+    logits = target.logits
+
+    def recording(x: Tensor) -> Tensor:
+        out: Tensor = logits(x)
+        into[:] = [out]
+        return out
+
+    target.logits = recording
