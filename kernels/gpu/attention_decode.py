@@ -25,6 +25,8 @@ from kernels.gpu.pages import KvPages
 _LOG2_E = 1.4426950408889634
 _DOT_ROWS = 16
 """Least rows of a tensor core product."""
+_MERGE_STEP = 8
+"""Splits that are merged at once: as many as registers hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def _decode_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     MERGE: tl.constexpr,
+    MERGE_STEP: tl.constexpr,
+    MERGE_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -216,34 +220,31 @@ def _decode_kernel(
     if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") != used - 1:
         return
     tl.store(arrived + pair, 0)
-    one = tl.arange(0, 1)
+    member = tl.arange(0, MERGE_GROUP)
+    of_group = (member < GROUP)[None, :]
     splits = tl.arange(0, MERGE)
-    for index in tl.static_range(GROUP):
-        entry = (pair * SPLITS + splits) * GROUP + index
-        use = splits < used
-        top = tl.load(statistics + entry * 2, mask=use, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(statistics + entry * 2 + 1, mask=use, other=0.0, cache_modifier=".cg")
-        factor = tl.exp2(top - tl.max(top, axis=0))
+    entry = (pair * SPLITS + splits)[:, None] * GROUP + member[None, :]
+    use = (splits < used)[:, None] & of_group
+    top = tl.load(statistics + entry * 2, mask=use, other=float("-inf"), cache_modifier=".cg")
+    sums = tl.load(statistics + entry * 2 + 1, mask=use, other=0.0, cache_modifier=".cg")
+    highest = tl.max(top, axis=0)
+    total = tl.sum(tl.where(use, sums * tl.exp2(top - highest[None, :]), 0.0), axis=0)
+    merged = tl.zeros([MERGE_GROUP, BLOCK_DIM], tl.float32)
+    for step in tl.range(0, used, MERGE_STEP):
+        part = step + tl.arange(0, MERGE_STEP)
+        at = (pair * SPLITS + part)[:, None] * GROUP + member[None, :]
+        some = (part < used)[:, None] & of_group
+        maximum = tl.load(statistics + at * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        factor = tl.where(some, tl.exp2(maximum - highest[None, :]), 0.0)
         parts = tl.load(
-            partial + entry[:, None] * DIM + column[None, :],
-            mask=use[:, None] & real[None, :],
+            partial + at[:, :, None] * DIM + column[None, None, :],
+            mask=some[:, :, None] & real[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        merged = tl.sum(parts * factor[:, None], axis=0) / tl.sum(sums * factor, axis=0)
-        _store(
-            out,
-            gate,
-            merged[None, :],
-            row,
-            first_head + index,
-            out_stride,
-            gate_stride,
-            DIM,
-            one,
-            column,
-            real[None, :],
-        )
+        merged += tl.sum(parts * factor[:, :, None], axis=0)
+    wanted = (member < GROUP)[:, None] & real[None, :]
+    _store(out, gate, merged / total[:, None], row, first_head, out_stride, gate_stride, DIM, member, column, wanted)
 
 
 def paged_decode(
@@ -333,6 +334,8 @@ def paged_decode(
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
         MERGE=triton.next_power_of_2(num_splits),
+        MERGE_STEP=min(_MERGE_STEP, triton.next_power_of_2(num_splits)),
+        MERGE_GROUP=triton.next_power_of_2(group),
         STAGES=chosen.stages,
         PDL=pdl,
         num_warps=chosen.warps,

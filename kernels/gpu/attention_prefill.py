@@ -35,73 +35,68 @@ class PrefillConfig:
     warps: int
     stages: int
     """Steps of the inner loop whose pages are on their way at once, the current one included."""
+    tail_stages: int
+    """The same for the last steps, which need the causal mask."""
 
 
 def prefill_config(kv: KvPages) -> PrefillConfig:
     """The configuration for these pages."""
     if kv.keys.dtype == torch.float32:
-        return PrefillConfig(block_rows=32, block_keys=16, warps=4, stages=1)
-    return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2)
+        return PrefillConfig(block_rows=32, block_keys=16, warps=4, stages=1, tail_stages=1)
+    if kv.quantized:
+        # Dequantised pages pass through registers, which leaves none for more keys or for pages ahead in the tail.
+        return PrefillConfig(block_rows=128, block_keys=32, warps=8, stages=3, tail_stages=1)
+    return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2, tail_stages=2)
 
 
 @triton.jit
-def _step(
-    first,
+def _blocks(table, first, end, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """The table's entries for the keys from ``first`` on."""
+    position = first + tl.arange(0, BLOCK_KEYS)
+    return tl.load(table + position // PAGE, mask=position < end, other=0)
+
+
+@triton.jit
+def _page_rows(
+    pages,
+    scales,
     block,
-    table,
+    first,
     end,
-    queries,
-    query_position,
-    keys,
-    values,
-    key_scales,
-    value_scales,
     kv_head,
-    scale,
-    highest,
-    total,
-    acc,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """One step of online softmax: BLOCK_KEYS keys from position ``first`` on, whose blocks are ``block``. Returns the
-    blocks of the next step too: read one step ahead, they do not hold up the pages' loads."""
+    """[BLOCK_KEYS, BLOCK_DIM] of the keys from ``first`` on. MASKED: zeros past the end, where NaN may lie."""
     position = first + tl.arange(0, BLOCK_KEYS)
     column = tl.arange(0, BLOCK_DIM)
     place = (block.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
-    ahead = position + BLOCK_KEYS
-    block = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
-    at = place[:, None] * DIM + column[None, :]
-    if MASKED or DIM != BLOCK_DIM:
-        loaded = (position < end)[:, None] & (column < DIM)[None, :]
-        k = tl.load(keys + at, mask=loaded, other=0.0)
-        v = tl.load(values + at, mask=loaded, other=0.0)
+    at = pages + place[:, None] * DIM + column[None, :]
+    if MASKED or DIM < BLOCK_DIM:
+        x = tl.load(at, mask=(position < end)[:, None] & (column < DIM)[None, :], other=0.0)
     else:
-        k = tl.load(keys + at)
-        v = tl.load(values + at)
-    scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale
+        x = tl.load(at)
     if FP8:
-        key_scale = tl.load(key_scales + place, mask=position < end, other=0.0)
-        value_scale = tl.load(value_scales + place, mask=position < end, other=1.0)
-        # A weight times its value's scale is what multiplies the value: taken into the exponent, the largest such
-        # product is 1 and keeps its precision in float16.
-        scores = scores * key_scale[None, :] + tl.log2(value_scale)[None, :]
+        # float16: the hardware converts e4m3 to it in one step, and normed keys and values fit its range.
+        x = x.to(tl.float16) * tl.load(scales + place, mask=position < end, other=0.0).to(tl.float16)[:, None]
+    return x
+
+
+@triton.jit
+def _softmax_step(scores, first, query_position, scale, highest, total, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Weights of raw scores, the new maximum and sum, and the factor of what was added up so far."""
     if MASKED:
+        position = first + tl.arange(0, BLOCK_KEYS)
         scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
-    new = tl.maximum(highest, tl.max(scores, axis=1))
-    weight = tl.exp2(scores - new[:, None])
+    new = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+    weight = tl.exp2(scores * scale - new[:, None])
     correction = tl.exp2(highest - new)
-    if FP8:
-        total = total * correction + tl.sum(weight / value_scale[None, :], axis=1)
-    else:
-        total = total * correction + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(queries.dtype), v.to(queries.dtype), acc * correction[:, None], input_precision="ieee")
-    return block, new, total, acc
+    return weight, new, total * correction + tl.sum(weight, axis=1), correction
 
 
 @triton.jit
@@ -135,6 +130,7 @@ def _prefill_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Last tiles first: within a segment they have the most keys, and short programs fill the gaps at the end.
@@ -166,29 +162,56 @@ def _prefill_kernel(
         gdc_launch_dependents()
     queries = tl.load(q + (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + column[None, :], mask=wanted, other=0.0)
     if FP8:
-        # Normalised queries fit float16, which the hardware converts e4m3 to in one step.
+        # See _page_rows(); normed queries fit it too.
         queries = queries.to(tl.float16)
     query_position = first_position + token
     highest = tl.full([TOKENS * BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * BLOCK_GROUP], tl.float32)
     acc = tl.zeros([TOKENS * BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    block = _blocks(table, 0, end, PAGE, BLOCK_KEYS)
     # Every row sees the keys up to the first row's own position; the steps beyond need the causal mask.
     unmasked = (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
-    keys_lane = tl.arange(0, BLOCK_KEYS)
-    block = tl.load(table + keys_lane // PAGE, mask=keys_lane < end, other=0)
-    for first in tl.range(0, unmasked, BLOCK_KEYS, num_stages=STAGES):
-        block, highest, total, acc = _step(
-            first, block, table, end, queries, query_position, keys, values, key_scales, value_scales, kv_head, scale,
-            highest, total, acc, KV_HEADS, DIM, PAGE, FP8, BLOCK_KEYS, BLOCK_DIM, False,
-        )  # fmt: skip
-    for first in tl.range(unmasked, end, BLOCK_KEYS, num_stages=1):
-        block, highest, total, acc = _step(
-            first, block, table, end, queries, query_position, keys, values, key_scales, value_scales, kv_head, scale,
-            highest, total, acc, KV_HEADS, DIM, PAGE, FP8, BLOCK_KEYS, BLOCK_DIM, True,
-        )  # fmt: skip
+    first_key = 0
+    last_key = unmasked
+    for masked in tl.static_range(2):
+        for first in tl.range(first_key, last_key, BLOCK_KEYS, num_stages=TAIL_STAGES if masked else STAGES):
+            k = _page_rows(
+                keys, key_scales, block, first, end, kv_head, KV_HEADS, DIM, PAGE, FP8, masked, BLOCK_KEYS, BLOCK_DIM
+            )
+            v = _page_rows(
+                values,
+                value_scales,
+                block,
+                first,
+                end,
+                kv_head,
+                KV_HEADS,
+                DIM,
+                PAGE,
+                FP8,
+                masked,
+                BLOCK_KEYS,
+                BLOCK_DIM,
+            )
+            # One step ahead, so that the pages' loads do not wait for it.
+            block = _blocks(table, first + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
+            scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+            weight, highest, total, correction = _softmax_step(
+                scores, first, query_position, scale, highest, total, masked, BLOCK_KEYS
+            )
+            acc = tl.dot(weight.to(queries.dtype), v, acc * correction[:, None], input_precision="ieee")
+        first_key = unmasked
+        last_key = end
+    # Rounded before the gate, as in the reference: two float32 tiles at once do not fit the registers. Nor do addresses
+    # kept through the loop: the rows are read again, for the compiler to compute them here.
+    attended = (acc / total[:, None]).to(out.dtype.element_ty)
+    again = tl.load(tile_row + tile, volatile=True) + (work % PARTS) * TOKENS
+    row = (again + token).to(tl.int64)
+    last = tl.load(segment_begin + segment + 1, volatile=True)
+    wanted = ((row < last) & (member < GROUP))[:, None] & (column < DIM)[None, :]
     at = head[:, None] * DIM + column[None, :]
     g = tl.load(gate + row[:, None] * gate_stride + at, mask=wanted, other=0.0).to(tl.float32)
-    result = acc / total[:, None] / (1.0 + tl.exp(-g))
+    result = attended.to(tl.float32) / (1.0 + tl.exp(-g))
     tl.store(out + row[:, None] * out_stride + at, result.to(out.dtype.element_ty), mask=wanted)
 
 
@@ -267,6 +290,7 @@ def paged_prefill(
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
         STAGES=chosen.stages,
+        TAIL_STAGES=chosen.tail_stages,
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,

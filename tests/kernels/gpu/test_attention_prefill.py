@@ -10,7 +10,7 @@ from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.attention_cases import Paged, exact_attention, paged
 
-_CONFIG = PrefillConfig(block_rows=64, block_keys=32, warps=4, stages=2)
+_CONFIG = PrefillConfig(block_rows=64, block_keys=32, warps=4, stages=2, tail_stages=2)
 
 
 def check(

@@ -1,0 +1,28 @@
+"""Launches of the attention kernels at the 4B shape, to be compiled for Hopper."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.attention_decode import paged_decode
+from kernels.gpu.attention_prefill import paged_prefill
+from kernels.gpu.pages import KvPages
+from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.segments import Segments
+
+_HEADS, _KV_HEADS, _DIM = 16, 4, 256
+
+
+def launches() -> None:
+    """Every kernel with bf16 and e4m3 pages."""
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        kv = KvPages.allocate(3, 16, _KV_HEADS, _DIM, dtype, "cpu")
+        tables = torch.zeros(2, 4, dtype=torch.int32)
+        for rows in (1, 128):
+            projected = torch.zeros(rows, 2 * (_HEADS + _KV_HEADS) * _DIM, dtype=torch.bfloat16)
+            ints = torch.zeros(rows, dtype=torch.int32)
+            norm, inverse = torch.ones(_HEADS + _KV_HEADS, _DIM), torch.ones(32)
+            q = qk_norm_rope_write(projected, norm, 1e-6, inverse, ints, ints, tables, kv, pdl=rows == 1)
+            paged_decode(q, projected, kv, tables, ints, ints, 64 if rows == 1 else 8, pdl=rows == 1)
+        segments = Segments.build([64], [0], [1], [0], "cpu")
+        paged_prefill(q, projected, kv, tables, segments)
