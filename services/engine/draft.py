@@ -16,21 +16,33 @@ class Draft:
     def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
         self.now = now
-        self.decodes: list[tuple[Sequence, Chunk]] = []
-        self.prefills: list[tuple[Sequence, Chunk]] = []
         self.restores: list[Restore] = []
         self.snapshots: list[Snapshot] = []
-        self._snapshot_keys: set[tuple[Namespace, SequenceABC[int]]] = set()
         self.seats_kept = 0
-        """For sequences that wait one step for a snapshot of this plan."""
+        """For sequences that wait one step for a snapshot that is under way."""
         self.blocks_kept = 0
+        self.decodes_output = False
+        """Whether somebody waits for the next token of an answer."""
+        self.sequences: list[Sequence] = []
+        """Of the chunks, in their order: decodes first, once the plan is finished."""
+        self.sampling: list[Sequence] = []
+        """Those whose chunk samples, in the same order."""
         self.plan: StepPlan | None = None
+        self._chunks: list[Chunk] = []
+        self._prefills: list[tuple[Sequence, Chunk]] = []
+        self._snapshot_keys: set[tuple[Namespace, SequenceABC[int]]] = set()
 
     def add(self, sequence: Sequence, end: int) -> None:
         """Plans a sequence's tokens up to position ``end``."""
-        chunk = sequence.chunk(end)
-        (self.decodes if chunk.is_decode else self.prefills).append((sequence, chunk))
-        self.budget -= len(chunk.token_ids)
+        chunk = sequence.advance(end)
+        self.budget -= end - chunk.start
+        if not chunk.is_decode:
+            self._prefills.append((sequence, chunk))
+            return
+        self.sequences.append(sequence)
+        self._chunks.append(chunk)
+        if chunk.output_count:
+            self.decodes_output = True
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
@@ -42,16 +54,15 @@ class Draft:
 
     @property
     def has_chunks(self) -> bool:
-        return bool(self.decodes or self.prefills)
-
-    @property
-    def entries(self) -> list[tuple[Sequence, Chunk]]:
-        return self.decodes + self.prefills
+        return bool(self._chunks or self._prefills)
 
     def finish(self) -> StepPlan:
         """The plan, decodes first."""
+        self.sampling = [*self.sequences, *(sequence for sequence, chunk in self._prefills if chunk.samples)]
+        self.sequences += [sequence for sequence, _ in self._prefills]
+        self._chunks += [chunk for _, chunk in self._prefills]
         self.plan = StepPlan(
-            chunks=[chunk for _, chunk in self.entries],
+            chunks=self._chunks,
             copies_before=[restore.copy for restore in self.restores],
             copies_after=[StateCopy(snapshot.sequence.slot, snapshot.slot) for snapshot in self.snapshots],
         )

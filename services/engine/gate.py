@@ -1,7 +1,9 @@
 """Sharing the device between decode steps and training: who computes now, and for how long.
 
-The engine takes the gate for each step; the trainer holds it while it computes and offers it back between layers. A
-busy engine still lets the trainer have a slice after each step, so long as the step and the wait for the slice stay
+The engine takes the gate for each step, or, while nobody trains, for as long as its steps overlap; the trainer holds
+it while it computes and offers it back between layers.
+
+A busy engine still lets the trainer have a slice after each step, so long as the step and the wait for the slice stay
 within the goal for the time per output token, and a minimal share of the step's time even if the goal is out of reach.
 A layer can overrun its slice; the overrun is a debt that later slices pay. An idle engine leaves the device to the
 trainer and gets it back at the next layer.
@@ -59,9 +61,14 @@ class SliceGate:
         self._credit = 0.0
         """Seconds that the trainer may make the engine wait; negative: it has overrun."""
 
-    @contextmanager
-    def engine_step(self) -> Iterator[None]:
-        """Held by the loop thread while a step computes; entering waits for the trainer's slice to end."""
+    @property
+    def contended(self) -> bool:
+        """Whether somebody computes in ``training()`` or waits there: the engine should release the gate after each
+        step."""
+        return self._training
+
+    def acquire(self) -> None:
+        """By the loop thread before it launches a step on an idle device; waits for the trainer's slice to end."""
         with self._changed:
             if self._turn is _Turn.ENGINE or self._engine_waits_since is not None:
                 raise RuntimeError("two engine steps at the same time")
@@ -73,17 +80,19 @@ class SliceGate:
                 self._turn = _Turn.ENGINE
             finally:
                 self._engine_waits_since = None
-        started = self._clock()
-        try:
-            yield
-        finally:
-            with self._changed:
-                step = self._clock() - started
-                grant = max(self._goal - step, self._share * step)
-                self._credit = min(self._credit + grant, grant)
-                # Straight into the trainer's hands: otherwise the next step could be faster than its thread.
-                self._turn = _Turn.TRAINER if self._trainer_waits and self._credit > 0 else _Turn.NOBODY
-                self._changed.notify_all()
+
+    def release(self, step_seconds: float) -> None:
+        """By the loop thread when the results of all its steps are in.
+
+        Args:
+            step_seconds: how long the last step computed; what the trainer's next slice is measured by.
+        """
+        with self._changed:
+            grant = max(self._goal - step_seconds, self._share * step_seconds)
+            self._credit = min(self._credit + grant, grant)
+            # Straight into the trainer's hands: otherwise the next step could be faster than its thread.
+            self._turn = _Turn.TRAINER if self._trainer_waits and self._credit > 0 else _Turn.NOBODY
+            self._changed.notify_all()
 
     def engine_idle(self) -> None:
         """Told by the loop thread before it goes to sleep: training is unhindered until the next step, which then has

@@ -28,14 +28,31 @@ class SchedulerConfig:
     """Prompt and output tokens of one sequence."""
     eos_token_ids: frozenset[int] = frozenset()
     prefix_cache: bool = True
+    mixed_prefill_tokens: int | None = None
+    """Prefill tokens of a step that also decodes, at most: bounds the time between two output tokens. None: what the
+    token budget leaves. A step without decodes always has the whole budget."""
+    prefill_alignment: int = 1
+    """Above 1: prefill chunks end at multiples of this many positions or where the known tokens end, and never leave
+    a single token (which would run as a decode). Then a prompt's bits do not depend on how it was cut, where the
+    kernels compute in tiles of as many tokens."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len"):
+        for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len", "prefill_alignment"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.token_budget < self.max_num_seqs:
             raise ValueError(
                 f"token_budget {self.token_budget} is below max_num_seqs {self.max_num_seqs}: decodes would starve"
+            )
+        if self.token_budget - (self.max_num_seqs - 1) < self.least_prefill:
+            raise ValueError(
+                f"token_budget {self.token_budget} leaves less than {self.least_prefill} tokens beside "
+                f"{self.max_num_seqs - 1} decodes, which prefill_alignment {self.prefill_alignment} needs: raise it"
+            )
+        if self.mixed_prefill_tokens is not None and self.mixed_prefill_tokens < self.least_prefill:
+            raise ValueError(
+                f"mixed_prefill_tokens must be at least {self.least_prefill} (with prefill_alignment "
+                f"{self.prefill_alignment}), got {self.mixed_prefill_tokens}: prompts would starve"
             )
         if self.num_slots <= self.max_num_seqs:
             raise ValueError(
@@ -43,6 +60,30 @@ class SchedulerConfig:
             )
         if self.num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is scratch), got {self.num_blocks}")
+
+    @property
+    def least_tail(self) -> int:
+        """Tokens that a prefill chunk before the last must leave, and a prefix hit too."""
+        return 1 if self.prefill_alignment == 1 else 2
+
+    @property
+    def least_prefill(self) -> int:
+        """With a budget of this many tokens any prompt advances."""
+        return self.prefill_alignment + self.least_tail - 1
+
+    def chunk_end(self, computed: int, known: int, budget: int) -> int:
+        """Where a prefill chunk ends.
+
+        Args:
+            computed: tokens in the cache, a multiple of the alignment.
+            known: tokens there are, more than ``computed``.
+            budget: tokens to compute at most, at least ``least_prefill``.
+        """
+        end = computed + budget
+        if end >= known:
+            return known
+        end -= end % self.prefill_alignment
+        return end if known - end >= self.least_tail else end - self.prefill_alignment
 
     @property
     def capacity_tokens(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -107,11 +106,24 @@ class AdapterResolver(Protocol):
 
 
 class EngineGate(Protocol):
-    """The engine's side of the compute gate."""
+    """The engine's side of the compute gate, which the loop holds while it has steps in flight."""
 
-    def engine_step(self) -> AbstractContextManager[None]: ...
+    @property
+    def contended(self) -> bool:
+        """Whether a trainer computes or waits to: the gate should be released after each step."""
+        ...
 
-    def engine_idle(self) -> None: ...
+    def acquire(self) -> None:
+        """Waits until the device is the engine's."""
+        ...
+
+    def release(self, step_seconds: float) -> None:
+        """No step is in flight; the last one computed for so long."""
+        ...
+
+    def engine_idle(self) -> None:
+        """There is nothing to run."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

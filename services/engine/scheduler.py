@@ -5,26 +5,27 @@ chunks, best rank first (priority, then arrival). An admitted sequence gets the 
 decodes can run out of blocks later; then the worst-ranked sequence is preempted, loses its blocks and slot, and later
 computes its prompt and output again. Sampling depends on the history alone, so it continues as if nothing had
 happened. Plain Python with no torch: requests in, a StepPlan out.
+
+With a depth above 1 the next step is planned while others run: tokens they sample count as known (``pending``), and
+what a sequence turns out not to need, because it stopped or was aborted, is dropped when the results are in. Steps run
+in the order of their plans, so a later plan may hand on blocks and slots that an earlier one still uses.
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
-from bisect import bisect_left, insort
-from itertools import pairwise
+from collections import deque
 
-from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.draft import Draft
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.sequences import SequenceMemory
 from services.engine.plan import SampledToken, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
-from services.engine.sequence import Rank, Sequence
+from services.engine.roster import Roster
+from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
-
-_FEW_DEADLINES = 64
 
 
 class _Admission(enum.Enum):
@@ -39,35 +40,38 @@ class Scheduler:
     """Owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or ``fail``.
 
     ``add`` and ``abort`` may come at any time between those calls.
+
+    Args:
+        depth: plans that may be in flight, i.e. scheduled and neither updated nor failed.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
         self.config = config
+        self._depth = depth
         self._memory = SequenceMemory(config)
-        self._sequences: dict[str, Sequence] = {}
-        # Both sorted by rank.
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._roster = Roster()
         self._expired: list[SequenceUpdate] = []
-        self._in_flight: Draft | None = None
-        self._added = 0
+        self._in_flight: deque[Draft] = deque()
+        """Oldest first."""
         self._preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether ``schedule`` has something to run or to report."""
-        return bool(self._sequences or self._expired)
+        """Whether there is a request, or something to report."""
+        return bool(self._roster or self._expired)
 
     def counts(self) -> Counts:
         blocks = self._memory.blocks
+        running = len(self._roster.running)
         return Counts(
-            running=len(self._running),
-            waiting=len(self._waiting),
+            running=running,
+            waiting=len(self._roster.waiting),
             blocks_used=blocks.used,
             blocks_cached=blocks.idle,
             blocks_total=blocks.total,
-            slots_used=len(self._running),
+            slots_used=running,
             slots_cached=self._memory.num_snapshots,
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
@@ -79,15 +83,7 @@ class Scheduler:
         Raises:
             ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
         """
-        if request.request_id in self._sequences:
-            raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
-        max_output = self.config.max_output(len(request.prompt_token_ids), request.sampling.max_tokens)
-        self._added += 1
-        sequence = Sequence(request, max_output, self._added)
-        self._sequences[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_rank)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, self._added, sequence))
+        self._roster.add(request, self.config.max_output(len(request.prompt_token_ids), request.sampling.max_tokens))
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
         """Ends a request and frees what it holds.
@@ -99,7 +95,7 @@ class Scheduler:
         Returns:
             Its last update, None if it is not here (any more).
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is None:
             return None
         if keep_tokens <= 0:
@@ -114,23 +110,31 @@ class Scheduler:
             now: the clock of the requests' deadlines, seconds.
 
         Returns:
-            None if nothing can run: every request is gone or ended (see ``take_expired``).
+            None if nothing can run: every request is gone or ended (see ``take_expired``), or waits for the results of
+            what is in flight.
 
         Raises:
-            IntegrityError: the plan before was neither updated nor failed, or there is work that nothing can start.
+            IntegrityError: as many plans as allowed are in flight, or there is work that nothing can start.
         """
-        if self._in_flight is not None:
-            raise IntegrityError("schedule() is called while a plan is in flight")
-        self._expire(now)
-        if not self._sequences:
+        if len(self._in_flight) >= self._depth:
+            raise IntegrityError(f"schedule() is called while {len(self._in_flight)} plans are in flight")
+        for deadline, sequence in self._roster.pop_expired(now):
+            self._expire(sequence, now - deadline)
+        if not self._roster:
             return None
         draft = Draft(self.config.token_budget, now)
         self._make_way()
-        self._add_decodes(draft)
-        self._add_prefills(draft)
+        partial = self._add_decodes(draft)
+        if draft.decodes_output and self.config.mixed_prefill_tokens is not None:
+            draft.budget = min(draft.budget, self.config.mixed_prefill_tokens)
+        if partial or self._roster.waiting:
+            self._add_prefills(draft, partial)
         if not draft.has_chunks:
-            raise IntegrityError(f"{len(self._running)} running and {len(self._waiting)} waiting, but no step to run")
-        self._in_flight = draft
+            if self._in_flight:
+                return None
+            roster = self._roster
+            raise IntegrityError(f"{len(roster.running)} running and {len(roster.waiting)} waiting, but no step to run")
+        self._in_flight.append(draft)
         return draft.finish()
 
     def take_expired(self) -> list[SequenceUpdate]:
@@ -139,49 +143,36 @@ class Scheduler:
         return expired
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Takes in what the step computed.
+        """Takes in what the oldest step in flight computed; tokens of requests that have ended are dropped.
 
         Args:
             now: when the result was there, in the clock of ``schedule``.
 
         Raises:
-            ValueError: the plan is not in flight or the result does not have one token for each sampling chunk; the
-                plan is still in flight then, and ``fail`` ends it.
+            ValueError: the plan is not the oldest in flight or the result does not have one token for each sampling
+                chunk; the plan is still in flight then, and ``fail`` ends it.
         """
-        draft = self._take(plan)
-        samples = sum(chunk.samples for chunk in plan.chunks)
-        if len(result.tokens) != samples:
-            self._in_flight = draft
-            raise ValueError(f"the step returned {len(result.tokens)} tokens for {samples} sampling chunks")
-        for restore in draft.restores:
-            self._memory.restored(restore)
-        tokens = iter(result.tokens)
-        updates: list[SequenceUpdate] = []
-        for sequence, chunk in draft.entries:
-            token = next(tokens) if chunk.samples else None
-            if sequence.ended:
-                continue
-            sequence.computed += len(chunk.token_ids)
-            if token is not None:
-                updates.append(self._append(sequence, token, now))
-        for snapshot in draft.snapshots:
-            self._memory.end_snapshot(snapshot, taken=True)
-        return updates
+        draft = self._oldest(plan)
+        if len(result.tokens) != len(draft.sampling):
+            raise ValueError(f"the step returned {len(result.tokens)} tokens for {len(draft.sampling)} sampling chunks")
+        self._land(draft, succeeded=True)
+        return [
+            self._append(sequence, token, now)
+            for sequence, token in zip(draft.sampling, result.tokens, strict=True)
+            if not sequence.ended
+        ]
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
-        """Ends every request of a step that failed, and gives up the snapshots it would have taken."""
-        draft = self._take(plan)
-        for restore in draft.restores:
-            self._memory.restored(restore)
-        for snapshot in draft.snapshots:
-            self._memory.end_snapshot(snapshot, taken=False)
-        return [self._end(sequence, FinishReason.ERROR, error) for sequence, _ in draft.entries if not sequence.ended]
+        """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
+        draft = self._oldest(plan)
+        self._land(draft, succeeded=False)
+        return [self._end(sequence, FinishReason.ERROR, error) for sequence in draft.sequences if not sequence.ended]
 
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
         updates = self.take_expired()
-        updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._sequences.values()]
-        self._sequences = {}
+        updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._roster]
+        self._roster = Roster()
         return updates
 
     def clear_cache(self) -> None:
@@ -194,75 +185,66 @@ class Scheduler:
         Raises:
             IntegrityError: something is leaked, shared or lost.
         """
-        live = [*self._running, *self._waiting]
-        if len(live) != len(self._sequences) or any(self._sequences.get(s.request.request_id) is not s for s in live):
-            raise IntegrityError(f"{len(live)} sequences run or wait, {len(self._sequences)} are registered")
-        for sequences, name in ((self._running, "running"), (self._waiting, "waiting")):
-            if any(a.rank >= b.rank for a, b in pairwise(sequences)):
-                raise IntegrityError(f"the {name} sequences are out of order")
-        for sequence in live:
-            if sequence.ended or sequence.computed >= sequence.known:
-                raise IntegrityError(f"{sequence.request.request_id} has ended or has nothing to compute")
-        for sequence in self._waiting:
-            if sequence.blocks or sequence.slot or sequence.computed:
-                raise IntegrityError(f"{sequence.request.request_id} waits but holds blocks or a slot")
-        for sequence in self._running:
-            if len(sequence.blocks) * self.config.block_size < sequence.computed or not sequence.slot:
-                raise IntegrityError(f"{sequence.request.request_id} runs without its blocks or slot")
-        self._memory.check(self._running, self._in_flight.snapshots if self._in_flight is not None else ())
+        self._roster.check(self.config.block_size)
+        pending = sum(sequence.pending for sequence in self._roster)
+        sampled = sum(not sequence.ended for draft in self._in_flight for sequence in draft.sampling)
+        if pending != sampled:
+            raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
+        snapshots = [snapshot for draft in self._in_flight for snapshot in draft.snapshots]
+        self._memory.check(self._roster.running, snapshots)
 
     # Planning.
 
-    def _expire(self, now: float) -> None:
-        if len(self._deadlines) > _FEW_DEADLINES + 2 * len(self._sequences):
-            # Most have ended before their deadline; behind one that has not, they would stay here with their prompts.
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
-            heapq.heapify(self._deadlines)
-        while self._deadlines and (self._deadlines[0][2].ended or self._deadlines[0][0] <= now):
-            deadline, _, sequence = heapq.heappop(self._deadlines)
-            if not sequence.ended:
-                error = DeadlineExceeded(
-                    f"the deadline passed {now - deadline:.3f} s ago, after {len(sequence.output_ids)} output tokens"
-                )
-                self._expired.append(self._end(sequence, FinishReason.ERROR, error))
+    def _expire(self, sequence: Sequence, late: float) -> None:
+        tokens = len(sequence.output_ids)
+        error = DeadlineExceeded(f"the deadline passed {late:.3f} s ago, after {tokens} output tokens")
+        self._expired.append(self._end(sequence, FinishReason.ERROR, error))
 
     def _make_way(self) -> None:
         """Preempts sequences of strictly lower priority when the best waiting one could not start otherwise."""
-        while self._waiting and self._running:
-            head, worst = self._waiting[0], self._running[-1]
-            if head.request.priority >= worst.request.priority:
+        waiting, running = self._roster.waiting, self._roster.running
+        while waiting and running:
+            head, worst = waiting[0], running[-1]
+            if head.request.priority >= worst.request.priority or head.pending:
                 return
-            if self._memory.could_hold(head.known) and len(self._running) < self.config.max_num_seqs:
+            if self._memory.could_hold(head.known) and len(running) < self.config.max_num_seqs:
                 return
             self._preempt(worst)
 
-    def _add_decodes(self, draft: Draft) -> None:
-        index = 0
-        while index < len(self._running):
-            sequence = self._running[index]
-            index += 1
-            # One token lacks: a decode, or the tail of a prompt.
-            if sequence.known - sequence.computed == 1 and self._grow(sequence):
-                draft.add(sequence, sequence.known)
+    def _add_decodes(self, draft: Draft) -> list[Sequence]:
+        """Plans the sequences that lack one token (a decode, or the tail of a prompt); returns those that lack more."""
+        partial: list[Sequence] = []
+        block_size = self.config.block_size
+        # Only the end of the list is preempted meanwhile, never what was planned: decodes are planned in rank order.
+        for sequence in self._roster.running:
+            known = sequence.known
+            if known - sequence.computed != 1:
+                partial.append(sequence)
+            elif known < sequence.known_at_end and (known <= len(sequence.blocks) * block_size or self._grow(sequence)):
+                draft.add(sequence, known)
+        return [sequence for sequence in partial if sequence.slot]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets the block of the next token, from worse-ranked sequences if need be; False: preempted itself."""
         while not self._memory.grow(sequence):
-            # Those behind are not in the plan yet: decodes are planned in rank order.
-            worst = self._running[-1]
+            worst = self._roster.running[-1]
             self._preempt(worst)
             if worst is sequence:
                 return False
         return True
 
-    def _add_prefills(self, draft: Draft) -> None:
-        planned = {sequence.rank for sequence, _ in draft.decodes}
-        partial = [sequence for sequence in self._running if sequence.rank not in planned]
+    def _add_prefills(self, draft: Draft, partial: list[Sequence]) -> None:
+        """Spends the rest of the budget.
+
+        Args:
+            partial: running sequences that lack more than a token, best rank first.
+        """
+        waiting = self._roster.waiting
         partial.reverse()
         turn = 0
         blocked = False
-        while draft.budget > 0:
-            candidate = self._waiting[turn] if not blocked and turn < len(self._waiting) else None
+        while draft.budget >= self.config.least_prefill:
+            candidate = waiting[turn] if not blocked and turn < len(waiting) else None
             if partial and (candidate is None or partial[-1].rank < candidate.rank):
                 sequence = partial.pop()
             elif candidate is not None:
@@ -271,25 +253,28 @@ class Scheduler:
                     blocked = admission is _Admission.BLOCKED
                     turn += 1
                     continue
-                del self._waiting[turn]
-                insort(self._running, candidate, key=_rank)
+                self._roster.start(candidate)
                 sequence = candidate
             else:
                 return
-            self._add_chunk(draft, sequence, min(sequence.known, sequence.computed + draft.budget))
+            self._add_chunk(draft, sequence)
 
     def _admit(self, draft: Draft, sequence: Sequence) -> _Admission:
         """Gives a waiting sequence a seat and its memory, or says why not now."""
-        if len(self._running) + draft.seats_kept >= self.config.max_num_seqs:
+        if len(self._roster.running) + draft.seats_kept >= self.config.max_num_seqs:
             return _Admission.BLOCKED
-        if draft.has_snapshot(sequence, self._memory.boundary(sequence)):
-            # An equal prompt is being computed by this very plan (n completions of one prompt): hit it one step later.
+        if sequence.pending:
+            # Preempted while a step samples its next token, which it will compute again with the rest.
+            return _Admission.BLOCKED
+        if self._under_way(draft, sequence, self._memory.boundary(sequence)):
+            # An equal prompt is being computed (n completions of one prompt): hit it one step later.
             draft.seats_kept += 1
             draft.blocks_kept += self._memory.blocks_for(sequence.known)
             return _Admission.DEFERRED
         # So that it does not cause a preemption at once.
-        headroom = min(len(self._running), self.config.num_blocks // 64)
-        started, restore = self._memory.start(sequence, headroom + draft.blocks_kept, last_resort=not draft.has_chunks)
+        headroom = min(len(self._roster.running), self.config.num_blocks // 64)
+        alone = not draft.has_chunks and not self._in_flight
+        started, restore = self._memory.start(sequence, headroom + draft.blocks_kept, last_resort=alone)
         if not started:
             return _Admission.BLOCKED
         if restore is not None:
@@ -299,10 +284,17 @@ class Scheduler:
             sequence.scheduled_at = draft.now
         return _Admission.ADMITTED
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, end: int) -> None:
-        """Plans the tokens up to ``end``, or up to the next position where a snapshot can be taken."""
+    def _under_way(self, draft: Draft, sequence: Sequence, position: int) -> bool:
+        """Whether a snapshot behind the first ``position`` tokens of a prompt is being made."""
+        return draft.has_snapshot(sequence, position) or any(
+            earlier.has_snapshot(sequence, position) for earlier in self._in_flight
+        )
+
+    def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
+        """Plans what the budget allows, or up to the next position where a snapshot can be taken."""
+        end = self.config.chunk_end(sequence.computed, sequence.known, draft.budget)
         for split in sequence.splits:
-            if sequence.computed < split <= end and not draft.has_snapshot(sequence, split):
+            if sequence.computed < split <= end and not self._under_way(draft, sequence, split):
                 snapshot = self._memory.begin_snapshot(sequence, split)
                 if snapshot is not None:
                     draft.add_snapshot(snapshot)
@@ -311,21 +303,25 @@ class Scheduler:
         draft.add(sequence, end)
 
     def _preempt(self, sequence: Sequence) -> None:
-        _remove(self._running, sequence)
+        self._roster.preempt(sequence)
         self._memory.free(sequence)
         sequence.preemptions += 1
         self._preemptions += 1
-        # Its rank puts it in front of everything that arrived later.
-        insort(self._waiting, sequence, key=_rank)
 
     # Results.
 
-    def _take(self, plan: StepPlan) -> Draft:
-        draft = self._in_flight
-        if draft is None or draft.plan is not plan:
-            raise ValueError("the plan is not in flight")
-        self._in_flight = None
-        return draft
+    def _oldest(self, plan: StepPlan) -> Draft:
+        if not self._in_flight or self._in_flight[0].plan is not plan:
+            raise ValueError("the plan is not in flight, or not the oldest that is")
+        return self._in_flight[0]
+
+    def _land(self, draft: Draft, *, succeeded: bool) -> None:
+        """The oldest draft is not in flight any more."""
+        self._in_flight.popleft()
+        for restore in draft.restores:
+            self._memory.restored(restore)
+        for snapshot in draft.snapshots:
+            self._memory.end_snapshot(snapshot, taken=succeeded)
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
         if token.error is not None:
@@ -340,20 +336,6 @@ class Scheduler:
         error: TemperError | None = None,
         token: SampledToken | None = None,
     ) -> SequenceUpdate:
-        _remove(self._running if sequence.slot else self._waiting, sequence)
+        self._roster.remove(sequence)
         self._memory.free(sequence)
-        sequence.ended = True
-        del self._sequences[sequence.request.request_id]
         return sequence.last_update(reason, error, token)
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Takes a sequence out of a list that is sorted by rank."""
-    index = bisect_left(sequences, sequence.rank, key=_rank)
-    if index >= len(sequences) or sequences[index] is not sequence:
-        raise IntegrityError(f"{sequence.request.request_id} is not where it should be")
-    del sequences[index]

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceABC
 
 from services.common.errors import TemperError
 from services.engine.memory.prefix import Namespace
-from services.engine.plan import Chunk, SampledToken
+from services.engine.plan import PENDING, Chunk, SampledToken
 from services.engine.request import FinishReason, Request
 from services.engine.updates import Finished, SequenceUpdate
 
@@ -17,7 +17,9 @@ Rank = tuple[int, int, int]
 class Sequence:
     """One request with its output, blocks and slot; only the scheduler changes it.
 
-    ``computed`` tokens have their KV and state in the cache; the ``known`` ones are prompt and output together.
+    Plans may be in flight, and everything here is as it will be when they have run: ``computed`` tokens have their KV
+    and state in the cache; the ``known`` ones are prompt and output, the last ``pending`` of which the steps in flight
+    sample.
     """
 
     __slots__ = (
@@ -27,8 +29,10 @@ class Sequence:
         "ended",
         "first_token_at",
         "known",
+        "known_at_end",
         "max_output",
         "output_ids",
+        "pending",
         "preemptions",
         "rank",
         "reported",
@@ -49,6 +53,9 @@ class Sequence:
         self.blocks: list[int] = []
         self.slot = 0
         self.known = len(request.prompt_token_ids)
+        self.known_at_end = self.known + max_output
+        """What ``known`` reaches if nothing ends the answer before; never fed back."""
+        self.pending = 0
         self.computed = 0
         self.splits: tuple[int, ...] = ()
         """Positions at which to end a prefill chunk and take a state snapshot, ascending."""
@@ -74,26 +81,33 @@ class Sequence:
             return self.output_ids[start - length : end - length]
         return [*prompt[start:], *self.output_ids[: end - length]]
 
-    def chunk(self, end: int) -> Chunk:
-        """What computes the tokens up to position ``end``; blocks and outputs are the live lists, not copies."""
-        return Chunk(
-            request=self.request,
-            token_ids=self.tokens(self.computed, end),
-            start=self.computed,
-            blocks=self.blocks,
-            slot=self.slot,
-            samples=end == self.known,
-            output_ids=self.output_ids,
-            output_count=len(self.output_ids),
+    def advance(self, end: int) -> Chunk:
+        """Plans the tokens up to position ``end``; blocks and outputs of the chunk are the live lists, not copies."""
+        known, start = self.known, self.computed
+        samples = end == known
+        chunk = Chunk(
+            self.request,
+            (PENDING,) if self.pending else self.tokens(start, end),
+            start,
+            self.blocks,
+            self.slot,
+            samples,
+            self.output_ids,
+            known - len(self.request.prompt_token_ids),
         )
+        self.computed = end
+        if samples:
+            self.known = known + 1
+            self.pending += 1
+        return chunk
 
     def append(self, token: SampledToken, now: float, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Takes in a sampled token; returns why it is the last, None if it is not."""
+        """Takes in the oldest pending token; returns why it is the last, None if it is not."""
         if not self.output_ids:
             self.first_token_at = now
         self.output_ids.append(token.token_id)
         self.sampling_logprobs.append(token.sampling_logprob)
-        self.known += 1
+        self.pending -= 1
         sampling = self.request.sampling
         count = len(self.output_ids)
         # As the sampler masks it: a stop token may be chosen once min_tokens other tokens exist.

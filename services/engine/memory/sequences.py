@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ class Snapshot:
     sequence: Sequence
     position: int
     slot: int
+    blocks: list[int]
+    """The sequence's live list: it has another one as soon as it ends or is preempted, and these are not its own."""
 
 
 class SequenceMemory:
@@ -36,6 +39,9 @@ class SequenceMemory:
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._caching = config.prefix_cache
+        self._unit = math.lcm(config.block_size, config.prefill_alignment)
+        """Snapshots are taken at multiples of it."""
+        self._least_tail = config.least_tail
         self._blocks = BlockPool(config.num_blocks)
         self._slots = SlotPool(config.num_slots)
         self._cache = PrefixCache(self._blocks, self._slots, config.block_size)
@@ -61,12 +67,12 @@ class SequenceMemory:
         return self.blocks_for(tokens) <= self._blocks.free + self._blocks.idle
 
     def boundary(self, sequence: Sequence) -> int:
-        """Where to take a snapshot of a prompt: its last block boundary that leaves a token to compute; 0 for prompts
+        """Where to take a snapshot of a prompt: its last block boundary that leaves something to compute; 0 for prompts
         that are too short to be worth a split."""
         length = len(sequence.request.prompt_token_ids)
         if not self._caching or length < 2 * self._block_size:
             return 0
-        return (length - 1) // self._block_size * self._block_size
+        return (length - self._least_tail) // self._unit * self._unit
 
     def start(self, sequence: Sequence, spare_blocks: int, *, last_resort: bool) -> tuple[bool, Restore | None]:
         """Gives a sequence a slot and the blocks of all its known tokens, those of a cached prefix first.
@@ -97,7 +103,7 @@ class SequenceMemory:
         sequence.slot = slot
         sequence.blocks = [*match.blocks, *self._blocks.take(needed)]
         sequence.computed = len(match.blocks) * self._block_size
-        branch = match.shared_blocks * self._block_size
+        branch = match.shared_blocks * self._block_size // self._unit * self._unit
         sequence.splits = tuple(sorted({split for split in (branch, boundary) if split > sequence.computed}))
         return True, None if match.node is None else Restore(match.node, StateCopy(source, slot))
 
@@ -130,16 +136,16 @@ class SequenceMemory:
         if len(match.blocks) * self._block_size == position:
             return None
         slot = self._take_slot()
-        return None if slot is None else Snapshot(sequence, position, slot)
+        return None if slot is None else Snapshot(sequence, position, slot, sequence.blocks)
 
     def end_snapshot(self, snapshot: Snapshot, *, taken: bool) -> None:
-        """Adds the prefix to the cache, or gives the slot back if the step failed or its sequence is gone."""
+        """Adds the prefix to the cache, or gives the slot back if the step failed or the blocks are gone."""
         sequence = snapshot.sequence
-        if not taken or sequence.ended:
+        if not taken or sequence.blocks is not snapshot.blocks:
             self._slots.release(snapshot.slot)
             return
         tokens = sequence.request.prompt_token_ids[: snapshot.position]
-        blocks = sequence.blocks[: snapshot.position // self._block_size]
+        blocks = snapshot.blocks[: snapshot.position // self._block_size]
         self._cache.insert(sequence.namespace, tokens, blocks, snapshot.slot)
 
     def clear_cache(self) -> None:

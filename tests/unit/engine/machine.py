@@ -7,7 +7,7 @@ block table, slot, start or snapshot shows up as a wrong history, and the sample
 from __future__ import annotations
 
 from services.engine.limits import SchedulerConfig
-from services.engine.plan import Chunk, SampledToken, StepPlan, StepResult
+from services.engine.plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
 from services.engine.ports import CompletedStep
 from services.engine.request import Request, SamplingParams
 
@@ -35,10 +35,17 @@ def request(name: str, prompt: tuple[int, ...], **changes: object) -> Request:
 
 
 class ToyRunner:
-    """Executes plans and fails on every violation of the plan's contract."""
+    """Executes plans at their launch and fails on every violation of the plan's contract.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    With a depth above 1 it is what a device with a queue is to the host: plans run in the order of their launch, tokens
+    that an unfinished step samples are taken from the slot, and the host gets to know them later.
+    """
+
+    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
         self.config = config
+        self._depth = depth
+        self.last_tokens: dict[int, tuple[str, int]] = {}
+        """By slot: whose newest token it is, and the token."""
         self.kv: dict[tuple[int, int], tuple[tuple[str, str], int]] = {}
         self.states: dict[int, tuple[tuple[str, str], tuple[int, ...]]] = {}
         self.computed_tokens = 0
@@ -46,7 +53,7 @@ class ToyRunner:
 
     @property
     def depth(self) -> int:
-        return 1
+        return self._depth
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(self.execute(plan))
@@ -66,6 +73,7 @@ class ToyRunner:
         assert len(set(targets)) == len(targets)
         assert not {copy.source for copy in plan.copies_before} & set(slots), "a snapshot's slot became live too early"
         assert 0 not in targets
+        self._check_prefill(plan)
         written: set[int] = set()
         for copy in plan.copies_before:
             self.states[copy.target] = self.states[copy.source]
@@ -76,18 +84,40 @@ class ToyRunner:
             self.states[copy.target] = self.states[copy.source]
         return StepResult([token for token in tokens if token is not None])
 
+    def _check_prefill(self, plan: StepPlan) -> None:
+        """The setting that bounds the time between tokens."""
+        answers = any(chunk.is_decode and chunk.output_count for chunk in plan.chunks)
+        if answers and self.config.mixed_prefill_tokens is not None:
+            assert plan.num_tokens - plan.num_decodes <= self.config.mixed_prefill_tokens
+
     def _run(self, chunk: Chunk, written: set[int]) -> SampledToken | None:
         size = self.config.block_size
         end = chunk.start + len(chunk.token_ids)
-        known = (*chunk.request.prompt_token_ids, *chunk.output_ids)
+        output = list(chunk.output_ids)
+        if list(chunk.token_ids) == [PENDING]:
+            owner_id, newest = self.last_tokens[chunk.slot]
+            assert owner_id == chunk.request.request_id
+            assert self._depth > 1
+            assert len(output) < chunk.output_count < len(output) + self._depth
+            # Those between are in the state already; only the newest enters it now.
+            output = reference(chunk.request.prompt_token_ids, chunk.output_count)
+            assert output[-1] == newest
+            token_ids = (newest,)
+        else:
+            assert chunk.output_count == len(output)
+            token_ids = tuple(chunk.token_ids)
+        known = (*chunk.request.prompt_token_ids, *output)
         namespace = (chunk.request.pin.digest, chunk.request.cache_salt)
         assert 0 not in chunk.blocks
         assert 0 < chunk.slot < self.config.num_slots
         assert end <= len(chunk.blocks) * size
         assert end <= len(known)
-        assert chunk.output_count == len(chunk.output_ids)
-        assert tuple(chunk.token_ids) == known[chunk.start : end]
+        assert token_ids == known[chunk.start : end]
         assert chunk.samples == (end == len(known))
+        if self.config.prefill_alignment > 1 and not (chunk.is_decode and chunk.output_count):
+            assert chunk.start % self.config.prefill_alignment == 0
+            assert end % self.config.prefill_alignment == 0 or chunk.samples
+            assert not chunk.is_decode, "the tail of a prompt would not be computed as the rest of it"
         history: tuple[int, ...] = ()
         if chunk.start:
             owner, history = self.states[chunk.slot]
@@ -103,4 +133,7 @@ class ToyRunner:
         assert others <= written
         self.states[chunk.slot] = (namespace, known[:end])
         self.computed_tokens += len(chunk.token_ids)
-        return SampledToken(next_token(known), -0.5) if chunk.samples else None
+        if not chunk.samples:
+            return None
+        self.last_tokens[chunk.slot] = chunk.request.request_id, next_token(known)
+        return SampledToken(next_token(known), -0.5)

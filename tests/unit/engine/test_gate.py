@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -11,6 +13,17 @@ from services.engine.gate import SliceGate
 
 TIMEOUT = 30.0
 GOAL = 1.0
+
+
+@contextmanager
+def engine_step(gate: SliceGate, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """What the loop does for a step that overlaps with no other."""
+    gate.acquire()
+    started = clock()
+    try:
+        yield
+    finally:
+        gate.release(clock() - started)
 
 
 class Stage:
@@ -35,6 +48,9 @@ class Stage:
         self.threads.append(thread)
         thread.start()
         return thread
+
+    def engine_step(self) -> AbstractContextManager[None]:
+        return engine_step(self.gate, lambda: self.now)
 
     def compute(self, what: str, seconds: float) -> None:
         self.computing += 1
@@ -74,21 +90,21 @@ def stage() -> Iterator[Stage]:
 
 def test_alone_each_side_is_unhindered(stage: Stage) -> None:
     for _ in range(3):
-        with stage.gate.engine_step():
+        with stage.engine_step():
             stage.compute("step", 0.1)
     stage.gate.engine_idle()
     with stage.gate.training():
         for _ in range(3):
             stage.compute("layer", 10.0)
             stage.gate.give_way()
-    with stage.gate.engine_step():
+    with stage.engine_step():
         stage.compute("step", 0.1)
     assert stage.log == ["step"] * 3 + ["layer"] * 3 + ["step"]
 
 
 def test_after_idling_the_engine_waits_for_one_layer_only(stage: Stage) -> None:
     def engine() -> None:
-        with stage.gate.engine_step():
+        with stage.engine_step():
             stage.compute("step", 0.1)
         stage.gate.engine_idle()
 
@@ -110,7 +126,7 @@ def test_a_busy_engine_and_the_trainer_alternate_within_the_goal(stage: Stage) -
 
     def engine() -> None:
         for _ in range(steps):
-            with stage.gate.engine_step():
+            with stage.engine_step():
                 # The trainer must be there before the step ends, as it is when it computes all the time.
                 stage.until_trainer_waits()
                 stage.compute("step", 0.4)
@@ -140,7 +156,7 @@ def test_a_goal_out_of_reach_leaves_training_a_minimal_share() -> None:
 
     def engine() -> None:
         for _ in range(steps):
-            with stage.gate.engine_step():
+            with stage.engine_step():
                 stage.until_trainer_waits()
                 stage.compute("step", 10.0)
         stage.gate.engine_idle()
@@ -168,11 +184,11 @@ def test_a_slice_is_handed_over_even_to_a_slow_thread(stage: Stage) -> None:
                 stage.compute("layer", 0.1)
 
     thread: threading.Thread | None = None
-    with stage.gate.engine_step():
+    with stage.engine_step():
         thread = stage.start(trainer)
         stage.until_trainer_waits()
         stage.compute("step", 0.1)
-    with stage.gate.engine_step():
+    with stage.engine_step():
         stage.compute("step", 0.1)
     stage.gate.engine_idle()
     thread.join(TIMEOUT)
@@ -182,7 +198,7 @@ def test_a_slice_is_handed_over_even_to_a_slow_thread(stage: Stage) -> None:
 
 def test_a_trainer_that_leaves_lets_the_waiting_engine_first(stage: Stage) -> None:
     def engine() -> None:
-        with stage.gate.engine_step():
+        with stage.engine_step():
             stage.compute("step", 0.1)
         stage.gate.engine_idle()
 
@@ -199,7 +215,7 @@ def test_a_backward_thread_may_give_way_for_the_trainer(stage: Stage) -> None:
     """On CUDA, autograd calls hooks on its own thread while the trainer waits for it."""
 
     def engine() -> None:
-        with stage.gate.engine_step():
+        with stage.engine_step():
             stage.compute("step", 0.1)
         stage.gate.engine_idle()
 
@@ -215,12 +231,12 @@ def test_a_backward_thread_may_give_way_for_the_trainer(stage: Stage) -> None:
 def test_exceptions_release_the_gate(stage: Stage) -> None:
     with pytest.raises(KeyError), stage.gate.training():
         raise KeyError
-    with pytest.raises(KeyError), stage.gate.engine_step():
+    with pytest.raises(KeyError), stage.engine_step():
         raise KeyError
     stage.gate.engine_idle()
     with stage.gate.training():
         pass
-    with stage.gate.engine_step():
+    with stage.engine_step():
         pass
 
 
@@ -231,7 +247,7 @@ def test_a_failing_device_releases_the_gate() -> None:
     gate = SliceGate(GOAL, synchronize=broken)
     with pytest.raises(RuntimeError, match="device lost"), gate.training():
         pass
-    with gate.engine_step():
+    with engine_step(gate):
         pass
 
 
@@ -240,7 +256,7 @@ def test_misuse_is_refused(stage: Stage) -> None:
         stage.gate.give_way()
     with stage.gate.training(), pytest.raises(RuntimeError, match="twice"), stage.gate.training():
         pass
-    with stage.gate.engine_step(), pytest.raises(RuntimeError, match="two engine steps"), stage.gate.engine_step():
+    with stage.engine_step(), pytest.raises(RuntimeError, match="two engine steps"), stage.engine_step():
         pass
     for goal, share in ((0.0, 0.1), (1.0, 0.0), (1.0, 2.0)):
         with pytest.raises(ValueError, match="minimal_share"):
@@ -253,7 +269,7 @@ def test_the_device_is_waited_for_while_the_engine_is_busy() -> None:
     with gate.training():
         gate.give_way()
     assert len(waits) == 1, "an idle engine needs no synchronisation between layers"
-    with gate.engine_step():
+    with engine_step(gate):
         pass
     with gate.training():
         gate.give_way()
@@ -267,7 +283,7 @@ def test_both_sides_finish_under_real_contention() -> None:
 
     def engine() -> None:
         for _ in range(500):
-            with gate.engine_step():
+            with engine_step(gate):
                 stage.compute("step", 0.0)
         gate.engine_idle()
 

@@ -80,28 +80,51 @@ class Client:
         return updates
 
 
+class Computing:
+    """A step whose result comes when the runner is not held."""
+
+    def __init__(self, runner: StoppableRunner, value: StepResult) -> None:
+        self.runner = runner
+        self.value = value
+
+    def result(self) -> StepResult:
+        assert self.runner.running.wait(TIMEOUT)
+        self.runner.in_flight -= 1
+        if self.runner.late_failures:
+            self.runner.late_failures -= 1
+            raise RuntimeError("device lost")
+        return self.value
+
+
 class StoppableRunner(ToyRunner):
-    """Waits for permission before each step when ``hold`` is set, and fails on demand."""
+    """Has no result before it may go on while it is held, and fails on demand, at the launch or later."""
 
-    def __init__(self) -> None:
-        super().__init__(CONFIG)
+    def __init__(self, depth: int) -> None:
+        super().__init__(CONFIG, depth)
         self.failures = 0
-        self.hold = False
+        self.late_failures = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
         self.entered: SimpleQueue[StepPlan] = SimpleQueue()
-        self.permits = threading.Semaphore(0)
+        self.running = threading.Event()
+        self.running.set()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        if self.hold:
+    def launch(self, plan: StepPlan) -> Computing:
+        if not self.running.is_set():
             self.entered.put(plan)
-            assert self.permits.acquire(timeout=TIMEOUT)
         if self.failures:
             self.failures -= 1
             raise RuntimeError("device lost")
-        return super().execute(plan)
+        computing = Computing(self, self.execute(plan))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return computing
+
+    def hold(self) -> None:
+        self.running.clear()
 
     def go_on(self) -> None:
-        self.hold = False
-        self.permits.release()
+        self.running.set()
 
 
 class Recorder(NoObserver):
@@ -118,15 +141,16 @@ class Recorder(NoObserver):
 
 
 class Fixture:
-    def __init__(self, **options: object) -> None:
-        self.runner = StoppableRunner()
+    def __init__(self, depth: int = 1, **options: object) -> None:
+        self.runner = StoppableRunner(depth)
+        self.gate = SliceGate(0.05)
         self.adapters = Adapters()
         self.observer = Recorder()
         self.loop = EngineLoop(
             CONFIG,
             self.runner,
             self.adapters,
-            SliceGate(0.05),
+            self.gate,
             RolloutMemory(100, 60.0),
             observer=self.observer,
             **options,
@@ -143,16 +167,17 @@ class Fixture:
         self.loop.call_at_boundary(lambda: None).result(TIMEOUT)
 
     def check_nothing_left(self) -> None:
-        self.loop.call_at_boundary(self.loop._scheduler.check_integrity).result(TIMEOUT)
-        counts = self.loop.call_at_boundary(lambda: self.loop._scheduler.counts()).result(TIMEOUT)
+        self.loop.call_at_boundary(self.loop._pipeline.scheduler.check_integrity).result(TIMEOUT)
+        counts = self.loop.call_at_boundary(lambda: self.loop._pipeline.scheduler.counts()).result(TIMEOUT)
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert self.adapters.pins == []
-        assert self.loop._live == {}
+        assert len(self.loop._desk) == 0
+        assert self.runner.in_flight == 0
 
 
 @contextmanager
-def running(**options: object) -> Iterator[Fixture]:
-    fixture = Fixture(**options)
+def running(depth: int = 1, **options: object) -> Iterator[Fixture]:
+    fixture = Fixture(depth, **options)
     fixture.loop.start()
     try:
         yield fixture
@@ -162,9 +187,14 @@ def running(**options: object) -> Iterator[Fixture]:
     assert not fixture.loop._thread.is_alive()
 
 
+@pytest.fixture(params=[1, 2])
+def depth(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture
-def engine() -> Iterator[Fixture]:
-    with running() as fixture:
+def engine(depth: int) -> Iterator[Fixture]:
+    with running(depth) as fixture:
         yield fixture
 
 
@@ -190,7 +220,7 @@ def test_answers_are_those_of_a_lone_request(engine: Fixture) -> None:
 
 
 def test_one_call_per_step_and_sink(engine: Fixture) -> None:
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("warm", max_tokens=1)
     engine.runner.entered.get(timeout=TIMEOUT)
     other = Client()
@@ -202,7 +232,7 @@ def test_one_call_per_step_and_sink(engine: Fixture) -> None:
     other.wait("b")
     assert engine.client.frames.empty()
     frames = Client()
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("warm", client=other, max_tokens=1)
     engine.runner.entered.get(timeout=TIMEOUT)
     for n in range(3):
@@ -221,7 +251,7 @@ def test_refuses_what_never_fits_at_once(engine: Fixture) -> None:
 
 
 def test_refuses_ids_in_use(engine: Fixture) -> None:
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("same")
     engine.runner.entered.get(timeout=TIMEOUT)
     other = Client()
@@ -232,9 +262,9 @@ def test_refuses_ids_in_use(engine: Fixture) -> None:
     engine.check_nothing_left()
 
 
-def test_bounds_the_queue() -> None:
-    with running(max_waiting=2) as engine:
-        engine.runner.hold = True
+def test_bounds_the_queue(depth: int) -> None:
+    with running(depth, max_waiting=2) as engine:
+        engine.runner.hold()
         engine.submit("r0")
         engine.runner.entered.get(timeout=TIMEOUT)
         for n in range(1, 6):
@@ -250,7 +280,7 @@ def test_bounds_the_queue() -> None:
 
 
 def test_abort_frees_everything_and_says_so(engine: Fixture) -> None:
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("gone", max_tokens=50)
     engine.submit("stays")
     engine.runner.entered.get(timeout=TIMEOUT)
@@ -267,7 +297,7 @@ def test_abort_frees_everything_and_says_so(engine: Fixture) -> None:
 def test_abort_all_ends_only_that_sink(engine: Fixture) -> None:
     gone = Client()
     engine.adapters.loaded = False
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("g0", client=gone, max_tokens=50)
     engine.submit("g1", client=gone, adapter=AdapterChoice(name="a"))
     engine.submit("s0")
@@ -326,12 +356,12 @@ def test_failures_in_a_row_make_it_unhealthy_until_a_step_succeeds(engine: Fixtu
 
 
 def test_broken_books_end_all_requests_and_serving_goes_on(engine: Fixture) -> None:
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("r0", max_tokens=20)
     engine.runner.entered.get(timeout=TIMEOUT)
 
     def break_books() -> None:
-        engine.loop._scheduler._memory._slots.release(engine.loop._scheduler._running[0].slot)
+        engine.loop._pipeline.scheduler._memory._slots.release(engine.loop._pipeline.scheduler._roster.running[0].slot)
 
     engine.loop.call_at_boundary(break_books)
     engine.loop.abort("r0")
@@ -346,13 +376,13 @@ def test_idle_moments_are_used_to_check_the_books(engine: Fixture) -> None:
     """A leak that no request runs into is found by the check, and the next request gets clean books."""
     engine.submit("r0")
     engine.client.wait("r0")
-    leaky = engine.loop.call_at_boundary(lambda: engine.loop._scheduler).result(TIMEOUT)
+    leaky = engine.loop.call_at_boundary(lambda: engine.loop._pipeline.scheduler).result(TIMEOUT)
     found = threading.Event()
     engine.observer.step_failed = lambda error: found.set()
     engine.loop.call_at_boundary(lambda: leaky._memory._slots.take()).result(TIMEOUT)
     assert found.wait(TIMEOUT)
     engine.settle()
-    assert engine.loop._scheduler is not leaky
+    assert engine.loop._pipeline.scheduler is not leaky
     engine.submit("r1")
     assert tokens(engine.client.wait("r1")["r1"]) == reference((1, 2, 3), 5)
     engine.check_nothing_left()
@@ -423,7 +453,7 @@ def test_remembers_rollouts_that_were_asked_for(engine: Fixture) -> None:
 
 
 def test_a_stop_string_ends_a_request_or_cuts_its_rollout(engine: Fixture) -> None:
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("running", keep_rollout=True, max_tokens=50)
     engine.runner.entered.get(timeout=TIMEOUT)
     engine.loop.abort("running", keep_tokens=1)
@@ -448,7 +478,7 @@ def test_boundary_calls_return_and_raise(engine: Fixture) -> None:
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(engine: Fixture) -> None:
-    engine.runner.hold = True
+    engine.runner.hold()
     engine.submit("last")
     engine.runner.entered.get(timeout=TIMEOUT)
     assert not engine.loop.drain(0.0)
@@ -460,10 +490,10 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(engine: Fixture) -> Non
     assert not engine.loop.status().accepting
 
 
-def test_stop_answers_everything() -> None:
+def test_stop_answers_everything(depth: int) -> None:
     with ExitStack() as stack:
-        engine = stack.enter_context(running())
-        engine.runner.hold = True
+        engine = stack.enter_context(running(depth))
+        engine.runner.hold()
         engine.adapters.loaded = False
         engine.submit("runs", max_tokens=60)
         engine.submit("loads", adapter=AdapterChoice(name="a"))
@@ -518,4 +548,33 @@ def test_two_hundred_clients_that_leave_at_random_leave_nothing(engine: Fixture)
     for thread in threads:
         thread.join(TIMEOUT)
     assert not failures
+    engine.check_nothing_left()
+
+
+def test_a_trainer_gets_the_device_to_itself_between_steps(engine: Fixture) -> None:
+    """Steps may overlap before and after, but while it trains each runs alone and never beside it."""
+    engine.submit("r", max_tokens=60)
+    engine.client.frames.get(timeout=TIMEOUT)
+    with engine.gate.training():
+        for _ in range(5):
+            assert engine.runner.in_flight == 0
+            engine.gate.give_way()
+    updates = engine.client.wait("r")["r"]
+    assert updates[-1].finish_reason is FinishReason.LENGTH
+    engine.settle()
+    engine.check_nothing_left()
+
+
+def test_steps_overlap_as_far_as_the_runner_does(engine: Fixture) -> None:
+    engine.submit("r", max_tokens=20)
+    assert tokens(engine.client.wait("r")["r"]) == reference((1, 2, 3), 20)
+    assert engine.runner.most_in_flight == engine.runner.depth
+
+
+def test_a_step_that_fails_late_ends_its_requests_and_serving_goes_on(engine: Fixture) -> None:
+    engine.runner.late_failures = 1
+    engine.submit("unlucky", max_tokens=20)
+    assert engine.client.wait("unlucky")["unlucky"][-1].error is not None
+    engine.submit("lucky")
+    assert tokens(engine.client.wait("lucky")["lucky"]) == reference((1, 2, 3), 5)
     engine.check_nothing_left()

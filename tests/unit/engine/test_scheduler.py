@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.limits import SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
-from services.engine.plan import SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.plan import PENDING, SampledToken, StateCopy, StepPlan, StepResult
 from services.engine.request import AdapterPin, FinishReason
 from services.engine.scheduler import Scheduler
 from services.engine.updates import SequenceUpdate
@@ -21,8 +21,8 @@ LONG = tuple(range(1, 20))
 class Engine:
     """A scheduler with a toy model behind it."""
 
-    def __init__(self, **changes: int | bool | frozenset[int]) -> None:
-        defaults: dict[str, int | bool | frozenset[int]] = {
+    def __init__(self, depth: int = 1, **changes: int | bool | frozenset[int] | None) -> None:
+        defaults: dict[str, int | bool | frozenset[int] | None] = {
             "max_num_seqs": 4,
             "token_budget": 32,
             "block_size": 4,
@@ -31,8 +31,8 @@ class Engine:
             "max_model_len": 128,
         }
         self.config = SchedulerConfig(**{**defaults, **changes})
-        self.scheduler = Scheduler(self.config)
-        self.runner = ToyRunner(self.config)
+        self.scheduler = Scheduler(self.config, depth)
+        self.runner = ToyRunner(self.config, depth)
         self.updates: dict[str, list[SequenceUpdate]] = {}
 
     def add(self, name: str, prompt: tuple[int, ...], **changes: object) -> None:
@@ -273,6 +273,138 @@ def test_plans_are_taken_in_turn() -> None:
     assert engine.scheduler.counts().slots_cached == 0
 
 
+def launch(engine: Engine) -> tuple[StepPlan, StepResult]:
+    plan = engine.scheduler.schedule(0.0)
+    assert plan is not None
+    return plan, engine.runner.execute(plan)
+
+
+def land(engine: Engine, launched: tuple[StepPlan, StepResult]) -> None:
+    engine.take(engine.scheduler.update(*launched, 0.0))
+    engine.scheduler.check_integrity()
+
+
+def test_a_preempted_sequence_waits_for_the_token_that_is_under_way() -> None:
+    engine = Engine(depth=2, max_num_seqs=1, num_slots=4)
+    engine.add("patient", (1, 2, 3), max_tokens=6, priority=1)
+    first = launch(engine)
+    engine.add("urgent", (5, 6), max_tokens=1)
+    second = launch(engine)
+    assert shape(second[0]) == [("urgent", 0, 2, True)]
+    land(engine, first)
+    assert engine.output("patient") == reference((1, 2, 3), 1)
+    land(engine, second)
+    assert shape(launch(engine)[0]) == [("patient", 0, 4, True)]
+
+
+def test_a_snapshot_whose_blocks_were_taken_away_is_not_kept() -> None:
+    """The step that makes it is in flight when its sequence is preempted: the blocks are another's by then."""
+    engine = Engine(depth=2, max_num_seqs=1, num_slots=4)
+    engine.add("patient", LONG, max_tokens=2, priority=1)
+    first = launch(engine)
+    assert len(first[0].copies_after) == 1
+    engine.add("urgent", (5, 6), max_tokens=1)
+    second = launch(engine)
+    land(engine, first)
+    land(engine, second)
+    assert engine.scheduler.counts().slots_cached == 0
+    engine.run()
+    assert engine.cached("patient") == 0
+    assert engine.output("patient") == reference(LONG, 2)
+
+
+def test_completions_of_one_prompt_wait_for_the_snapshot_in_flight() -> None:
+    engine = Engine(depth=2)
+    for n in range(3):
+        engine.add(f"r{n}", LONG, max_tokens=2)
+    first, second = launch(engine), launch(engine)
+    assert shape(first[0]) == [("r0", 0, 16, False)]
+    assert shape(second[0]) == [("r0", 16, 3, True)]
+    land(engine, first)
+    third = launch(engine)
+    assert shape(third[0]) == [("r0", 19, 1, True), ("r1", 16, 3, True), ("r2", 16, 3, True)]
+    assert list(third[0].chunks[0].token_ids) == [PENDING]
+
+
+def test_no_more_plans_than_the_depth() -> None:
+    engine = Engine(depth=2)
+    engine.add("r", LONG, max_tokens=9)
+    first, second = launch(engine), launch(engine)
+    with pytest.raises(IntegrityError, match="2 plans are in flight"):
+        engine.scheduler.schedule(0.0)
+    with pytest.raises(ValueError, match="not the oldest"):
+        engine.scheduler.update(*second, 0.0)
+    land(engine, first)
+    with pytest.raises(ValueError, match="depth"):
+        Scheduler(engine.config, 0)
+
+
+# Prefill beside decodes.
+
+
+def test_prefill_beside_decodes_is_bounded() -> None:
+    engine = Engine(token_budget=32, mixed_prefill_tokens=5, prefix_cache=False)
+    engine.add("first", (1, 2, 3), max_tokens=4)
+    engine.add("second", (4, 5), max_tokens=3)
+    assert shape(engine.step()) == [("first", 0, 3, True), ("second", 0, 2, True)], "nobody waits: the whole budget"
+    engine.add("long", LONG, max_tokens=2)
+    assert shape(engine.step())[2:] == [("long", 0, 5, False)]
+    assert shape(engine.step())[2:] == [("long", 5, 5, False)]
+    assert shape(engine.step()) == [("first", 5, 1, True), ("long", 10, 5, False)]
+    assert shape(engine.step()) == [("long", 15, 4, True)]
+    assert engine.output("long") == reference(LONG, 1)
+
+
+def test_several_waiting_prompts_share_the_bound_and_the_tail_of_a_prompt_is_no_answer() -> None:
+    engine = Engine(token_budget=32, mixed_prefill_tokens=8, prefix_cache=False)
+    engine.add("tail", tuple(range(33)), max_tokens=1)
+    engine.step()
+    for n in range(3):
+        engine.add(f"r{n}", (1 + n, 2, 3), max_tokens=2)
+    # The last token of a prompt looks like a decode, but nobody reads an answer yet.
+    assert shape(engine.step()) == [("tail", 32, 1, True), *((f"r{n}", 0, 3, True) for n in range(3))]
+    for n in range(3, 6):
+        engine.add(f"r{n}", (1 + n, 2, 3), max_tokens=2)
+    plan = shape(engine.step())
+    assert plan == [*((f"r{n}", 3, 1, True) for n in range(3)), ("r3", 0, 3, True)], "four seats"
+
+
+def test_aligned_chunks_end_where_the_kernels_tiles_do() -> None:
+    engine = Engine(token_budget=16, prefill_alignment=4, prefix_cache=False)
+    engine.add("short", (1, 2), max_tokens=9)
+    engine.step()
+    engine.add("long", tuple(range(1, 34)), max_tokens=1)
+    engine.add("next", tuple(range(1, 34)), max_tokens=1)
+    # 15 tokens are left beside the decode, of which 12 are three whole tiles; 3 are too few for another prompt.
+    assert shape(engine.step())[1:] == [("long", 0, 12, False)]
+    assert shape(engine.step())[1:] == [("long", 12, 12, False)]
+    assert shape(engine.step())[1:] == [("long", 24, 9, True), ("next", 0, 4, False)]
+
+
+def test_aligned_chunks_never_leave_a_single_token() -> None:
+    """It would be computed as a decode, with other bits than as the end of a chunk."""
+    engine = Engine(token_budget=32, prefill_alignment=4, block_size=2)
+    engine.add("r", tuple(range(1, 34)), max_tokens=1)
+    assert shape(engine.step()) == [("r", 0, 28, False)], "up to 32 would leave one"
+    assert shape(engine.step()) == [("r", 28, 5, True)]
+    engine.add("again", tuple(range(1, 34)), max_tokens=1)
+    assert shape(engine.step()) == [("again", 28, 5, True)], "hits where an aligned chunk ended"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefill_alignment": 0},
+        {"prefill_alignment": 32},
+        {"mixed_prefill_tokens": 0},
+        {"mixed_prefill_tokens": 8, "prefill_alignment": 8},
+    ],
+)
+def test_prefill_limits_that_would_starve_prompts_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="prefill"):
+        Engine(**changes)
+
+
 # The prefix cache.
 
 
@@ -438,19 +570,19 @@ def test_integrity_check_finds_leaks() -> None:
         return engine.scheduler
 
     scheduler = broken(Engine())
-    scheduler._running[0].blocks.pop()
+    scheduler._roster.running[0].blocks.pop()
     with pytest.raises(IntegrityError, match="blocks"):
         scheduler.check_integrity()
     scheduler = broken(Engine())
-    scheduler._running[0].slot = scheduler._running[1].slot
+    scheduler._roster.running[0].slot = scheduler._roster.running[1].slot
     with pytest.raises(IntegrityError, match="two owners"):
         scheduler.check_integrity()
     scheduler = broken(Engine())
-    del scheduler._running[0]
+    del scheduler._roster.running[0]
     with pytest.raises(IntegrityError, match="registered"):
         scheduler.check_integrity()
     scheduler = broken(Engine())
-    scheduler._running.reverse()
+    scheduler._roster.running.reverse()
     with pytest.raises(IntegrityError, match="order"):
         scheduler.check_integrity()
 
@@ -462,4 +594,4 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines() -> None:
         engine.add(f"r{number}", (1, 2), deadline=2e6, max_tokens=1)
         engine.step()
     assert engine.scheduler.counts().running == 1
-    assert len(engine.scheduler._deadlines) < 80
+    assert len(engine.scheduler._roster._deadlines) < 80

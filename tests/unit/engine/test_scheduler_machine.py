@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.limits import SchedulerConfig
-from services.engine.plan import StepPlan
+from services.engine.plan import StepPlan, StepResult
 from services.engine.request import AdapterPin, FinishReason
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
@@ -25,7 +25,10 @@ PINS = [AdapterPin(), AdapterPin("a@1", "digest-a", 1)]
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5),
+        depth=st.sampled_from([1, 2, 2, 3]),
         extra_budget=st.integers(0, 20),
+        alignment=st.sampled_from([1, 1, 2, 4]),
+        mixed=st.none() | st.integers(0, 9),
         block_size=st.integers(1, 5),
         num_blocks=st.integers(2, 30),
         extra_slots=st.integers(1, 5),
@@ -35,16 +38,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self,
         max_num_seqs: int,
+        depth: int,
         extra_budget: int,
+        alignment: int,
+        mixed: int | None,
         block_size: int,
         num_blocks: int,
         extra_slots: int,
         max_model_len: int,
         prefix_cache: bool,
     ) -> None:
+        least = 1 if alignment == 1 else alignment + 1
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
-            token_budget=max_num_seqs + extra_budget,
+            token_budget=max_num_seqs + extra_budget + (least - 1),
+            mixed_prefill_tokens=None if mixed is None else mixed + least,
+            prefill_alignment=alignment,
             block_size=block_size,
             num_blocks=num_blocks,
             num_slots=max_num_seqs + extra_slots,
@@ -52,8 +61,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({7, 13}),
             prefix_cache=prefix_cache,
         )
-        self.scheduler = Scheduler(self.config)
-        self.runner = ToyRunner(self.config)
+        self.depth = depth
+        self.scheduler = Scheduler(self.config, depth)
+        self.runner = ToyRunner(self.config, depth)
+        self.flight: list[tuple[StepPlan, StepResult]] = []
+        """Launched, oldest first; the scheduler does not know the results yet."""
         self.requests = {}
         self.outputs: dict[str, list[int]] = {}
         self.live: set[str] = set()
@@ -113,29 +125,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += passed
 
     @rule()
-    def step(self) -> None:
-        plan = self._schedule()
-        if plan is not None:
-            self._take(self.scheduler.update(plan, self.runner.execute(plan), self.now))
-
-    @rule(data=st.data())
-    def step_with_aborts_in_flight(self, data: st.DataObject) -> None:
-        plan = self._schedule()
-        if plan is None:
-            return
-        result = self.runner.execute(plan)
-        for request_id in data.draw(st.lists(st.sampled_from(sorted(self.live)), unique=True, max_size=3)):
-            self._abort(request_id)
-            self.scheduler.check_integrity()
-        self._take(self.scheduler.update(plan, result, self.now))
+    def launch(self) -> None:
+        """Plans and launches one more step, if one more may be in flight."""
+        if len(self.flight) < self.depth:
+            plan = self._schedule()
+            if plan is not None:
+                self.flight.append((plan, self.runner.execute(plan)))
 
     @rule()
-    def failing_step(self) -> None:
-        plan = self._schedule()
-        if plan is None:
+    def land(self) -> None:
+        """Takes in the results of the oldest step."""
+        if self.flight:
+            plan, result = self.flight.pop(0)
+            self._take(self.scheduler.update(plan, result, self.now))
+
+    @rule()
+    def step(self) -> None:
+        """What the loop does: keeps as many steps in flight as allowed."""
+        before = len(self.flight)
+        self.launch()
+        if len(self.flight) == self.depth or len(self.flight) == before:
+            self.land()
+
+    @rule()
+    def fail(self) -> None:
+        if not self.flight:
             return
+        plan, _ = self.flight.pop(0)
         updates = self.scheduler.fail(plan, TemperError("the step failed"))
-        assert {update.request_id for update in updates} == {chunk.request.request_id for chunk in plan.chunks}
+        names = {chunk.request.request_id for chunk in plan.chunks}
+        assert {update.request_id for update in updates} == names & self.live
         self._take(updates)
 
     @rule()
@@ -144,11 +163,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         total = sum(
             len(self.requests[name].prompt_token_ids) + self.requests[name].sampling.max_tokens for name in self.live
         )
-        for _ in range(10 + total * (len(self.live) + 2)):
+        for _ in range(10 + 2 * total * (len(self.live) + 2)):
             if not self.live:
                 break
             self.step()
         assert not self.live
+        while self.flight:
+            self.land()
         counts = self.scheduler.counts()
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert not self.scheduler.has_work
@@ -168,8 +189,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert counts.blocks_cached == counts.slots_cached == 0
 
     def _schedule(self) -> StepPlan | None:
-        before = {s.request.request_id: s for s in self.scheduler._running}
-        decoding = [s for s in before.values() if s.output_ids and s.known - s.computed == 1]
+        before = {s.request.request_id: s for s in self.scheduler._roster.running}
+        prompts = {s.request.request_id: len(s.request.prompt_token_ids) for s in before.values()}
+        decoding = [
+            s for name, s in before.items() if prompts[name] < s.known < s.known_at_end and s.known - s.computed == 1
+        ]
         preemptions = self.scheduler.counts().preemptions
         plan = self.scheduler.schedule(self.now)
         expired = self.scheduler.take_expired()
@@ -179,7 +203,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name in self.live:
             deadline = self.requests[name].deadline
             assert deadline is None or deadline > self.now
-        assert (plan is None) == (not self.live)
+        assert plan is None or self.live
+        assert plan is not None or self.flight or not self.live
         if plan is not None:
             self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions)
         return plan
@@ -188,8 +213,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, plan: StepPlan, before: Set[str], decoding: list[Sequence], preemptions_before: int
     ) -> None:
         planned = {chunk.request.request_id for chunk in plan.chunks}
-        running = {s.request.request_id: s for s in self.scheduler._running}
-        waiting = self.scheduler._waiting
+        running = {s.request.request_id: s for s in self.scheduler._roster.running}
+        waiting = self.scheduler._roster.waiting
         assert planned <= running.keys()
         # Decodes: all of them, or the best-ranked ones if blocks or seats had to be taken from the others.
         served = [s.rank for s in decoding if s.request.request_id in planned]
@@ -199,14 +224,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         # The best-ranked sequence always advances: so each becomes the best-ranked one some day, and ends.
         best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
-            assert best.request.request_id in planned or plan.num_tokens == self.config.token_budget
+            assert best.request.request_id in planned or best.known == best.known_at_end
         # Nobody overtakes, except those who wait one step to share a prompt that this step computes.
         started = [running[name].rank for name in planned - before]
-        draft, memory = self.scheduler._in_flight, self.scheduler._memory
+        memory = self.scheduler._memory
         for sequence in waiting:
             if started and sequence.rank < max(started):
-                assert draft is not None
-                assert draft.has_snapshot(sequence, memory.boundary(sequence))
+                position = memory.boundary(sequence)
+                assert any(draft.has_snapshot(sequence, position) for draft in self.scheduler._in_flight)
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)

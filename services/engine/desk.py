@@ -1,0 +1,196 @@
+"""Requests from their submission to their last update: their sinks, their adapters, what is told of them.
+
+Used by the loop thread only, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
+from services.engine.pipeline import Pipeline
+from services.engine.ports import AdapterResolver, LoopObserver, Sink, Submission
+from services.engine.request import AdapterPin, FinishReason
+from services.engine.rollouts import Rollout, RolloutMemory
+from services.engine.updates import Finished, SequenceUpdate
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request between its submission and its last update."""
+
+    submission: Submission
+    sink: Sink
+    submitted_at: float
+    pin: AdapterPin | None = None
+    """None while its adapter is loading."""
+
+
+class Desk:
+    """Pins adapters, hands requests to the scheduler, and updates to the sinks.
+
+    Args:
+        pipeline: whose scheduler gets the requests.
+        resolver: pins adapter versions.
+        rollouts: where finished completions go whose submission says ``keep_rollout``.
+        observer: gets the metrics.
+        adapter_wait_seconds: how long a request waits for its adapter to load.
+        clock: seconds; deadlines are on it.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        resolver: AdapterResolver,
+        rollouts: RolloutMemory,
+        observer: LoopObserver,
+        adapter_wait_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pipeline = pipeline
+        self._resolver = resolver
+        self._rollouts = rollouts
+        self._observer = observer
+        self._adapter_wait = adapter_wait_seconds
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._loading: list[str] = []
+        """Requests whose adapter is loading, oldest first."""
+        self._arrivals = 0
+        self.retry = False
+        """Whether adapters that were loading may be there now."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    def submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
+        """Takes a request in; its updates, if only one with an error, go to ``sink``."""
+        name = submission.request_id
+        if name in self._live:
+            error = InvalidRequest(f"request_id {name!r} is in use", param="request_id")
+            self._send(sink, [_failed(name, error)])
+            return
+        self._live[name] = _Live(submission, sink, submitted_at)
+        self._admit(name)
+
+    def abort(self, name: str, keep_tokens: int) -> None:
+        """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
+        if name not in self._live:
+            if keep_tokens > 0:
+                self._rollouts.cut(name, keep_tokens)
+            return
+        update = self._pipeline.scheduler.abort(name, keep_tokens)
+        # Not in the scheduler: its adapter is loading.
+        self.publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
+
+    def abort_all(self, sink: Sink) -> None:
+        """Ends all requests of a sink without telling it."""
+        for name in [name for name, live in self._live.items() if live.sink == sink]:
+            update = self._pipeline.scheduler.abort(name)
+            self._end(name, None if update is None else update.finished)
+
+    def fail_all(self, updates: list[SequenceUpdate], ending: TemperError) -> None:
+        """Publishes the last updates that there are, and ends all other requests with an error."""
+        self._loading = []
+        ended = {update.request_id for update in updates}
+        self.publish([*updates, *(_failed(name, ending) for name in self._live if name not in ended)])
+
+    def publish(self, updates: list[SequenceUpdate]) -> None:
+        """Gives each sink its updates, after the books of ended requests are closed."""
+        by_sink: dict[Sink, list[SequenceUpdate]] = {}
+        for update in updates:
+            live = self._live.get(update.request_id)
+            if live is None:
+                continue
+            by_sink.setdefault(live.sink, []).append(update)
+            if update.finish_reason is not None:
+                self._end(update.request_id, update.finished)
+        for sink, part in by_sink.items():
+            self._send(sink, part)
+
+    # Adapters that load.
+
+    def admit_loaded(self) -> None:
+        """Asks again for the adapters that were loading, and ends the requests that have waited too long."""
+        retry, self.retry = self.retry, False
+        if not self._loading:
+            return
+        if retry:
+            names, self._loading = self._loading, []
+            for name in names:
+                # A failing sink may have taken it with it.
+                if name in self._live:
+                    self._admit(name)
+        now = self._clock()
+        late = [name for name in self._loading if self._loading_until(name) <= now]
+        self.publish([_failed(name, self._too_late(name, now)) for name in late])
+
+    def patience(self) -> float | None:
+        """Seconds until a request has waited too long for its adapter; None if none waits."""
+        if not self._loading:
+            return None
+        return min(self._loading_until(name) for name in self._loading) - self._clock()
+
+    def _admit(self, name: str) -> None:
+        """Pins the adapter and hands the request to the scheduler, or to those whose adapter is loading."""
+        live = self._live[name]
+        try:
+            live.pin = self._resolver.pin(live.submission.adapter)
+            if live.pin is None:
+                if name not in self._loading:
+                    self._loading.append(name)
+                return
+            self._arrivals += 1
+            self._pipeline.scheduler.add(live.submission.pinned(live.pin, self._arrivals))
+        except TemperError as error:
+            self.publish([_failed(name, error)])
+        except Exception as error:
+            _log.exception("request could not be admitted", request=name)
+            ending = TemperError(f"the engine could not admit the request ({type(error).__name__})")
+            self.publish([_failed(name, ending)])
+
+    def _loading_until(self, name: str) -> float:
+        live = self._live[name]
+        patience = live.submitted_at + self._adapter_wait
+        return patience if live.submission.deadline is None else min(patience, live.submission.deadline)
+
+    def _too_late(self, name: str, now: float) -> TemperError:
+        deadline = self._live[name].submission.deadline
+        if deadline is not None and deadline <= now:
+            return DeadlineExceeded("the deadline passed while the adapter was loading")
+        return Unavailable(f"the adapter was not loaded within {self._adapter_wait:g} s: retry later")
+
+    # Ends.
+
+    def _send(self, sink: Sink, updates: list[SequenceUpdate]) -> None:
+        try:
+            sink(updates)
+        except Exception:
+            _log.exception("a sink failed, its requests are ended")
+            self.abort_all(sink)
+
+    def _end(self, name: str, finished: Finished | None) -> None:
+        """Releases the pin of a request that has ended, remembers its rollout and counts it."""
+        live = self._live.pop(name)
+        if name in self._loading:
+            self._loading.remove(name)
+        if live.pin is not None:
+            self._resolver.release(live.pin)
+        if finished is None:
+            return
+        if live.submission.keep_rollout and finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._rollouts.remember(Rollout.of(finished))
+        self._observer.request_done(finished, live.submitted_at, self._clock())
+
+
+def _failed(name: str, error: TemperError) -> SequenceUpdate:
+    return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)

@@ -1,0 +1,179 @@
+"""Steps in flight: plans, launches and collects them, as many at a time as the runner overlaps.
+
+While step N runs, step N+1 is planned and launched; then the results of N are collected, and what the loop does with
+them (publishing, new requests, the plan of N+2) happens while N+1 runs. A trainer that wants the device ends that: from
+the next boundary on the gate is taken for one step at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.errors import TemperError
+from services.engine.limits import SchedulerConfig
+from services.engine.plan import StepPlan, StepResult
+from services.engine.ports import EngineGate, LoopObserver, Runner, StepHandle, StepStats
+from services.engine.scheduler import Scheduler
+from services.engine.updates import SequenceUpdate
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedLaunch:
+    """Stands in for the handle of a step that could not be launched, so that its failure is met in turn."""
+
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One launched step."""
+
+    plan: StepPlan
+    handle: StepHandle
+    began: float
+    """When its planning began."""
+    launched: float
+
+
+class Pipeline:
+    """Runs the scheduler's steps. Used by the loop thread only.
+
+    Args:
+        clock: seconds, that of the requests' deadlines.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        gate: EngineGate,
+        observer: LoopObserver,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._gate = gate
+        self._observer = observer
+        self._clock = clock
+        self._flights: deque[_Flight] = deque()
+        """Oldest first; the gate is held while there are any."""
+        self._collected = 0.0
+        """When the latest results came in."""
+        self.scheduler = Scheduler(config, runner.depth)
+        self.steps = 0
+        self.failed_steps = 0
+        self.failures_in_a_row = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``advance`` has something to do."""
+        return bool(self._flights) or self.scheduler.has_work
+
+    def advance(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        """Launches the next step if one more may be in flight; then collects the oldest unless still one more may.
+
+        Args:
+            waiting_for_adapters: for the metrics.
+
+        Returns:
+            What there is to publish.
+
+        Raises:
+            IntegrityError: the books are broken; ``reset`` is the way out.
+        """
+        began = self._clock()
+        depth = 1 if self._gate.contended else self._runner.depth
+        plan: StepPlan | None = None
+        updates: list[SequenceUpdate] = []
+        if len(self._flights) < depth:
+            plan = self.scheduler.schedule(began)
+            updates = self.scheduler.take_expired()
+            if plan is not None and not self._launch(plan, began):
+                # The failure is met now, before anything is planned on top of it.
+                while self._flights:
+                    updates += self._collect(waiting_for_adapters)
+        # Without a plan there is nothing to run before the next results.
+        if self._flights and (plan is None or len(self._flights) >= depth):
+            updates += self._collect(waiting_for_adapters)
+        return updates
+
+    def discard(self) -> None:
+        """Waits for what is in flight and drops the results."""
+        while self._flights:
+            flight = self._flights.popleft()
+            try:
+                flight.handle.result()
+            except Exception:
+                _log.exception("a step that nobody waits for failed")
+            if not self._flights:
+                self._gate.release(0.0)
+
+    def reset(self, error: Exception, ending: TemperError) -> list[SequenceUpdate]:
+        """After an error outside a step: clean books; returns the last updates of the requests that it had."""
+        self.count_failure(error)
+        self.discard()
+        updates = self.scheduler.abandon(ending)
+        self.scheduler = Scheduler(self._config, self._runner.depth)
+        return updates
+
+    def count_failure(self, error: Exception) -> None:
+        self.failures_in_a_row += 1
+        self.failed_steps += 1
+        self._observer.step_failed(error)
+
+    def _launch(self, plan: StepPlan, began: float) -> bool:
+        if not self._flights:
+            self._gate.acquire()
+        launched = self._clock()
+        try:
+            handle = self._runner.launch(plan)
+        except Exception as error:
+            self._flights.append(_Flight(plan, _FailedLaunch(error), began, launched))
+            return False
+        self._flights.append(_Flight(plan, handle, began, launched))
+        return True
+
+    def _collect(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        """Waits for the oldest step."""
+        flight = self._flights.popleft()
+        plan, before = flight.plan, self._collected
+        try:
+            try:
+                result = flight.handle.result()
+            finally:
+                now = self._collected = self._clock()
+                computed = now - max(flight.launched, before)
+                if not self._flights:
+                    self._gate.release(computed)
+            updates = self.scheduler.update(plan, result, now)
+        except Exception as error:
+            return self._fail(plan, error)
+        self.failures_in_a_row = 0
+        self.steps += 1
+        decodes = plan.num_decodes
+        self._observer.step_done(
+            StepStats(
+                seconds=now - max(flight.began, before),
+                compute_seconds=computed,
+                decodes=decodes,
+                prefill_tokens=plan.num_tokens - decodes,
+                counts=self.scheduler.counts(),
+                waiting_for_adapters=waiting_for_adapters,
+            )
+        )
+        return updates
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceUpdate]:
+        requests = [chunk.request.request_id for chunk in plan.chunks]
+        _log.error("step failed", requests=requests, tokens=plan.num_tokens, exc_info=error)
+        self.count_failure(error)
+        return self.scheduler.fail(plan, TemperError(f"the engine step failed ({type(error).__name__})"))
