@@ -32,9 +32,9 @@ class SkinnyConfig:
     """Bytes of each row asked of L2 before the kernel ahead has ended (dot)."""
 
     def __post_init__(self) -> None:
-        sizes = (self.block_n, self.block_k, self.warps)
+        sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
-            raise ValueError(f"block sizes and warps are powers of two, stages and splits at least 1: {self}")
+            raise ValueError(f"block sizes, warps and prefetch are powers of two, stages and splits at least 1: {self}")
         if self.variant == "vector" and self.splits > 1:
             raise ValueError("the vector variant does not split K")
 

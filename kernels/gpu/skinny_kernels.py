@@ -186,7 +186,7 @@ def _product(
     return acc, tl.sum(squares, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def dot_kernel(
     x,
     weight,

@@ -1,0 +1,310 @@
+"""Times every sensible cut of `skinny_linear` at the 4B shape, to fill kernels/gpu/skinny_configs.py.
+
+``python -m benchmarks.sweep_linear [--kinds none,fp8,int4] [--rows 1,2,16,64] [--out FILE]`` on a Hopper GPU. Each
+figure is the time of one product in a captured graph of products one after the other, launched as the engine launches
+them, over more weights than L2 holds. Every variant's result is checked against torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import environment
+from benchmarks.precompile import Launch, precompile
+from kernels.gpu.skinny_configs import Kind, SkinnyConfig
+
+_L2_TIMES_FOUR = 240e6
+_SHARED = 200 * 1024
+_REGISTERS = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One linear layer of the 4B model."""
+
+    name: str
+    outputs: int
+    inputs: int
+    swiglu: bool = False
+    norm: bool = False
+    """Without one the layer adds a residual."""
+
+
+SHAPES = (
+    Shape("gate_up", 18432, 2560, swiglu=True, norm=True),
+    Shape("down", 2560, 9216),
+    Shape("in_proj", 12352, 2560, norm=True),
+    Shape("out_proj", 2560, 4096),
+    Shape("head", 248320, 2560, norm=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One variant of one layer."""
+
+    shape: Shape
+    kind: Kind
+    rows: int
+    config: SkinnyConfig
+
+
+def candidates(shape: Shape, kind: Kind, rows: int) -> Iterator[SkinnyConfig]:
+    """The cuts worth timing: enough loads in flight, programs for all multiprocessors, and what fits the chip."""
+    if rows <= 4:
+        # With tensor cores a row costs what 16 cost: timed there.
+        yield from _vectors(shape, kind)
+    else:
+        yield from _dots(shape, kind, rows)
+
+
+def _vectors(shape: Shape, kind: Kind) -> Iterator[SkinnyConfig]:
+    if kind == "int4":
+        return
+    size = 2 if kind == "none" else 1
+    for warps in (1, 2, 4, 8):
+        block_k = warps * 32 * 16 // size
+        chunks = -(-shape.inputs // block_k)
+        for block_n in (1, 2, 4, 8, 16):
+            # Of the weight alone: 4 bytes a register; and at least a few loads of 16 bytes for a thread.
+            held = block_n * chunks * 4
+            if 32 <= held <= _REGISTERS and chunks <= 10 and block_n >= 1 + shape.swiglu:
+                yield SkinnyConfig("vector", block_n, block_k, warps)
+
+
+def _dots(shape: Shape, kind: Kind, rows: int) -> Iterator[SkinnyConfig]:
+    block_m = max(16, 1 << (rows - 1).bit_length())
+    cuts = ((16, 1), (16, 2), (32, 2), (64, 4), (128, 4), (128, 8)) if rows <= 16 else ((64, 4), (128, 8))
+    blocks = ((64, 6), (128, 4), (256, 3)) if kind == "none" else ((128, 4), (128, 8))
+    bits = {"none": 16, "fp8": 8, "int4": 4}[kind]
+    for block_n, warps in cuts:
+        tiles = -(-shape.outputs // block_n)
+        if tiles > 250 and block_n < 64:
+            continue
+        for splits in (1, 2, 4, 8):
+            if not (110 <= tiles * splits <= 350 or (splits == 1 and tiles > 110)):
+                continue
+            for block_k, stages in blocks:
+                tile_bytes = block_n * block_k * bits // 8
+                shared = stages * (tile_bytes + block_m * block_k * 2)
+                if shared > _SHARED or tile_bytes * stages < 8192 or shape.inputs // block_k // splits < 2:
+                    continue
+                ahead = block_k * stages * bits // 8
+                for prefetch in (0, 1 << ahead.bit_length() - 1):
+                    yield SkinnyConfig("dot", block_n, block_k, warps, stages, splits, prefetch)
+
+
+def weight_of(shape: Shape, kind: Kind, device: torch.device, dense: Tensor | None = None) -> Any:
+    """A weight on the device: the given one quantized, or one of the right shape and any contents."""
+    from kernels.quantize import Fp8Weight, Int4Weight, quantize_fp8, quantize_int4
+
+    outputs, inputs = shape.outputs, shape.inputs
+    if dense is not None:
+        return dense if kind == "none" else quantize_fp8(dense) if kind == "fp8" else quantize_int4(dense)
+    if kind == "none":
+        return torch.empty(outputs, inputs, dtype=torch.bfloat16, device=device)
+    if kind == "fp8":
+        values = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device=device)
+        return Fp8Weight(values, torch.empty(outputs, device=device))
+    groups = inputs // 128
+    return Int4Weight(
+        torch.empty(groups, outputs, 32, dtype=torch.int16, device=device),
+        torch.empty(groups, outputs, dtype=torch.bfloat16, device=device),
+        torch.empty(groups, outputs, dtype=torch.uint8, device=device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a layer's product needs besides its weight."""
+
+    x: Tensor
+    gain: Tensor
+    residual: Tensor
+    workspace: Any
+
+    @classmethod
+    def make(cls, shape: Shape, rows: int, device: torch.device) -> Surroundings:
+        from kernels.gpu.skinny import SplitWorkspace
+
+        make = torch.randn if device.type == "cuda" else torch.empty
+        width = shape.outputs // (2 if shape.swiglu else 1)
+        return cls(
+            make(rows, shape.inputs, device=device).to(torch.bfloat16),
+            make(shape.inputs, device=device).mul(0.1).add(1) if device.type == "cuda" else make(shape.inputs),
+            make(rows, width, device=device).to(torch.bfloat16),
+            SplitWorkspace.allocate(device),
+        )
+
+    def launch(self, case: Case, weight: Any) -> Tensor:
+        """One product as the engine calls it."""
+        from kernels.gpu.skinny import Norm, skinny_linear
+
+        return skinny_linear(
+            self.x,
+            weight,
+            norm=Norm(self.gain, 1e-6) if case.shape.norm else None,
+            residual=None if case.shape.norm else self.residual,
+            swiglu=case.shape.swiglu,
+            config=case.config,
+            workspace=self.workspace,
+            pdl=True,
+        )
+
+
+def compile_only(cases: list[Case], device: torch.device) -> None:
+    """Launches with tensors of no contents (benchmarks/precompile.py runs nothing)."""
+    for case in cases:
+        around = Surroundings.make(case.shape, case.rows, device)
+        # What does not compile is reported by measure(), and must not keep the others from compiling.
+        with contextlib.suppress(Exception):
+            around.launch(case, weight_of(case.shape, case.kind, device))
+
+
+def time_graph(launches: list[Any], device: torch.device) -> float:
+    """Microseconds a launch, the best of a few replays of a graph that launches all."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        launches[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for launch in launches:
+                launch()
+        graph.replay()
+        best = float("inf")
+        for _ in range(4):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end))
+    return best * 1e3 / len(launches)
+
+
+def reference(case: Case, around: Surroundings, dense: Tensor) -> Tensor:
+    """The layer in float32 on the decoded weight."""
+    y = around.x.float()
+    if case.shape.norm:
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * around.gain
+    y = y @ dense.float().t() if dense.numel() < 2e8 else (y.to(dense.dtype) @ dense.t()).float()
+    if case.shape.swiglu:
+        gate, up = y.chunk(2, -1)
+        y = gate * gate.sigmoid() * up
+    return y if case.shape.norm else y + around.residual.float()
+
+
+def measure(cases: list[Case], device: torch.device, deadline: float) -> list[dict[str, Any]]:
+    """Times all cases of one layer and kind; those that do not run or are wrong say so."""
+    from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4
+
+    shape, kind = cases[0].shape, cases[0].kind
+    dense = torch.randn(shape.outputs, shape.inputs, device=device, dtype=torch.bfloat16).mul_(0.02)
+    weight = weight_of(shape, kind, device, dense)
+    if isinstance(weight, Fp8Weight):
+        dense = dequantize_fp8(weight, torch.bfloat16)
+    elif isinstance(weight, Int4Weight):
+        dense = dequantize_int4(weight, torch.bfloat16)
+    parts = (weight,) if isinstance(weight, Tensor) else weight.tensors()
+    nbytes = sum(part.numel() * part.element_size() for part in parts)
+    copies = [weight]
+    while len(copies) * nbytes < _L2_TIMES_FOUR:
+        clones = [part.clone() for part in parts]
+        copies.append(clones[0] if isinstance(weight, Tensor) else type(weight)(*clones))
+    rows: list[dict[str, Any]] = []
+    arounds = {count: Surroundings.make(shape, count, device) for count in {case.rows for case in cases}}
+    expected = {count: reference(next(c for c in cases if c.rows == count), a, dense) for count, a in arounds.items()}
+    repeats = -(-12 // len(copies)) if nbytes < 3e8 else 2
+    for case in cases:
+        if time.monotonic() > deadline:
+            break
+        around = arounds[case.rows]
+        row: dict[str, Any] = {"layer": shape.name, "kind": kind, "rows": case.rows, **asdict(case.config)}
+        try:
+            out = around.launch(case, weight).float()
+            want = expected[case.rows]
+            row["error"] = float((out - want).abs().max() / want.abs().max())
+            launches = [partial(around.launch, case, copy) for copy in copies] * repeats
+            row["us"] = time_graph(launches, device)
+            row["tb_s"] = nbytes / row["us"] / 1e6
+        except Exception as error:  # one variant that does not fit must not end the sweep
+            row["failed"] = f"{type(error).__name__}: {error}"[:200]
+        rows.append(row)
+    if kind == "none":
+        for count, around in arounds.items():
+            launches = [partial(torch.mm, around.x, copy.t()) for copy in copies] * repeats
+            micros = time_graph(launches, device)
+            rows.append({"layer": shape.name, "kind": kind, "rows": count, "variant": "torch.mm", "us": micros})
+    return rows
+
+
+def report(rows: list[dict[str, Any]], best: int) -> None:
+    """The best variants of each layer, kind and number of rows."""
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "us" in row:
+            groups.setdefault((row["kind"], row["layer"], row["rows"]), []).append(row)
+    for (kind, layer, count), members in sorted(groups.items()):
+        for row in sorted(members, key=lambda r: r["us"])[:best] + [r for r in members if r["variant"] == "torch.mm"]:
+            wrong = "  WRONG" if row.get("error", 0) > 0.03 else ""
+            cut = " ".join(
+                f"{key}={row[key]}"
+                for key in ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch")
+                if key in row
+            )
+            print(f"{kind:<5}{layer:<9} M={count:<3}{row['us']:8.2f} us {row.get('tb_s', 0):5.2f} TB/s  {cut}{wrong}")
+    for row in rows:
+        if "failed" in row or row.get("error", 0) > 0.03:
+            print("bad:", {key: value for key, value in row.items() if key != "us"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", default="none,fp8,int4")
+    parser.add_argument("--rows", default="1,2,16,64")
+    parser.add_argument("--layers", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--best", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0, help="most time to spend timing")
+    parser.add_argument("--count", action="store_true", help="only say how many variants there are")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    kinds: list[Kind] = [kind for kind in ("none", "fp8", "int4") if kind in options.kinds.split(",")]
+    groups = [
+        [Case(shape, kind, rows, config) for rows in rows_of(options.rows) for config in candidates(shape, kind, rows)]
+        for kind in kinds
+        for shape in SHAPES
+        if shape.name in options.layers.split(",")
+    ]
+    cases = [case for group in groups for case in group]
+    print(f"{len(cases)} variants", flush=True)
+    if options.count:
+        return
+    launches: list[Launch] = [partial(compile_only, cases[start : start + 4]) for start in range(0, len(cases), 4)]
+    print(f"compiled in {precompile(launches):.0f} s", flush=True)
+    torch.manual_seed(0)
+    deadline = time.monotonic() + options.seconds
+    rows = [row for group in groups for row in measure(group, torch.device("cuda"), deadline)]
+    if options.out is not None:
+        options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+    report(rows, options.best)
+
+
+def rows_of(text: str) -> list[int]:
+    """ "1,2" to [1, 2]."""
+    return [int(item) for item in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
