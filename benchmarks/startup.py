@@ -90,6 +90,11 @@ def child(model: Path, zero: float) -> None:
     stages.done("first token of 512")
     engine.loop.stop()
     report = {"device": engine.description.device, "errors": errors, **stages.seconds()}
+    report["planned_gib"] = {name: round(count / 2**30, 3) for name, count in engine.memory.parts().items()}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        report["used_gib"] = round((total - free) / 2**30, 3)
+        report["torch_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
     sys.stdout.write(json.dumps(report) + "\n")
 
 

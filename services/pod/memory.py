@@ -23,8 +23,12 @@ _ACTIVATION_COPIES = 8
 """Tensors as wide as the widest layer that a step has alive at once."""
 _GRAPH_COPIES = 4
 """The same in the memory that all CUDA graphs share, which no other step may use."""
-_GRAPH_FIXED = 128 * 2**20
-"""Captured nodes, cuBLAS' workspace, split attention's partial results."""
+_GRAPH_FIXED = 512 * 2**20
+"""Some hundred captured graphs, kernels, the workspaces of matrix products."""
+_SPLITS = 8
+"""Parts of a context in decode attention where the batch is large."""
+_SAMPLER_ROW = 64 * 2**10
+"""Histograms and partial results of a row."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Numbers of sequences to fall back to where memory is short."""
 
@@ -79,21 +83,24 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
             weights, block, slot, adapter_slot, _LOGIT_COPIES * settings.max_num_seqs * logits + activations
         )
     row = widest_output(config) * dtype.itemsize
+    rows, slots = settings.max_num_seqs, state_slots(settings)
+    context = settings.max_model_len or config.max_position_embeddings
     decoded = 0
     if settings.quantization != "none":  # of a long prefill and of training, one at a time
         decoded = config.hidden_size * max(widest_output(config), config.vocab_size) * dtype.itemsize
-    captured = min(settings.cuda_graphs, settings.max_num_seqs)
+    partial = rows * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
+    tables = slots * -(-context // settings.block_size) * 4
+    activations = _ACTIVATION_COPIES * settings.token_budget * row
+    captured = min(settings.cuda_graphs, rows)
     return Footprint(
         weights=weights,
         block=block,
         slot=slot,
         adapter_slot=adapter_slot,
-        workspace=settings.max_num_seqs * logits * _LOGIT_COPIES
-        + _ACTIVATION_COPIES * settings.token_budget * row
-        + decoded,
-        # Token counts for the penalties and masks of every row, and the tables of parameters beside them.
-        sampler=settings.max_num_seqs * logits * 2,
-        graphs=_GRAPH_FIXED + captured * (logits + _GRAPH_COPIES * row) if captured else 0,
+        workspace=rows * logits * _LOGIT_COPIES + activations + decoded + partial + tables,
+        # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary.
+        sampler=rows * (2 * logits + _SAMPLER_ROW),
+        graphs=_GRAPH_FIXED + (captured + settings.mixed_prefill_tokens) * _GRAPH_COPIES * row if captured else 0,
     )
 
 
