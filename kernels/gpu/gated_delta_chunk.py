@@ -9,7 +9,7 @@ normalised keys and queries, and S the state before the tile (UT transform, arXi
     o_t = exp(G_t) Sᵀq̂_t + Σ_{s≤t} (q̂_t·k̂_s) exp(G_t − G_s) W_s
     S ← exp(G_L) S + Σ_t exp(G_L − G_t) k̂_t ⊗ W_t
 
-Everything that does not need S is computed first, all tiles at once (`_tiles_kernel`); then one program for each
+Everything that does not need S is computed first, all tiles at once (`gated_delta_tiles`); then one program for each
 segment, head and block of value dimensions walks through the tiles with its part of S in registers (`_scan_kernel`).
 
 Keys and queries stay as they are, exact in bfloat16; their norms are factors of the tokens, applied in float32. What
@@ -30,118 +30,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_step import log_decay, sigmoid
+from kernels.gpu.gated_delta_step import sigmoid
+from kernels.gpu.gated_delta_tiles import Tiles, constants, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
-from kernels.gpu.segments import TILE, Segments
-
-FACTORS = 5
-"""Per token and head: β; β exp(G)/|k|; exp(G)/|q| scaled; exp(G_L − G)/|k|; and exp(G_L), at a tile's first token."""
-
-
-@triton.jit
-def _small_product(a, b, TERMS: tl.constexpr):
-    """``a @ b`` of float32 matrices with elements within ±1, each as TERMS float16 numbers: 2⁻¹² or 2⁻²² relative."""
-    ah = a.to(tl.float16)
-    bh = b.to(tl.float16)
-    out = tl.dot(ah, bh)
-    if TERMS == 2:
-        out = tl.dot((a - ah.to(tl.float32)).to(tl.float16), bh, out)
-        out = tl.dot(ah, (b - bh.to(tl.float32)).to(tl.float16), out)
-    return out
-
-
-@triton.jit
-def _tiles_kernel(
-    mixed,
-    projected,
-    negative_a,
-    dt_bias,
-    begins,
-    tile_segment,
-    tile_row,
-    factors,
-    systems,
-    scores,
-    tokens,
-    scale,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INVERSE_TERMS: tl.constexpr,
-    TILE_TERMS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    MIXED_STRIDE: tl.constexpr,
-    PROJECTED_STRIDE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    head = tl.program_id(0)
-    key_head = head // (HEADS // KEY_HEADS)
-    rate = tl.load(negative_a + head)
-    bias = tl.load(dt_bias + head)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    segment = tl.load(tile_segment + tl.program_id(1))
-    if segment < 0:
-        return
-    end = tl.load(begins + segment + 1)
-    t = tl.arange(0, TILE_ROWS)
-    row = (tl.load(tile_row + tl.program_id(1)) + t).to(tl.int64)
-    inside = row < end
-    gates = projected + row * PROJECTED_STRIDE + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
-    beta = tl.where(inside, sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)), 0.0)
-    a = tl.load(gates + HEADS, mask=inside, other=0.0).to(tl.float32)
-    g = tl.where(inside, log_decay(a, rate, bias), 0.0)
-    total = tl.cumsum(g, axis=0)
-    last = tl.sum(g, axis=0)
-
-    i = tl.arange(0, BLOCK_K)
-    mask = inside[:, None] & (i[None, :] < KEY_DIM)
-    vectors = mixed + row[:, None] * MIXED_STRIDE + key_head * KEY_DIM + i[None, :]
-    q = tl.load(vectors, mask=mask, other=0.0)
-    k = tl.load(vectors + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
-    qf = q.to(tl.float32)
-    q_norm = scale / tl.sqrt(tl.sum(qf * qf, axis=1) + 1e-6)
-    distance = t[:, None] ^ t[None, :]
-    system = tl.dot(k, tl.trans(k), input_precision="tf32x3")
-    k_norm = 1.0 / tl.sqrt(tl.sum(tl.where(distance == 0, system, 0.0), axis=1) + 1e-6)
-    places = factors + head.to(tl.int64) * tokens + row
-    count = HEADS * tokens
-    grown = tl.exp(total)
-    tl.store(places, beta, mask=inside)
-    tl.store(places + count, beta * grown * k_norm, mask=inside)
-    tl.store(places + 2 * count, grown * q_norm, mask=inside)
-    tl.store(places + 3 * count, tl.exp(last - total) * k_norm, mask=inside)
-    tl.store(places + 4 * count, tl.exp(last) + 0 * total, mask=inside & (t == 0))
-
-    # Masked before exp: above the diagonal the difference is positive and may overflow.
-    between = total[:, None] - total[None, :]
-    decay = tl.exp(tl.where(t[:, None] >= t[None, :], between, float("-inf"))) * k_norm[None, :]
-    score = tl.dot(q, tl.trans(k), input_precision="tf32x3") * decay * q_norm[:, None]
-    matrix = (head.to(tl.int64) * tokens + row[:, None]) * TILE_ROWS + t[None, :]
-    _store_terms(scores, matrix, score, inside[:, None], HEADS * TILE_ROWS * tokens, TILE_TERMS)
-    system = tl.where(t[:, None] > t[None, :], system * decay * (beta * k_norm)[:, None], 0.0)
-    # (I + A)⁻¹ of diagonal blocks of 1, 2, 4, … 64 tokens: [[T, 0], [C, U]]⁻¹ = [[T⁻¹, 0], [−U⁻¹ C T⁻¹, U⁻¹]] with C
-    # the part of A between two halves, for all blocks of a size in one product. A product of contractions (I − β k̂k̂ᵀ)
-    # times decays stays within ±1, as do all terms here, whatever the keys: powers of A would not.
-    identity = tl.where(distance == 0, 1.0, 0.0)
-    inverse = identity - tl.where(distance == 1, system, 0.0)
-    for level in range(1, 6):
-        middle = tl.where((distance >> level) == 1, system, 0.0)
-        inverse -= _small_product(_small_product(inverse, middle, INVERSE_TERMS), inverse, INVERSE_TERMS)
-
-    _store_terms(systems, matrix, inverse - identity, inside[:, None], HEADS * TILE_ROWS * tokens, TILE_TERMS)
-
-
-@triton.jit
-def _store_terms(base, places, x, mask, count, TERMS: tl.constexpr):
-    """x as a sum of TERMS numbers of the buffer's type, ``count`` elements apart."""
-    high = x.to(base.dtype.element_ty)
-    tl.store(base + places, high, mask=mask)
-    if TERMS == 2:
-        tl.store(base + count + places, (x - high.to(tl.float32)).to(base.dtype.element_ty), mask=mask)
+from kernels.gpu.segments import Segments
 
 
 @triton.jit
@@ -322,77 +214,75 @@ def gated_delta_prefill(
         ValueError: shapes do not fit.
     """
     shape = DeltaShape.of(mixed, projected, state)
-    tokens, device = mixed.shape[0], mixed.device
     if out is None:
-        out = torch.empty(tokens, shape.value_size, dtype=mixed.dtype, device=device)
-    if not segments.max_tiles:
-        return out
-    if config is None:
-        config = _choose(shape, segments, mixed.dtype)
-    block_k = max(16, triton.next_power_of_2(shape.key_dim))
+        out = torch.empty(mixed.shape[0], shape.value_size, dtype=mixed.dtype, device=mixed.device)
+    if segments.max_tiles:
+        if config is None:
+            config = _choose(shape, segments, mixed.dtype)
+        exact = mixed.dtype == torch.float32
+        tiles = prepare_tiles(
+            mixed,
+            projected,
+            negative_a,
+            dt_bias,
+            shape,
+            segments,
+            terms=1 if exact else config.tile_terms,
+            inverse_terms=2 if exact else config.inverse_terms,
+            num_warps=config.tile_warps,
+            pdl=pdl,
+        )
+        normed = scan_tiles(mixed, projected, norm_weight, eps, state, shape, segments, tiles, out, config, pdl=pdl)
+        if not normed:
+            gate = projected[:, shape.conv_dim : shape.conv_dim + shape.value_size]
+            gated_norm(out, gate, norm_weight, eps, segments, out=out, pdl=pdl)
+    return out
+
+
+def scan_tiles(
+    mixed: Tensor,
+    projected: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    state: Tensor,
+    shape: DeltaShape,
+    segments: Segments,
+    tiles: Tiles,
+    out: Tensor,
+    config: ChunkConfig,
+    *,
+    pdl: bool = False,
+) -> bool:
+    """The second half: writes ``out`` and the states.
+
+    Returns:
+        Whether the gated norm is done: it is if one program has all value dimensions of a head.
+    """
     block_v = min(config.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
     blocks = triton.cdiv(shape.value_dim, block_v)
-    exact = mixed.dtype == torch.float32
-    tile_terms = 1 if exact else config.tile_terms
-    factors = torch.empty(FACTORS, shape.value_heads, tokens, dtype=torch.float32, device=device)
-    matrices = torch.empty(2, tile_terms, shape.value_heads, tokens, TILE, dtype=mixed.dtype, device=device)
-    dims = {
-        "KEY_HEADS": shape.key_heads,
-        "HEADS": shape.value_heads,
-        "KEY_DIM": shape.key_dim,
-        "VALUE_DIM": shape.value_dim,
-        "BLOCK_K": block_k,
-        "TILE_TERMS": tile_terms,
-        "TILE_ROWS": TILE,
-        # Constants: then a tile's rows are one address and fixed offsets from it.
-        "MIXED_STRIDE": mixed.stride(0),
-        "PROJECTED_STRIDE": projected.stride(0),
-        "PDL": pdl,
-        "launch_pdl": pdl,
-    }
-    _tiles_kernel[(shape.value_heads, segments.max_tiles)](
-        mixed,
-        projected,
-        negative_a,
-        dt_bias,
-        segments.begin,
-        segments.tile_segment,
-        segments.tile_row,
-        factors,
-        matrices[0],
-        matrices[1],
-        tokens,
-        shape.key_dim**-0.5,
-        INVERSE_TERMS=2 if exact else config.inverse_terms,
-        num_warps=config.tile_warps,
-        **dims,
-    )
     _scan_kernel[(blocks, shape.value_heads, segments.max_segments)](
         mixed,
         projected,
         norm_weight,
-        factors,
-        matrices[0],
-        matrices[1],
+        tiles.factors,
+        tiles.systems,
+        tiles.scores,
         state,
         segments.begin,
         segments.start,
         segments.slot,
         out,
-        tokens,
+        mixed.shape[0],
         eps,
         OUT_STRIDE=out.stride(0),
         BLOCK_V=block_v,
-        STATE_TERMS=1 if exact else config.state_terms,
+        STATE_TERMS=1 if mixed.dtype == torch.float32 else config.state_terms,
         STAGES=config.num_stages,
         NORM=blocks == 1,
         num_warps=config.num_warps,
-        **dims,
+        **constants(mixed, projected, shape, tiles.systems.shape[0], pdl),
     )
-    if blocks > 1:
-        gate = projected[:, shape.conv_dim : shape.conv_dim + shape.value_size]
-        gated_norm(out, gate, norm_weight, eps, segments, out=out, pdl=pdl)
-    return out
+    return bool(blocks == 1)
 
 
 def _choose(shape: DeltaShape, segments: Segments, dtype: torch.dtype) -> ChunkConfig:
