@@ -11,6 +11,7 @@ from functools import partial
 import structlog
 import torch
 
+from kernels.gpu.segments import TILE
 from services.common.errors import CheckpointRejected
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
@@ -28,10 +29,10 @@ from services.engine.model.lora import BoundAdapter, LoraSlots, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
 from services.engine.ports import LoopObserver
 from services.engine.rollouts import RolloutMemory
-from services.engine.runner import ModelRunner
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage
+from services.pod.runner import build_runner
 
 VERSION = "0.1.0"
 
@@ -106,7 +107,6 @@ def build_engine(
         base_digest = digest.result()
     log.info("weights loaded", bytes=model.weights.nbytes(), digest=base_digest)
 
-    cache = model.allocate_cache(memory.num_blocks, settings.block_size, state_slots(settings))
     lora = LoraSlots(model.config, settings.adapter_slots + 1, settings.max_lora_rank, model.dtype, device)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     adapters = AdapterManager(
@@ -128,8 +128,17 @@ def build_engine(
             max_model_len=max_model_len,
             eos_token_ids=frozenset(codec.eos_ids),
             prefix_cache=settings.prefix_cache,
+            mixed_prefill_tokens=settings.mixed_prefill_tokens,
+            prefill_alignment=TILE if settings.batch_invariant else 1,
         ),
-        ModelRunner(model, cache, lora, num_slots=state_slots(settings), eos_token_ids=codec.eos_ids),
+        build_runner(
+            model,
+            lora,
+            settings,
+            num_blocks=memory.num_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=codec.eos_ids,
+        ),
         adapters,
         gate,
         RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.common.jobs import LoraSettings
 from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.limits import SchedulerConfig
 from services.engine.model.batch import CacheBuffers
 from services.engine.model.config import ModelConfig
 from services.engine.model.device_batch import DeviceCache
-from services.engine.model.lora import LoraSlots
+from services.engine.model.lora import BoundAdapter, LoraParams, LoraSlots, bind_adapter
+from services.engine.model.matrix import DenseMatrix, Matrix, quantize
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 from services.engine.plan import PENDING, Chunk, StepPlan
 from services.engine.request import Request
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
+from services.engine.updates import Finished
 
 TINY = ModelConfig(
     vocab_size=61,
@@ -44,15 +47,19 @@ TINY = ModelConfig(
 """As few programs a kernel as there can be: the interpreter runs them one after the other."""
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Qwen3_5:
-    """Weights large enough for logits of order one, and decays from fast to slow, so that a wrong state would show."""
-    generator = torch.Generator().manual_seed(seed)
+def random_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", *, quantization: str = "none"
+) -> Qwen3_5:
+    """The same numbers on every device, as they are or quantized.
+
+    They are large enough for logits of order one, and decays from fast to slow, so that a wrong state would show."""
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, scale: float, around: float = 0.0, kind: torch.dtype = dtype) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale + around).to(kind).to(device)
 
-    def matrix(out: int, into: int) -> Tensor:
-        return normal(out, into, scale=0.7 * into**-0.5)
+    def matrix(out: int, into: int) -> Matrix:
+        return quantize(normal(out, into, scale=0.7 * into**-0.5), quantization)
 
     def norm(*shape: int) -> Tensor:
         return normal(*shape, scale=0.2, around=1.0, kind=torch.float32)
@@ -89,9 +96,46 @@ def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device |
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=norm(config.hidden_size),
-        head=head,
+        head=quantize(head, "none" if quantization == "none" else "fp8"),
     )
     return Qwen3_5(config, weights)
+
+
+def decoded(model: Qwen3_5) -> Qwen3_5:
+    """A quantized model's numbers as plain matrices, on the CPU."""
+
+    def plain(matrix: Matrix) -> Matrix:
+        return DenseMatrix(matrix.dense().cpu())
+
+    def moved(weights: Any, **matrices: Matrix) -> Any:
+        tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
+        tensors = {name: value.cpu() for name, value in tensors.items() if isinstance(value, Tensor)}
+        return replace(weights, **tensors, **matrices)
+
+    def layer(weights: LayerWeights) -> LayerWeights:
+        mixer = moved(weights.mixer, in_proj=plain(weights.mixer.in_proj), out_proj=plain(weights.mixer.out_proj))
+        done: LayerWeights = moved(weights, gate_up=plain(weights.gate_up), down=plain(weights.down))
+        return replace(done, mixer=mixer)
+
+    weights = moved(model.weights, head=plain(model.weights.head))
+    return Qwen3_5(model.config, replace(weights, layers=tuple(layer(each) for each in model.weights.layers)))
+
+
+def random_adapters(model: Qwen3_5, count: int, max_rank: int = 4) -> LoraSlots:
+    """Slots with ``count`` adapters of rank 3 and 4 on all linear layers, the same on every device."""
+    slots = LoraSlots(model.config, count + 1, max_rank, model.dtype, model.device)
+    for slot in range(1, count + 1):
+        slots.load(slot, random_adapter(model.config, 3 + slot % 2, seed=slot))
+    return slots
+
+
+def random_adapter(config: ModelConfig, rank: int, seed: int) -> BoundAdapter:
+    params = LoraParams.create(config, LoraSettings(rank=rank))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in params.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+    return bind_adapter(params.to_files("test"), config=config, max_rank=rank)
 
 
 def spoil(cache: CacheBuffers | DeviceCache) -> None:
@@ -116,6 +160,7 @@ class InStep:
     Args:
         model: of the plain runner.
         fused: of the CUDA runner; the same weights, possibly as quantized matrices.
+        adapters: random adapters to load, in slots from 1 on.
         tolerance: largest difference of two logits.
         pending: hide the tokens of decodes from the CUDA runner, which then takes them from its own last step.
     """
@@ -126,7 +171,7 @@ class InStep:
         fused: Qwen3_5,
         limits: SchedulerConfig,
         *,
-        lora: LoraSlots | None = None,
+        adapters: int = 0,
         options: RunnerOptions | None = None,
         kv_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
@@ -136,10 +181,10 @@ class InStep:
     ) -> None:
         self.scheduler = Scheduler(limits)
         self.tolerance, self._pending = tolerance, pending
-        lora = lora or LoraSlots(model.config, 1, 4, model.dtype, model.device)
         cache = model.allocate_cache(limits.num_blocks, limits.block_size, limits.num_slots)
         spoil(cache)
         eos = sorted(limits.eos_token_ids)
+        lora = random_adapters(model, adapters)
         self.plain = ModelRunner(model, cache, lora, num_slots=limits.num_slots, eos_token_ids=eos)
         device_cache = DeviceCache.allocate(
             fused.config,
@@ -152,10 +197,11 @@ class InStep:
             state_dtype=state_dtype,
         )
         spoil(device_cache)
+        self.lora = random_adapters(fused, adapters)
         self.runner = CudaRunner(
             fused,
             device_cache,
-            lora,
+            self.lora,
             RunnerLimits(limits.max_num_seqs, limits.token_budget, limits.max_model_len, largest_graph),
             options or RunnerOptions(),
             eos_token_ids=eos,
@@ -167,9 +213,10 @@ class InStep:
         self.steps = 0
         self.errors: list[float] = []
 
-    def run(self, requests: Sequence[Request], *, arrivals: int = 99) -> dict[str, list[int]]:
-        """All requests, ``arrivals`` new ones a step; their output tokens as the plain runner samples them."""
-        coming, outputs = list(requests), {}
+    def run(self, requests: Sequence[Request], *, arrivals: int = 99) -> dict[str, Finished]:
+        """All requests, ``arrivals`` new ones a step; their results, with the tokens that the plain runner samples."""
+        coming = list(requests)
+        results: dict[str, Finished] = {}
         while coming or self.scheduler.has_work:
             for request in coming[:arrivals]:
                 self.scheduler.add(request)
@@ -178,8 +225,8 @@ class InStep:
             assert plan is not None
             for update in self.scheduler.update(plan, self._step(plan), 0.0):
                 if update.finished is not None:
-                    outputs[update.request_id] = list(update.finished.output_ids)
-        return outputs
+                    results[update.request_id] = update.finished
+        return results
 
     def _step(self, plan: StepPlan) -> Any:
         result = self.plain.launch(plan).result()

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.limits import SchedulerConfig
-from services.engine.request import Request, SamplingParams
-from tests.parity.fused_models import TINY, InStep, random_model
+from services.engine.request import BASE_PIN, AdapterPin, Request, SamplingParams
+from tests.parity.fused_models import TINY, InStep, decoded, random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = SchedulerConfig(max_num_seqs=4, token_budget=80, block_size=16, num_blocks=60, num_slots=12, max_model_len=512)
 
 
-def requests(*lengths: int, tokens: int = 3) -> list[Request]:
+def requests(*lengths: int, tokens: int = 3, adapters: Sequence[int] = ()) -> list[Request]:
+    """Greedy requests; request n uses adapter adapters[n], 0 for none."""
     generator = torch.Generator().manual_seed(3)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return [
-        Request(f"r{n}", tuple(torch.randint(6, 61, (length,), generator=generator).tolist()), sampling, arrival=n)
-        for n, length in enumerate(lengths)
-    ]
+    made = []
+    for n, length in enumerate(lengths):
+        prompt = tuple(torch.randint(6, 61, (length,), generator=generator).tolist())
+        slot = adapters[n] if n < len(adapters) else 0
+        pin = AdapterPin(f"a@{slot}", "digest" * slot, slot) if slot else BASE_PIN
+        made.append(Request(f"r{n}", prompt, sampling, pin, arrival=n))
+    return made
 
 
 def test_prefill_decode_and_mixed_steps() -> None:
@@ -28,3 +35,61 @@ def test_prefill_decode_and_mixed_steps() -> None:
     run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, pending=True)
     run.run(requests(1, 33, 66, 2), arrivals=1)
     assert run.steps >= 6
+
+
+def test_adapters_of_a_batch() -> None:
+    """Rows with two adapters and with none, in prefills and in decodes."""
+    run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, adapters=2)
+    run.run(requests(3, 2, 4, tokens=2, adapters=(2, 0, 1)))
+    assert run.steps == 2
+
+
+def test_a_cached_prefix_is_restored() -> None:
+    """Snapshots are taken and restored on the device, and another sequence gets a slot that was used."""
+    limits = replace(LIMITS, block_size=4, num_blocks=20, max_num_seqs=1, num_slots=4)
+    run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), limits)
+    first = requests(14, tokens=1)[0]
+    longer = replace(first, request_id="longer", prompt_token_ids=(*first.prompt_token_ids[:13], 7, 8), arrival=1)
+    run.run([first])
+    assert run.run([longer])["longer"].cached_tokens == 12
+
+
+QUANTIZABLE = replace(
+    TINY, hidden_size=128, intermediate_size=128, num_heads=8, linear_value_heads=8, layer_types=("linear_attention",)
+)
+"""int4 has groups of 128 inputs."""
+
+
+def test_fp8_and_int4_matrices() -> None:
+    """Few rows: weights alone are quantized, so the answer is that of their decoded numbers."""
+    for kind in ("fp8", "int4"):
+        fused = random_model(QUANTIZABLE, torch.float32, DEVICE, quantization=kind)
+        run = InStep(decoded(fused), fused, LIMITS)
+        run.run(requests(3, 2, tokens=2))
+        assert run.steps == 2
+
+
+def test_fp8_pages() -> None:
+    config = replace(TINY, layer_types=("full_attention",))
+    run = InStep(
+        random_model(config, torch.float32),
+        random_model(config, torch.float32, DEVICE),
+        LIMITS,
+        kv_dtype=torch.float8_e4m3fn,
+        tolerance=0.2,
+    )
+    run.run(requests(20, 3, tokens=2))
+    assert max(run.errors) > 1e-3
+
+
+def test_bfloat16_states() -> None:
+    config = replace(TINY, layer_types=("linear_attention",))
+    run = InStep(
+        random_model(config, torch.float32),
+        random_model(config, torch.float32, DEVICE),
+        LIMITS,
+        state_dtype=torch.bfloat16,
+        tolerance=0.1,
+    )
+    run.run(requests(20, 3, tokens=2))
+    assert max(run.errors) > 1e-4

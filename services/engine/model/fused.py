@@ -21,12 +21,11 @@ from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.lora_rows import LoraRows
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
-from kernels.gpu.skinny import Norm, SplitWorkspace
+from kernels.gpu.skinny import Norm
 from services.engine.model.config import ModelConfig
 from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.lora_slots import LoraSlots
-from services.engine.model.matrix import DenseMatrix, Matrix
-from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, ModelWeights
 
 _GROUPS = ("in", "out", "gate_up", "down")
 """Linear layers that share an input; see lora_targets.layer_groups()."""
@@ -44,26 +43,13 @@ class DecodeAttention:
     """None: the kernel's own choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer's weights as what multiplies with them."""
-
-    weights: LayerWeights
-    in_proj: Matrix
-    out_proj: Matrix
-    gate_up: Matrix
-    down: Matrix
-
-
 class FusedForward:
     """Launches the kernels of a step and never waits for the device.
 
     Args:
-        weights: plain tensors multiply as they are; quantized matrices bring their own products.
         inverse: [rotary_dim / 2] float32, inverse frequencies of the rotation.
         tables: [num_slots, max_blocks] int32, the block table of every state slot; row 0 is zeros.
         last_tokens: [num_slots] int32, the token sampled last for every state slot.
-        batch_invariant: a row's bits depend on no other row (for plain tensors; quantized matrices know it).
         pdl: launch kernels before the ones ahead have finished (programmatic dependent launch).
     """
 
@@ -77,30 +63,9 @@ class FusedForward:
         *,
         tables: Tensor,
         last_tokens: Tensor,
-        batch_invariant: bool = False,
         pdl: bool = False,
     ) -> None:
-        workspace = SplitWorkspace.allocate(weights.embedding.device)
-
-        def matrix(weight: Tensor | Matrix) -> Matrix:
-            if not isinstance(weight, Tensor):
-                return weight
-            # Loaded for a CPU, it may be in another memory order (the interpreter's tests run there).
-            return DenseMatrix(weight.contiguous(), workspace, batch_invariant)
-
-        self._config, self._inverse = config, inverse
-        self._embedding, self._final_norm = weights.embedding, weights.final_norm
-        self._head = matrix(weights.head)
-        self._layers = tuple(
-            _Layer(
-                layer,
-                matrix(layer.mixer.in_proj),
-                matrix(layer.mixer.out_proj),
-                matrix(layer.gate_up),
-                matrix(layer.down),
-            )
-            for layer in weights.layers
-        )
+        self._config, self._weights, self._inverse = config, weights, inverse
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
@@ -116,28 +81,29 @@ class FusedForward:
             [T, hidden]: the residual stream behind the last layer, before the final norm.
         """
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        x = gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._embedding, pdl=pdl)
+        x = gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding, pdl=pdl)
         full = linear = 0
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._weights.layers):
             lora = self._adapters(index, rows) if adapters else {}
-            norm = Norm(layer.weights.input_norm, eps)
-            projected = layer.in_proj.project(x, norm=norm, lora=lora.get("in"), pdl=pdl)
-            mixer = layer.weights.mixer
+            mixer = layer.mixer
+            norm = Norm(layer.input_norm, eps)
+            projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), pdl=pdl)
             if isinstance(mixer, DeltaNetWeights):
                 mixed = self._delta_net(projected, mixer, rows, self._cache.conv[linear], self._cache.recurrent[linear])
                 linear += 1
             else:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
                 full += 1
-            layer.out_proj.project(mixed, residual=x, lora=lora.get("out"), out=x, pdl=pdl)
-            norm = Norm(layer.weights.post_norm, eps)
+            mixer.out_proj.project(mixed, residual=x, lora=lora.get("out"), out=x, pdl=pdl)
+            norm = Norm(layer.post_norm, eps)
             active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
             layer.down.project(active, residual=x, lora=lora.get("down"), out=x, pdl=pdl)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """What layers() returned for the rows to sample, [R, hidden], to logits [R, vocab] in the model's dtype."""
-        return self._head.project(x, norm=Norm(self._final_norm, self._config.rms_norm_eps), pdl=self._pdl)
+        norm = Norm(self._weights.final_norm, self._config.rms_norm_eps)
+        return self._weights.head.project(x, norm=norm, pdl=self._pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
         return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}

@@ -1,0 +1,69 @@
+"""The runner of a pod: caches and how steps run, by device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+import torch
+
+from services.engine.model.lora import LoraSlots
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.ports import Runner
+from services.engine.runner import ModelRunner
+from services.engine.settings import EngineSettings
+from services.pod.memory import state_slots
+
+log = structlog.get_logger(__name__)
+
+
+def build_runner(
+    model: Qwen3_5,
+    lora: LoraSlots,
+    settings: EngineSettings,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    eos_token_ids: Sequence[int],
+) -> Runner:
+    """Allocates the caches; on a GPU it also compiles the kernels and captures the CUDA graphs.
+
+    Args:
+        settings: those of the device (see EngineSettings.for_device).
+        num_blocks: KV blocks, scratch block 0 included.
+    """
+    slots = state_slots(settings)
+    if model.device.type == "cpu":
+        cache = model.allocate_cache(num_blocks, settings.block_size, slots)
+        return ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids)
+    # Imported here: a pod without a GPU needs no Triton.
+    from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+    from services.engine.model.device_batch import DeviceCache
+
+    device_cache = DeviceCache.allocate(
+        model.config,
+        model.dtype,
+        model.device,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        num_slots=slots,
+        kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
+        state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
+    )
+    runner = CudaRunner(
+        model,
+        device_cache,
+        lora,
+        RunnerLimits(
+            settings.max_num_seqs,
+            settings.token_budget,
+            max_model_len,
+            largest_graph=settings.cuda_graphs,
+            mixed_tokens=settings.mixed_prefill_tokens,
+        ),
+        RunnerOptions(batch_invariant=settings.batch_invariant),
+        eos_token_ids=eos_token_ids,
+    )
+    runner.warm_up()
+    log.info("kernels compiled", graphs=runner.captures)
+    return runner
