@@ -11,7 +11,6 @@ from functools import partial
 import structlog
 import torch
 
-from kernels.gpu.segments import TILE
 from services.common.errors import CheckpointRejected
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
@@ -32,7 +31,7 @@ from services.engine.rollouts import RolloutMemory
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage
-from services.pod.runner import build_runner
+from services.pod.runner import build_runner, prefill_alignment
 
 VERSION = "0.1.0"
 
@@ -129,7 +128,7 @@ def build_engine(
             eos_token_ids=frozenset(codec.eos_ids),
             prefix_cache=settings.prefix_cache,
             mixed_prefill_tokens=settings.mixed_prefill_tokens,
-            prefill_alignment=TILE if settings.batch_invariant else 1,
+            prefill_alignment=prefill_alignment(settings),
         ),
         build_runner(
             model,

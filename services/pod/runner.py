@@ -67,3 +67,12 @@ def build_runner(
     runner.warm_up()
     log.info("kernels compiled", graphs=runner.captures)
     return runner
+
+
+def prefill_alignment(settings: EngineSettings) -> int:
+    """Where prefill chunks must end for a prompt's bits not to depend on how it was cut."""
+    if not settings.batch_invariant:
+        return 1
+    from services.engine.cuda.shapes import INVARIANT_ALIGNMENT
+
+    return INVARIANT_ALIGNMENT

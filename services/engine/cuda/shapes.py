@@ -11,6 +11,8 @@ _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024)
 """Up to here a step's launches would take the host longer than its kernels take the device."""
 _MIXED_DECODES = (8, 32, 64, 128, 256)
+INVARIANT_ALIGNMENT = TILE
+"""Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
 _SEGMENTS = 16
 """Prompts that a captured prefill holds; more of them together are long enough to run uncaptured."""
 
