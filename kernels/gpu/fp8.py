@@ -27,10 +27,12 @@ class Fp8Config:
     """How fp8_linear() cuts its work."""
 
     block_m: int = 128
-    block_n: int = 256
+    block_n: int = 128
     block_k: int = 128
     warps: int = 8
     stages: int = 3
+    promote: bool = True
+    """Add sums of 128 products in float32: the tensor cores add float8 products with about 14 bits."""
     row_tiles: int = 8
     """Row tiles that go over the columns together, so that L2 serves their weights."""
 
@@ -134,6 +136,7 @@ def _fp8_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROW_TILES: tl.constexpr,
+    PROMOTE: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
@@ -158,8 +161,7 @@ def _fp8_linear_kernel(
         if INTERPRETED:
             acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
         else:
-            # The tensor cores add float8 products with fewer bits than float32 has: no more than a block at a time.
-            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K)
+            acc = tl.dot(a, b, acc, max_num_imprecise_acc=BLOCK_K if PROMOTE else None)
     acc *= tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
     acc *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     keep = (m < M)[:, None] & (n < N)[None, :]
@@ -224,6 +226,7 @@ def fp8_linear(
             BLOCK_N=use.block_n,
             BLOCK_K=use.block_k,
             ROW_TILES=use.row_tiles,
+            PROMOTE=use.promote,
             STAGES=use.stages,
             INTERPRETED=triton.knobs.runtime.interpret,
             PDL=pdl,

@@ -48,7 +48,7 @@ def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> Sk
     splits = 1
     while splits < 8 and outputs // block_n * splits < 120:
         splits *= 2
-    return SkinnyConfig("dot", block_n, 128, warps=4, stages=4, splits=splits, prefetch=512)
+    return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=4, splits=splits, prefetch=512)
 
 
 def invariant() -> tuple[SkinnyConfig, int]:

