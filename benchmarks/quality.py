@@ -86,10 +86,12 @@ def torch_score(model: Path, mode: Mode, dtype: str, device: torch.device) -> Sc
     return TorchScorer(loaded, float8_kv=mode.kv_cache_dtype == "fp8").score
 
 
-def measure(model: Path, queries: Sequence[Query], *, engine: bool, device: torch.device) -> dict[str, list[float]]:
+def measure(
+    model: Path, queries: Sequence[Query], modes: Sequence[Mode], *, engine: bool, device: torch.device
+) -> dict[str, list[float]]:
     """Mode → log-probabilities; "float32" is the torch forward with the weights as they are."""
     found = {"float32": torch_score(model, Mode(), "float32", device)(queries)}
-    for mode in ENGINE_MODES if engine else MODES:
+    for mode in modes:
         sys.stderr.write(f"{model.name}: {mode.name}\n")
         if engine:
             with EngineScorer(model, mode) as scorer:
@@ -102,16 +104,22 @@ def measure(model: Path, queries: Sequence[Query], *, engine: bool, device: torc
 
 
 def report(
-    held_out: Sequence[Query], *, layers: int | None, vocab_size: int | None, engine: bool, device: torch.device
+    held_out: Sequence[Query],
+    modes: Sequence[Mode],
+    *,
+    layers: int | None,
+    vocab_size: int | None,
+    engine: bool,
+    device: torch.device,
 ) -> dict[str, dict[str, Any]]:
     """Mode → perplexity of the tiny model and logit error of the random one."""
-    tiny = measure(TINY, held_out, engine=engine, device=device)
+    tiny = measure(TINY, held_out, modes, engine=engine, device=device)
     tokens = 64
     with tempfile.TemporaryDirectory() as scratch:
         config = config_of("qwen3.5-4b", layers, vocab_size)
         write(Path(scratch) / "random", config)
         queries = random_queries(config["vocab_size"], prompts=8, length=160, tokens=tokens)
-        random_model = measure(Path(scratch) / "random", queries, engine=engine, device=device)
+        random_model = measure(Path(scratch) / "random", queries, modes, engine=engine, device=device)
     return {
         name: {
             "tiny_perplexity": round(perplexity(tiny[name]), 5),
@@ -124,6 +132,8 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", action="store_true", help="through the engine's kernels")
+    names = [mode.name for mode in ENGINE_MODES]
+    parser.add_argument("--modes", nargs="+", choices=names, default=names, metavar="MODE", help=", ".join(names))
     parser.add_argument("--items", type=int, default=20, help="held-out conversations a skill")
     parser.add_argument("--layers", type=int, help="of the random model; default: all on a GPU, 4 on a CPU")
     parser.add_argument("--vocab-size", type=int, help="default: all on a GPU, 16384 on a CPU")
@@ -134,7 +144,8 @@ def main() -> None:
     small = device.type == "cpu"
     layers, vocab_size = options.layers or (4 if small else None), options.vocab_size or (16384 if small else None)
     held_out = held_out_queries(options.items)
-    figures = report(held_out, layers=layers, vocab_size=vocab_size, engine=options.engine, device=device)
+    modes = [mode for mode in (ENGINE_MODES if options.engine else MODES) if mode.name in options.modes]
+    figures = report(held_out, modes, layers=layers, vocab_size=vocab_size, engine=options.engine, device=device)
     result = {
         "path": "engine" if options.engine else "torch",
         "device": torch.cuda.get_device_name() if not small else "cpu",

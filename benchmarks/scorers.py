@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from services.engine.settings import EngineSettings
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import AdapterChoice
 from services.pod.engine import build_engine
+from services.pod.preflight import use_kernel_cache
 
 _BLOCK = 16
 _TOKENS_AT_ONCE = 2048
@@ -135,8 +137,17 @@ class EngineScorer:
             "state_dtype": mode.state_dtype,
             "prefix_cache": False,
             "max_waiting": 1_000_000,
+            # A small plan, so that engines after one another fit; graphs would only take time.
+            "max_num_seqs": 64,
+            "token_budget": 2048,
+            "max_model_len": 1024,
+            "num_blocks": 1 + 64 * 64,
+            "train_memory_bytes": 1,
+            "trainer": False,
+            "cuda_graphs": 0,
         }
         settings = EngineSettings(**values)
+        use_kernel_cache(settings)
         self._engine = build_engine(settings, AdapterRegistry(ObjectStore(settings), "quality"), None)
         self._runs = 0
 
@@ -146,6 +157,9 @@ class EngineScorer:
 
     def __exit__(self, *_: object) -> None:
         self._engine.loop.stop()
+        del self._engine
+        gc.collect()  # its parts refer to each other
+        torch.cuda.empty_cache()
 
     def score(self, queries: Sequence[Query]) -> list[float]:
         """One log-probability a query, each a request of one token.
