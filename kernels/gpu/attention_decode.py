@@ -25,6 +25,8 @@ from kernels.gpu.pages import KvPages
 _LOG2_E = 1.4426950408889634
 _DOT_ROWS = 16
 """Least rows of a tensor core product."""
+MAX_SPLITS = 64
+"""Most splits of a row: two programs a multiprocessor for the smallest group of heads there is to read."""
 _MERGE_STEP = 8
 """Splits that are merged at once: as many as registers hold."""
 
@@ -57,14 +59,14 @@ def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
         return DecodeConfig(block_keys=16, min_keys=64, warps=4, stages=1)
     if row_bytes >= 512:
         return DecodeConfig(block_keys=32, min_keys=128 if batch <= 4 else 512, warps=4, stages=4)
-    return DecodeConfig(block_keys=64, min_keys=128 if batch <= 4 else 512, warps=4, stages=3)
+    return DecodeConfig(block_keys=64, min_keys=128 if batch <= 4 else 512, warps=8, stages=3)
 
 
 def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
     """Splits to launch for this many rows: enough for two programs a multiprocessor when all contexts are long, and 8
     at least, since one row of a large batch may be long; splits without work cost next to nothing."""
     wanted = -(-2 * multiprocessors // (batch * kv_heads))
-    return max(8, min(64, int(triton.next_power_of_2(wanted))))
+    return max(8, min(MAX_SPLITS, int(triton.next_power_of_2(wanted))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,10 @@ def _store(out, gate, acc, row, first_head, out_stride, gate_stride, DIM, member
     tl.store(out + row * out_stride + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# Numbers that change with the step or the settings must not compile another variant.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_splits", "min_keys"], do_not_specialize_on_alignment=["slots", "positions"]
+)
 def _decode_kernel(
     q,
     gate,
@@ -119,17 +124,17 @@ def _decode_kernel(
     gate_stride,
     out_stride,
     table_stride,
+    num_splits,
+    min_keys,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    MERGE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     MERGE_STEP: tl.constexpr,
     MERGE_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -142,8 +147,8 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     context = tl.load(positions + row) + 1
-    share = tl.cdiv(tl.cdiv(context, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
-    share = tl.maximum(share, MIN_KEYS)
+    share = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_KEYS) * BLOCK_KEYS
+    share = tl.maximum(share, min_keys)
     begin = split * share
     if begin >= context:
         return
@@ -210,7 +215,7 @@ def _decode_kernel(
         )
         return
     pair = row * KV_HEADS + kv_head
-    own = (pair * SPLITS + split) * GROUP + member
+    own = (pair * num_splits + split) * GROUP + member
     tl.store(partial + own[:, None] * DIM + column[None, :], acc, mask=wanted)
     tl.store(statistics + own * 2, highest, mask=member < GROUP)
     tl.store(statistics + own * 2 + 1, total, mask=member < GROUP)
@@ -222,9 +227,9 @@ def _decode_kernel(
     tl.store(arrived + pair, 0)
     member = tl.arange(0, MERGE_GROUP)
     of_group = (member < GROUP)[None, :]
-    splits = tl.arange(0, MERGE)
-    entry = (pair * SPLITS + splits)[:, None] * GROUP + member[None, :]
-    use = (splits < used)[:, None] & of_group
+    every = tl.arange(0, MAX_SPLITS)
+    entry = (pair * num_splits + every)[:, None] * GROUP + member[None, :]
+    use = (every < used)[:, None] & of_group
     top = tl.load(statistics + entry * 2, mask=use, other=float("-inf"), cache_modifier=".cg")
     sums = tl.load(statistics + entry * 2 + 1, mask=use, other=0.0, cache_modifier=".cg")
     highest = tl.max(top, axis=0)
@@ -232,7 +237,7 @@ def _decode_kernel(
     merged = tl.zeros([MERGE_GROUP, BLOCK_DIM], tl.float32)
     for step in tl.range(0, used, MERGE_STEP):
         part = step + tl.arange(0, MERGE_STEP)
-        at = (pair * SPLITS + part)[:, None] * GROUP + member[None, :]
+        at = (pair * num_splits + part)[:, None] * GROUP + member[None, :]
         some = (part < used)[:, None] & of_group
         maximum = tl.load(statistics + at * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
         factor = tl.where(some, tl.exp2(maximum - highest[None, :]), 0.0)
@@ -288,11 +293,13 @@ def paged_decode(
     rows, heads, dim = q.shape
     if heads % kv.kv_heads or dim != kv.head_dim or not q.is_contiguous() or projected.stride(1) != 1:
         raise ValueError(f"paged_decode: q {tuple(q.shape)} must be contiguous and fit pages {tuple(kv.keys.shape)}")
-    if slots.shape != (rows,) or positions.shape != (rows,) or projected.shape[0] != rows or num_splits < 1:
+    if slots.shape != (rows,) or positions.shape != (rows,) or projected.shape[0] != rows:
         raise ValueError(
             f"paged_decode: {rows} rows, slots {tuple(slots.shape)}, positions {tuple(positions.shape)}, "
-            f"projected {tuple(projected.shape)}, {num_splits} splits"
+            f"projected {tuple(projected.shape)}"
         )
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"paged_decode: num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     if rows == 0:
@@ -323,18 +330,18 @@ def paged_decode(
         projected.stride(0),
         out.stride(0),
         tables.stride(0),
+        num_splits,
+        chosen.min_keys,
         KV_HEADS=kv.kv_heads,
         GROUP=group,
         DIM=dim,
         PAGE=kv.block_size,
         FP8=kv.quantized,
-        SPLITS=num_splits,
-        MIN_KEYS=chosen.min_keys,
         BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(group)),
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-        MERGE=triton.next_power_of_2(num_splits),
-        MERGE_STEP=min(_MERGE_STEP, triton.next_power_of_2(num_splits)),
+        MAX_SPLITS=MAX_SPLITS,
+        MERGE_STEP=_MERGE_STEP,
         MERGE_GROUP=triton.next_power_of_2(group),
         STAGES=chosen.stages,
         PDL=pdl,

@@ -99,7 +99,11 @@ def _softmax_step(scores, first, query_position, scale, highest, total, MASKED: 
     return weight, new, total * correction + tl.sum(weight, axis=1), correction
 
 
-@triton.jit
+# Numbers that change with the step or the settings must not compile another variant.
+@triton.jit(
+    do_not_specialize=["tiles", "table_stride"],
+    do_not_specialize_on_alignment=["segment_begin", "segment_start", "segment_slot", "tile_segment", "tile_row"],
+)
 def _prefill_kernel(
     q,
     gate,
@@ -133,6 +137,10 @@ def _prefill_kernel(
     TAIL_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        # Padding waits too: the kernel behind relies on all kernels ahead of this one.
+        gdc_wait()
+        gdc_launch_dependents()
     # Last tiles first: within a segment they have the most keys, and short programs fill the gaps at the end.
     work = tiles * PARTS - 1 - tl.program_id(0)
     tile = work // PARTS
@@ -157,9 +165,6 @@ def _prefill_kernel(
     row = (first_row + token).to(tl.int64)
     head = kv_head * GROUP + member
     wanted = ((token < count) & (member < GROUP))[:, None] & (column < DIM)[None, :]
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     queries = tl.load(q + (row * (KV_HEADS * GROUP) + head)[:, None] * DIM + column[None, :], mask=wanted, other=0.0)
     if FP8:
         # See _page_rows(); normed queries fit it too.

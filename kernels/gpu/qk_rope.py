@@ -51,7 +51,8 @@ def _write(pages, scales, place, head, kv_heads, x, column, inside, stored, DIM:
     tl.store(pages + row[:, None] * DIM + column[None, :], x.to(pages.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# Numbers that change with the step or the settings must not compile another variant.
+@triton.jit(do_not_specialize=["rows", "table_stride"], do_not_specialize_on_alignment=["positions", "row_slots"])
 def _qk_rope_kernel(
     projected,
     qk_norm,
