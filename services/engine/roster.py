@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from services.common.errors import InvalidRequest
+from services.engine.limits import SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.request import Request
 from services.engine.sequence import Rank, Sequence
@@ -16,9 +17,14 @@ _FEW_DEADLINES = 64
 
 
 class Roster:
-    """Every live sequence is registered, and either runs (it has a slot) or waits. Both lists are sorted by rank."""
+    """Every live sequence is registered, and either runs (it has a slot) or waits. Both lists are sorted by rank.
 
-    def __init__(self) -> None:
+    Args:
+        config: says when a sequence ends.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
@@ -34,16 +40,17 @@ class Roster:
     def get(self, request_id: str) -> Sequence | None:
         return self._by_id.get(request_id)
 
-    def add(self, request: Request, max_output: int) -> None:
+    def add(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
-            InvalidRequest: its id is in use.
+            ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
+        max_output = self._config.max_output(len(request.prompt_token_ids), request.sampling.max_tokens)
         self._added += 1
-        sequence = Sequence(request, max_output, self._added)
+        sequence = Sequence(request, max_output, self._added, self._config.eos_token_ids)
         self._by_id[request.request_id] = sequence
         insort(self.waiting, sequence, key=_rank)
         if request.deadline is not None:
@@ -76,7 +83,7 @@ class Roster:
             if not sequence.ended:
                 yield deadline, sequence
 
-    def check(self, block_size: int) -> None:
+    def check(self) -> None:
         """Compares the lists with each other and with what their sequences say.
 
         Raises:
@@ -98,7 +105,7 @@ class Roster:
             if sequence.blocks or sequence.slot or sequence.computed:
                 raise IntegrityError(f"{sequence.request.request_id} waits but holds blocks or a slot")
         for sequence in self.running:
-            if len(sequence.blocks) * block_size < sequence.computed or not sequence.slot:
+            if len(sequence.blocks) * self._config.block_size < sequence.computed or not sequence.slot:
                 raise IntegrityError(f"{sequence.request.request_id} runs without its blocks or slot")
 
 

@@ -51,7 +51,7 @@ class Scheduler:
         self.config = config
         self._depth = depth
         self._memory = SequenceMemory(config)
-        self._roster = Roster()
+        self._roster = Roster(config)
         self._expired: list[SequenceUpdate] = []
         self._in_flight: deque[Draft] = deque()
         """Oldest first."""
@@ -83,7 +83,7 @@ class Scheduler:
         Raises:
             ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
         """
-        self._roster.add(request, self.config.max_output(len(request.prompt_token_ids), request.sampling.max_tokens))
+        self._roster.add(request)
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
         """Ends a request and frees what it holds.
@@ -172,7 +172,7 @@ class Scheduler:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
         updates = self.take_expired()
         updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._roster]
-        self._roster = Roster()
+        self._roster = Roster(self.config)
         return updates
 
     def clear_cache(self) -> None:
@@ -185,7 +185,7 @@ class Scheduler:
         Raises:
             IntegrityError: something is leaked, shared or lost.
         """
-        self._roster.check(self.config.block_size)
+        self._roster.check()
         pending = sum(sequence.pending for sequence in self._roster)
         sampled = sum(not sequence.ended for draft in self._in_flight for sequence in draft.sampling)
         if pending != sampled:
@@ -326,7 +326,7 @@ class Scheduler:
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
         if token.error is not None:
             return self._end(sequence, FinishReason.ERROR, TemperError(token.error))
-        reason = sequence.append(token, now, self.config.eos_token_ids)
+        reason = sequence.append(token, now)
         return sequence.update(token) if reason is None else self._end(sequence, reason, token=token)
 
     def _end(

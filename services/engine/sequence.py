@@ -23,6 +23,8 @@ class Sequence:
     """
 
     __slots__ = (
+        "_min_tokens",
+        "_stops",
         "blocks",
         "cached_tokens",
         "computed",
@@ -43,9 +45,12 @@ class Sequence:
         "splits",
     )
 
-    def __init__(self, request: Request, max_output: int, number: int) -> None:
+    def __init__(self, request: Request, max_output: int, number: int, eos_token_ids: frozenset[int]) -> None:
         self.request = request
         self.max_output = max_output
+        sampling = request.sampling
+        self._min_tokens = sampling.min_tokens
+        self._stops = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
         self.rank: Rank = (request.priority, request.arrival, number)
         """Lower goes first; unique."""
         self.output_ids: list[int] = []
@@ -101,20 +106,18 @@ class Sequence:
             self.pending += 1
         return chunk
 
-    def append(self, token: SampledToken, now: float, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    def append(self, token: SampledToken, now: float) -> FinishReason | None:
         """Takes in the oldest pending token; returns why it is the last, None if it is not."""
-        if not self.output_ids:
+        output = self.output_ids
+        if not output:
             self.first_token_at = now
-        self.output_ids.append(token.token_id)
+        output.append(token.token_id)
         self.sampling_logprobs.append(token.sampling_logprob)
         self.pending -= 1
-        sampling = self.request.sampling
-        count = len(self.output_ids)
+        count = len(output)
         # As the sampler masks it: a stop token may be chosen once min_tokens other tokens exist.
-        if count > sampling.min_tokens:
-            eos = token.token_id in eos_token_ids and not sampling.ignore_eos
-            if eos or token.token_id in sampling.stop_token_ids:
-                return FinishReason.STOP
+        if count > self._min_tokens and token.token_id in self._stops:
+            return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.max_output else None
 
     def cut(self, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.plan import SampledToken
@@ -29,12 +30,13 @@ class Finished:
     first_token_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """What one step added to one request.
 
     The last update of a request, and only it, has a ``finish_reason``. ABORT: the client asked for it. ERROR: ``error``
     says why (DeadlineExceeded, a failed step, a request that was refused after it was queued).
+
+    A named tuple because one is made for every token; see Chunk.
     """
 
     request_id: str
@@ -47,7 +49,3 @@ class SequenceUpdate:
     """On the first update: the pinned version "name@n", empty for the base."""
     finished: Finished | None = None
     """On the last update of a request that the scheduler had."""
-
-    def __post_init__(self) -> None:
-        if (self.finish_reason is FinishReason.ERROR) != (self.error is not None):
-            raise ValueError(f"finish reason {self.finish_reason} does not go with error {self.error!r}")

@@ -247,7 +247,7 @@ class InStep:
     def _hidden(plan: StepPlan) -> StepPlan:
         def hidden(chunk: Chunk) -> Chunk:
             known = chunk.start < len(chunk.request.prompt_token_ids)
-            return replace(chunk, token_ids=(PENDING,)) if chunk.is_decode and not known else chunk
+            return chunk._replace(token_ids=(PENDING,)) if chunk.is_decode and not known else chunk
 
         return replace(plan, chunks=[hidden(chunk) for chunk in plan.chunks])
 
