@@ -26,12 +26,15 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu import sampling_kernels as kernels
+from kernels.gpu import sampling_state as state
 from kernels.gpu.sampling_rows import BINS, PARAMETERS
+from kernels.gpu.sampling_scan import scan_kernel
+from kernels.gpu.sampling_select import race_kernel, select_kernel
+from kernels.gpu.sampling_top import alternatives_kernel
 
-RESULT_WORDS = int(kernels.RESULT_WORDS.value)
+RESULT_WORDS = int(state.RESULT_WORDS.value)
 """int32 words of a row's result: token, bits of sampling_logprob, bits of logprob, flags."""
-MOST_ALTERNATIVES = int(kernels.MOST_ALTERNATIVES.value)
+MOST_ALTERNATIVES = int(state.MOST_ALTERNATIVES.value)
 """A row's result goes on with as many token ids and then as many log-probabilities (bits)."""
 ROW_WORDS = RESULT_WORDS + 2 * MOST_ALTERNATIVES
 PARAMETER_WORDS = int(PARAMETERS.value)
@@ -75,9 +78,9 @@ class SamplingBuffers:
 
         bins = int(BINS.value)
         return cls(
-            partials=zeros(int(kernels.PARTIALS.value), blocks, dtype=torch.float32),
-            floats=zeros(int(kernels.FLOATS.value), dtype=torch.float32),
-            integers=zeros(int(kernels.INTEGERS.value), dtype=torch.int64),
+            partials=zeros(int(state.PARTIALS.value), blocks, dtype=torch.float32),
+            floats=zeros(int(state.FLOATS.value), dtype=torch.float32),
+            integers=zeros(int(state.INTEGERS.value), dtype=torch.int64),
             tickets=zeros(dtype=torch.int32),
             masses=zeros(2, bins, dtype=torch.int64),
             counts=zeros(2, bins, dtype=torch.int32),
@@ -157,22 +160,18 @@ def sample_rows(
     }
     # Unused pointers still need a tensor of the right type.
     inputs = (logits, step, table, words if words is not None else table, biases if biases is not None else b.floats)
-    state = (b.partials, b.floats, b.integers, b.tickets)
+    books = (b.partials, b.floats, b.integers, b.tickets)
     scale = 2.0 ** (62 - (vocab - 1).bit_length())
     grid = (blocks, rows)
-    kernels.scan_kernel[grid](
-        *inputs, *state, last_tokens, results, rows, vocab, blocks, logits.stride(0), width, scale, **constants
+    scan_kernel[grid](
+        *inputs, *books, last_tokens, results, rows, vocab, blocks, logits.stride(0), width, scale, **constants
     )
     for _ in range(selections):
-        kernels.select_kernel[grid](
-            *inputs, *state, b.masses, b.counts, rows, vocab, logits.stride(0), scale, **constants
-        )
+        select_kernel[grid](*inputs, *books, b.masses, b.counts, rows, vocab, logits.stride(0), scale, **constants)
     if filters:
-        kernels.race_kernel[grid](
-            *inputs, *state, last_tokens, results, rows, vocab, logits.stride(0), width, **constants
-        )
+        race_kernel[grid](*inputs, *books, last_tokens, results, rows, vocab, logits.stride(0), width, **constants)
     if alternatives:
-        kernels.alternatives_kernel[(rows,)](
+        alternatives_kernel[(rows,)](
             logits,
             step,
             table,
