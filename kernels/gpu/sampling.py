@@ -20,7 +20,7 @@ alternatives   and one more
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -39,9 +39,20 @@ MOST_ALTERNATIVES = int(state.MOST_ALTERNATIVES.value)
 ROW_WORDS = RESULT_WORDS + 2 * MOST_ALTERNATIVES
 PARAMETER_WORDS = int(PARAMETERS.value)
 
-_BLOCK = 1024
-"""Logits of one program: 8 a thread with 4 warps."""
 _MIN_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How the kernels are cut; measured by benchmarks/sweep_sampling.py. Results depend on ``block`` alone, and there
+    only in the last bit of log-probabilities."""
+
+    block: int = 1024
+    """Logits of one program, a power of two."""
+    scan_warps: int = 4
+    select_warps: int = 8
+    race_warps: int = 4
+    top_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +72,14 @@ class SamplingBuffers:
     counts: Tensor
     """[rows, 2, bins] int32."""
     vocab: int
-    block: int
+    config: SamplingConfig
 
     @classmethod
-    def allocate(cls, max_rows: int, vocab: int, device: torch.device | str, block: int = _BLOCK) -> SamplingBuffers:
-        """For batches up to ``max_rows`` (57 KiB a row at a vocabulary of 248,320).
-
-        Args:
-            block: logits of one program, a power of two.
-        """
-        block = min(block, triton.next_power_of_2(vocab))
+    def allocate(
+        cls, max_rows: int, vocab: int, device: torch.device | str, config: SamplingConfig = SamplingConfig()
+    ) -> SamplingBuffers:
+        """For batches up to ``max_rows`` (57 KiB a row at a vocabulary of 248,320)."""
+        block = min(config.block, triton.next_power_of_2(vocab))
         blocks = max(_MIN_BLOCKS, triton.next_power_of_2(triton.cdiv(vocab, block)))
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -85,7 +94,7 @@ class SamplingBuffers:
             masses=zeros(2, bins, dtype=torch.int64),
             counts=zeros(2, bins, dtype=torch.int32),
             vocab=vocab,
-            block=block,
+            config=replace(config, block=block),
         )
 
     @property
@@ -111,7 +120,6 @@ def sample_rows(
     selections: int = 0,
     filters: bool = False,
     alternatives: bool = False,
-    num_warps: int = 4,
     pdl: bool = False,
 ) -> None:
     """Samples one token a row; everything stays on the device.
@@ -129,7 +137,6 @@ def sample_rows(
         selections: levels of selection: 3 for top_k or top_p, 5 if a row has both.
         filters: a row has top_k, top_p or min_p.
         alternatives: a row wants the most likely tokens.
-        num_warps: of a program.
         pdl: launch each kernel before the one ahead has finished (programmatic dependent launch).
 
     Raises:
@@ -146,14 +153,14 @@ def sample_rows(
     if rows == 0:
         return
     b = buffers
-    blocks = triton.cdiv(vocab, b.block)
+    config = b.config
+    blocks = triton.cdiv(vocab, config.block)
     constants = {
         "EDITS": words is not None,
         "BIASES": biases is not None,
-        "BLOCK": b.block,
+        "BLOCK": config.block,
         "BLOCKS": b.partials.shape[2],
         "PDL": pdl,
-        "num_warps": num_warps,
         "launch_pdl": pdl,
         # A fused multiply-add would round the penalties otherwise than the reference does.
         "enable_fp_fusion": False,
@@ -164,12 +171,45 @@ def sample_rows(
     scale = 2.0 ** (62 - (vocab - 1).bit_length())
     grid = (blocks, rows)
     scan_kernel[grid](
-        *inputs, *books, last_tokens, results, rows, vocab, blocks, logits.stride(0), width, scale, **constants
+        *inputs,
+        *books,
+        last_tokens,
+        results,
+        rows,
+        vocab,
+        blocks,
+        logits.stride(0),
+        width,
+        scale,
+        num_warps=config.scan_warps,
+        **constants,
     )
     for _ in range(selections):
-        select_kernel[grid](*inputs, *books, b.masses, b.counts, rows, vocab, logits.stride(0), scale, **constants)
+        select_kernel[grid](
+            *inputs,
+            *books,
+            b.masses,
+            b.counts,
+            rows,
+            vocab,
+            logits.stride(0),
+            scale,
+            num_warps=config.select_warps,
+            **constants,
+        )
     if filters:
-        race_kernel[grid](*inputs, *books, last_tokens, results, rows, vocab, logits.stride(0), width, **constants)
+        race_kernel[grid](
+            *inputs,
+            *books,
+            last_tokens,
+            results,
+            rows,
+            vocab,
+            logits.stride(0),
+            width,
+            num_warps=config.race_warps,
+            **constants,
+        )
     if alternatives:
         alternatives_kernel[(rows,)](
             logits,
@@ -181,9 +221,9 @@ def sample_rows(
             vocab,
             logits.stride(0),
             width,
-            BLOCK=b.block,
+            BLOCK=config.block,
             BLOCKS=b.partials.shape[2],
             PDL=pdl,
-            num_warps=num_warps,
+            num_warps=config.top_warps,
             launch_pdl=pdl,
         )

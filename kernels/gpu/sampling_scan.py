@@ -88,7 +88,7 @@ def _kth_bound(best, present, k):
     return tl.where((bound > 0) & (value == value), value, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step", "results"])
 def scan_kernel(
     logits,
     step,

@@ -68,7 +68,7 @@ def _share(mass, top_p):
     return tl.maximum(tl.ceil(mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step"])
 def select_kernel(
     logits,
     step,
@@ -189,7 +189,7 @@ def select_kernel(
     tl.store(integers + CUT_LOW, cut_low)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step", "results"])
 def race_kernel(
     logits,
     step,

@@ -13,7 +13,7 @@ from kernels.gpu.sampling_rows import ALTERNATIVES, PARAMETERS
 from kernels.gpu.sampling_state import FLOATS, MOST_ALTERNATIVES, PARTIALS, RAW_LOG_Z, RAW_MAX, RESULT_WORDS, bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["step", "results"])
 def alternatives_kernel(
     logits,
     step,

@@ -15,7 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling import MOST_ALTERNATIVES, RESULT_WORDS, ROW_WORDS, SamplingBuffers, sample_rows
+from kernels.gpu.sampling import (
+    MOST_ALTERNATIVES,
+    RESULT_WORDS,
+    ROW_WORDS,
+    SamplingBuffers,
+    SamplingConfig,
+    sample_rows,
+)
 from services.engine.cuda.sampling_tables import BatchFeatures, SamplingTables
 from services.engine.plan import Chunk, SampledToken
 
@@ -50,8 +57,7 @@ class CudaSampler:
         num_slots: state slots; 0 is scratch.
         vocab: width of the logits.
         max_rows: most rows of a step.
-        block: logits of one program of the kernels.
-        num_warps: of a program.
+        config: how the kernels are cut; None: as measured best.
         pdl: launch kernels before the one ahead has finished.
     """
 
@@ -63,16 +69,14 @@ class CudaSampler:
         max_rows: int,
         device: torch.device,
         *,
-        block: int = 1024,
-        num_warps: int = 4,
+        config: SamplingConfig | None = None,
         pdl: bool = False,
     ) -> None:
         self._device = device
         self._max_rows = max_rows
-        self._num_warps = num_warps
         self._pdl = pdl
         self._tables = SamplingTables(eos_token_ids, num_slots, vocab, device)
-        self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, block)
+        self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, config or SamplingConfig())
         self._results = [torch.zeros(max_rows * ROW_WORDS, dtype=torch.int32, device=device) for _ in range(_RESULTS)]
         self._turn = 0
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -87,6 +91,33 @@ class CudaSampler:
         step[0] = [chunk.slot for chunk in chunks]
         step[1] = [chunk.output_count for chunk in chunks]
         return SampleRows(step, features)
+
+    @torch.inference_mode()
+    def warm_up(self, logits: Tensor) -> None:
+        """Compiles every variant of the kernels, so that no request waits for that.
+
+        Args:
+            logits: [1, V] of the dtype that ``launch`` will get; any values.
+        """
+        step = torch.zeros(2, 1, dtype=torch.int32, device=self._device)
+        results = self._results[0].view(-1, ROW_WORDS)[:1]
+        none = torch.zeros(1, dtype=torch.int32, device=self._device), torch.zeros(1, device=self._device)
+        # The row is padding: the tables of edits are never read.
+        for words, biases in ((None, None), (none[0], None), none):
+            sample_rows(
+                logits,
+                step,
+                self._tables.parameters,
+                self._buffers,
+                self.last_tokens,
+                results,
+                words=words,
+                biases=biases,
+                selections=1,
+                filters=True,
+                alternatives=True,
+                pdl=self._pdl,
+            )
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, rows: SampleRows, step: Tensor | None = None) -> DeviceResults:
@@ -117,7 +148,6 @@ class CudaSampler:
             selections=features.selections,
             filters=features.filters,
             alternatives=features.alternatives,
-            num_warps=self._num_warps,
             pdl=self._pdl,
         )
         return DeviceResults(words)

@@ -8,13 +8,16 @@ reference logit - log E, and their logarithms differ in the last bit. The gap be
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.gpu.sampling import SamplingConfig
 from services.engine.cuda.sampler import CudaSampler
-from services.engine.plan import Chunk, SampledToken
+from services.engine.plan import PENDING, Chunk, SampledToken
 from services.engine.request import Request, SamplingParams
 from services.engine.sampler import Sampler
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -36,7 +39,7 @@ def run(sampler: CudaSampler, logits: torch.Tensor, chunks: list[Chunk]) -> list
 
 
 def fresh(device: torch.device, vocab: int = VOCAB, rows: int = 80, block: int = 128) -> CudaSampler:
-    return CudaSampler([EOS], rows + 1, vocab, rows, device, block=block)
+    return CudaSampler([EOS], rows + 1, vocab, rows, device, config=SamplingConfig(block))
 
 
 def reference(logits: torch.Tensor, chunks: list[Chunk]) -> list[SampledToken]:
@@ -107,3 +110,165 @@ def test_a_mixed_batch_equals_the_reference(device: torch.device, scale: float, 
     assert_same(run(sampler, logits, chunks), expected)
     assert torch.equal(logits, before)
     assert sampler.last_tokens[1 : len(chunks) + 1].tolist() == [token.token_id for token in expected]
+
+
+def test_random_parameters_equal_the_reference(device: torch.device) -> None:
+    draw = random.Random(5)
+
+    def some(*values: Any) -> Any:
+        return draw.choice(values)
+
+    chunks = []
+    for row in range(24):
+        output = [draw.randrange(VOCAB) for _ in range(draw.randrange(6))]
+        params = SamplingParams(
+            temperature=some(0.0, 1.0, draw.uniform(0.2, 3.0)),
+            top_p=some(1.0, draw.uniform(0.01, 0.999)),
+            top_k=some(0, draw.randrange(1, VOCAB)),
+            min_p=some(0.0, 0.0, draw.uniform(0.0, 0.2)),
+            seed=draw.randrange(2**64),
+            presence_penalty=some(0.0, draw.uniform(-2, 2)),
+            frequency_penalty=some(0.0, draw.uniform(-2, 2)),
+            repetition_penalty=some(1.0, draw.uniform(0.5, 2)),
+            logit_bias=some({}, {draw.randrange(VOCAB): draw.uniform(-100, 100)}),
+            min_tokens=some(0, 4),
+            max_tokens=9,
+            top_logprobs=some(None, 0, 3),
+        )
+        chunks.append(chunk(params, row + 1, output))
+    logits = random_logits(len(chunks), device, 9, 2.0)
+    assert_same(run(fresh(device), logits, chunks), reference(logits, chunks))
+
+
+def test_the_real_vocabulary(device: torch.device) -> None:
+    """Large blocks, so that the interpreter has few programs to run."""
+    fields = [{}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.9}, {"temperature": 0.0, "top_logprobs": 3}]
+    chunks = [chunk(SamplingParams(seed=i, **f), i + 1) for i, f in enumerate(fields)]
+    logits = random_logits(len(chunks), device, 3, 1.0, vocab=248_320)
+    assert_same(run(fresh(device, 248_320, block=32_768), logits, chunks), reference(logits, chunks))
+
+
+def test_bfloat16_logits(device: torch.device) -> None:
+    """They are full of ties; equal logits are all in or all out."""
+    fields = [{}, {"top_k": 20}, {"temperature": 0.7, "top_p": 0.8}]
+    chunks = [chunk(SamplingParams(seed=i, **f), i + 1) for i, f in enumerate(fields)]
+    logits = random_logits(len(chunks), device, 4, 1.0).bfloat16()
+    assert_same(run(fresh(device), logits, chunks), reference(logits, chunks))
+
+
+def test_ties_are_all_in(device: torch.device) -> None:
+    logits = torch.zeros(6, VOCAB, device=device)
+    chunks = [chunk(SamplingParams(seed=i, top_k=2), i + 1) for i in range(6)]
+    assert_same(run(fresh(device), logits, chunks), reference(logits, chunks))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_row_ends_alone(device: torch.device, bad: float) -> None:
+    fields = [{"temperature": 0.0}, {}, {"top_p": 0.5, "top_k": 4}]
+    chunks = [chunk(SamplingParams(seed=i, **f), i + 1) for i, f in enumerate([*fields, *fields])]
+    logits = random_logits(6, device, 0, 3.0)
+    healthy = run(fresh(device), logits, chunks)
+    logits[3:, 140] = bad
+    sampler = fresh(device)
+    tokens = run(sampler, logits, chunks)
+    assert tokens[:3] == healthy[:3]
+    assert all(token.error is not None for token in tokens[3:])
+    assert all(0 <= token < VOCAB for token in sampler.last_tokens.tolist())
+    everything = torch.full_like(logits, bad)
+    assert all(token.error for token in run(sampler, everything, chunks))
+    # What a bad row leaves behind harms no later step.
+    logits[3:] = logits[:3]
+    assert_same(run(sampler, logits, chunks), reference(logits, chunks))
+
+
+def test_steps_are_bit_equal_when_repeated(device: torch.device) -> None:
+    chunks = batch(7)
+    logits = random_logits(len(chunks), device, 7, 1.0)
+    first, second = (
+        sampler.launch(logits, sampler.prepare(chunks)).words.cpu() for sampler in (fresh(device), fresh(device))
+    )
+    assert torch.equal(first, second)
+
+
+PENALISED = SamplingParams(
+    seed=1, frequency_penalty=1.0, presence_penalty=0.5, repetition_penalty=1.3, min_tokens=2, max_tokens=99
+)
+
+
+def test_a_pending_token_is_counted(device: torch.device) -> None:
+    """Each step is prepared before the host knows the token of the step before."""
+    sampler, request = fresh(device), Request("r", (1, 2), PENALISED)
+    output: list[int] = []
+    expected: list[int] = []
+    unread = None
+    for count in range(6):
+        logits = random_logits(1, device, count, 1.0)
+        pending = Chunk(request, [PENDING if count else 2], 2 + count, [1], 5, True, output, count)
+        rows = sampler.prepare([pending])
+        if unread is not None:
+            output.append(sampler.read(unread.cpu())[0].token_id)
+        unread = sampler.launch(logits, rows).words
+        known = Chunk(request, [1], 2 + count, [1], 5, True, list(expected), count)
+        expected.append(reference(logits, [known])[0].token_id)
+    assert [*output, int(sampler.last_tokens[5])] == expected
+
+
+def test_a_sequence_that_starts_again_is_counted_anew(device: torch.device) -> None:
+    sampler, request = fresh(device), Request("r", (1, 2), PENALISED)
+    output: list[int] = []
+    # It keeps its slot, moves, comes back after another request had its first slot, and computes a token again.
+    for step, slot in enumerate([3, 3, 4, 4, 3, 3]):
+        logits = random_logits(1, device, step, 1.0)
+        if step == 4:
+            run(sampler, logits, [chunk(SamplingParams(presence_penalty=2.0), 3, [8, 8])])
+        mine = chunk(PENALISED, slot, list(output), request)
+        token = run(sampler, logits, [mine])[0]
+        assert_same([token], reference(logits, [mine]))
+        if step != 1:
+            output.append(token.token_id)
+
+
+def test_counts_cannot_be_made_of_tokens_that_are_not_known(device: torch.device) -> None:
+    with pytest.raises(RuntimeError, match="known"):
+        fresh(device).prepare([Chunk(Request("r", (1,), PENALISED), [PENDING], 3, [1], 2, True, [5], 2)])
+
+
+def test_edit_rows_are_handed_on(device: torch.device) -> None:
+    """More requests with penalties than rows are held at a time, each a few steps long."""
+    sampler = fresh(device)
+    biased = SamplingParams(seed=3, temperature=0.0, logit_bias={9: 100.0}, max_tokens=9)
+    for step in range(9):
+        slots = [1 + 3 * step + i for i in range(3)]
+        chunks = [chunk(PENALISED if slot % 2 else biased, slot, [4, 4]) for slot in slots]
+        logits = random_logits(3, device, step, 1.0)
+        assert_same(run(sampler, logits, chunks), reference(logits, chunks))
+    # Three rows each for the step, the one before and the one that is taken over.
+    assert sampler._tables.words.shape[0] <= 16
+
+
+def test_padding_rows_write_nothing(device: torch.device) -> None:
+    sampler = fresh(device)
+    chunks = [chunk(SamplingParams(seed=1, top_p=0.9, presence_penalty=1.0), 2, [4])]
+    logits = random_logits(3, device, 2, 1.0)
+    step = torch.tensor([[2, 0, 0], [1, 0, 0]], dtype=torch.int32, device=device)
+    words = sampler.launch(logits, sampler.prepare(chunks), step).words
+    assert_same(sampler.read(words[:1].cpu()), reference(logits[:1], chunks))
+    assert sampler.last_tokens.nonzero().flatten().tolist() in ([2], [])
+
+
+def test_warm_up_changes_nothing(device: torch.device) -> None:
+    sampler = fresh(device)
+    sampler.warm_up(torch.zeros(1, VOCAB, device=device))
+    assert not sampler.last_tokens.any()
+    chunks = batch(3)[:4]
+    logits = random_logits(4, device, 3, 1.0)
+    assert_same(run(sampler, logits, chunks), reference(logits, chunks))
+
+
+def test_too_many_rows_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="rows"):
+        fresh(device, rows=2).prepare([chunk(SamplingParams(), i + 1) for i in range(3)])
+
+
+def test_nothing_to_sample(device: torch.device) -> None:
+    assert run(fresh(device), torch.empty(0, VOCAB, device=device), []) == []

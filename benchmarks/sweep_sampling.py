@@ -1,0 +1,222 @@
+"""Times sampling at the vocabulary of Qwen3.5-4B and checks its tokens: ``python -m benchmarks.sweep_sampling``.
+
+Prints a table of microseconds on the device (a CUDA graph of several launches, so that the host costs nothing), the
+fraction of the memory bandwidth at which one reading of the logits would take as long, and what the host spends on a
+step. Every kind of row is compared with services/engine/sampler.py on the CPU, and with itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.environment import environment
+from benchmarks.precompile import precompile
+from kernels.gpu.sampling import SamplingConfig
+from services.engine.cuda.sampler import CudaSampler
+from services.engine.plan import Chunk
+from services.engine.request import Request, SamplingParams
+from services.engine.sampler import Sampler
+
+_VOCAB = 248_320
+_EOS = 7
+_ROWS = (1, 8, 64, 256)
+_BANDWIDTH = 4.49e12
+"""Bytes a second that a kernel can read on an H200."""
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "plain t=0.8": {"temperature": 0.8},
+    "logprobs": {"temperature": 1.0, "top_logprobs": 20},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},
+    "top_k": {"temperature": 1.0, "top_k": 20},
+    "top_k, top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    "min_p": {"temperature": 1.0, "min_p": 0.05},
+    "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "penalties, top_p": {"temperature": 1.0, "frequency_penalty": 0.5, "top_p": 0.9},
+}
+_CONFIGS = [
+    SamplingConfig(block, scan, select, race)
+    for block in (1024, 2048, 4096)
+    for scan, select, race in ((4, 8, 4), (8, 8, 8), (4, 4, 4))
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How spread out the logits are: flat as random weights make them, peaked as a trained model's."""
+
+    name: str
+    scale: float
+
+
+_FLAT, _PEAKED = Shape("flat", 1.0), Shape("peaked", 4.0)
+
+
+@dataclass(slots=True)
+class Checks:
+    """What was compared and what differed."""
+
+    rows: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def make_logits(rows: int, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator(device).manual_seed(rows)
+    return (torch.randn(rows, _VOCAB, device=device, generator=generator) * shape.scale).to(dtype)
+
+
+def make_chunks(rows: int, fields: dict[str, Any]) -> list[Chunk]:
+    output = [5, 5, 900, 40_000]
+    return [
+        Chunk(
+            Request(f"r{row}", (1, 2, 3, 77), SamplingParams(seed=row, max_tokens=99, **fields)),
+            [1],
+            4,
+            [1],
+            row + 1,
+            True,
+            output,
+            len(output),
+        )
+        for row in range(rows)
+    ]
+
+
+def make_sampler(rows: int, device: torch.device, config: SamplingConfig | None = None) -> CudaSampler:
+    return CudaSampler([_EOS], rows + 1, _VOCAB, rows, device, config=config)
+
+
+def device_seconds(launch: Callable[[], object], repeats: int = 10) -> float:
+    """Of one launch, from a graph of several."""
+    launch()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            launch()
+    best = float("inf")
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / repeats)
+    return best
+
+
+def time_case(logits: Tensor, fields: dict[str, Any], config: SamplingConfig | None = None) -> float:
+    rows = logits.shape[0]
+    sampler = make_sampler(rows, logits.device, config)
+    prepared = sampler.prepare(make_chunks(rows, fields))
+    step = torch.from_numpy(prepared.step).to(logits.device)
+    return device_seconds(lambda: sampler.launch(logits, prepared, step))
+
+
+def check(fields: dict[str, Any], name: str, logits: Tensor, checks: Checks) -> None:
+    """Against the CPU's sampler, and a second sampler of the GPU to the bit."""
+    chunks = make_chunks(logits.shape[0], fields)
+    words = []
+    for _ in range(2):
+        sampler = make_sampler(len(chunks), logits.device)
+        words.append(sampler.launch(logits, sampler.prepare(chunks)).words.cpu())
+    if not torch.equal(words[0], words[1]):
+        checks.wrong.append(f"{name}: two runs differ")
+    expected = Sampler([_EOS], torch.device("cpu")).sample(logits.float().cpu(), chunks)
+    for row, (mine, theirs) in enumerate(zip(sampler.read(words[0]), expected, strict=True)):
+        checks.rows += 1
+        if mine.token_id != theirs.token_id or mine.error != theirs.error:
+            checks.wrong.append(f"{name}, row {row}: {mine.token_id} instead of {theirs.token_id}")
+        if abs(mine.sampling_logprob - theirs.sampling_logprob) > 1e-4:
+            checks.wrong.append(f"{name}, row {row}: logprob {mine.sampling_logprob} not {theirs.sampling_logprob}")
+        if list(mine.top_ids) != list(theirs.top_ids):
+            checks.wrong.append(f"{name}, row {row}: alternatives {mine.top_ids} not {theirs.top_ids}")
+
+
+def host_seconds(rows: int, fields: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """What the loop thread spends on a step with the same requests as before: prepare, launch, read."""
+    logits = make_logits(rows, _FLAT, device)
+    sampler = make_sampler(rows, device)
+    chunks = make_chunks(rows, fields)
+    spent = {"prepare": float("inf"), "launch": float("inf"), "read": float("inf")}
+    for _ in range(20):
+        began = time.perf_counter()
+        prepared = sampler.prepare(chunks)
+        ready = time.perf_counter()
+        words = sampler.launch(logits, prepared).words
+        launched = time.perf_counter()
+        host = words.cpu()
+        arrived = time.perf_counter()
+        sampler.read(host)
+        done = time.perf_counter()
+        chunks = [replace(c, output_ids=[*c.output_ids, 0], output_count=c.output_count + 1) for c in chunks]
+        for name, value in (("prepare", ready - began), ("launch", launched - ready), ("read", done - arrived)):
+            spent[name] = min(spent[name], value)
+    return spent
+
+
+def _compile(config: SamplingConfig, dtype: torch.dtype) -> Callable[[torch.device], object]:
+    return lambda device: make_sampler(1, device, config).warm_up(torch.zeros(1, _VOCAB, dtype=dtype, device=device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="file to write")
+    parser.add_argument("--configs", action="store_true", help="sweep block sizes and warps as well")
+    options = parser.parse_args()
+    configs = _CONFIGS if options.configs else [SamplingConfig()]
+    launches = [_compile(config, torch.float32) for config in {*configs, SamplingConfig()}]
+    compiling = precompile([*launches, _compile(SamplingConfig(), torch.bfloat16)])
+    device = torch.device("cuda")
+    checks, cases, swept = Checks(), [], []
+    print(f"compiled in {compiling:.1f} s\n{'microseconds':<20}" + "".join(f"{f'R={r}':>18}" for r in _ROWS))
+    for shape in (_FLAT, _PEAKED):
+        batches = {rows: make_logits(rows, shape, device) for rows in _ROWS}
+        for kind, fields in _KINDS.items():
+            check(fields, f"{kind} {shape.name}", batches[8], checks)
+            line = f"{kind + ' ' + shape.name:<26}"
+            for rows, logits in batches.items():
+                seconds = time_case(logits, fields)
+                fraction = logits.nbytes / _BANDWIDTH / seconds
+                cases.append({"kind": kind, "logits": shape.name, "rows": rows, "us": seconds * 1e6})
+                line += f"{seconds * 1e6:>10.1f} ({fraction:>4.0%})"
+            print(line, flush=True)
+    half = make_logits(64, _FLAT, device, torch.bfloat16)
+    for kind in ("plain", "top_p"):
+        check(_KINDS[kind], f"{kind} bfloat16", half[:8], checks)
+        cases.append({"kind": f"{kind} bfloat16", "rows": 64, "us": time_case(half, _KINDS[kind]) * 1e6})
+        print(cases[-1])
+    for config in configs if options.configs else ():
+        found: dict[str, Any] = {"config": str(config)}
+        for rows in (1, 64):
+            for kind in ("plain", "top_p", "top_k"):
+                seconds = time_case(make_logits(rows, _FLAT, device), _KINDS[kind], config)
+                found[f"{kind} R={rows}"] = round(seconds * 1e6, 1)
+        swept.append(found)
+        print(found, flush=True)
+    host = {kind: host_seconds(256, _KINDS[kind], device) for kind in ("plain", "top_k, top_p", "penalties")}
+    for kind, spent in host.items():
+        print(f"host, 256 rows, {kind}: " + ", ".join(f"{name} {s * 1e6:.0f} us" for name, s in spent.items()))
+    print(f"{checks.rows} rows checked, {len(checks.wrong)} wrong", *checks.wrong, sep="\n")
+    if options.json:
+        result = environment() | {"cases": cases, "configs": swept, "host_seconds": host, "wrong": checks.wrong}
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+    if checks.wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
