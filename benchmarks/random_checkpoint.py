@@ -110,6 +110,8 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0) -> None:
         shard = dict(group)
         save_file(shard, directory / file)
         weight_map |= dict.fromkeys(shard, file)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # engines in other processes count what is free
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 

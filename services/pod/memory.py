@@ -25,6 +25,8 @@ _GRAPH_COPIES = 4
 """The same in the memory that all CUDA graphs share, which no other step may use."""
 _GRAPH_FIXED = 512 * 2**20
 """Some hundred captured graphs, kernels, the workspaces of matrix products."""
+_CAPTURED_PREFILL = 1024
+"""Tokens of the longest prefill that is captured."""
 _SPLITS = 8
 """Parts of a context in decode attention where the batch is large."""
 _SAMPLER_ROW = 64 * 2**10
@@ -100,8 +102,15 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
         workspace=rows * logits * _LOGIT_COPIES + activations + decoded + partial + tables,
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary.
         sampler=rows * (2 * logits + _SAMPLER_ROW),
-        graphs=_GRAPH_FIXED + (captured + settings.mixed_prefill_tokens) * _GRAPH_COPIES * row if captured else 0,
+        graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
     )
+
+
+def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, row: int) -> int:
+    """What graphs keep: the tensors of the largest captured step, a decoded matrix where its prefill needs one."""
+    rows = max(captured + settings.mixed_prefill_tokens, min(_CAPTURED_PREFILL, settings.token_budget))
+    decoded = config.hidden_size * row if settings.quantization == "int4" else 0
+    return _GRAPH_FIXED + rows * _GRAPH_COPIES * row + decoded
 
 
 def state_slots(settings: EngineSettings) -> int:
