@@ -31,7 +31,10 @@ from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.segments import TILE, Segments
 from tests.kernels.gpu.delta_support import Mixer, exact_delta, mixer
 
-SHAPE = {"key_heads": 16, "heads": 32, "key_dim": 128, "value_dim": 128}
+SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+_STATE = (SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
+_BYTES = 2 * 4 * SHAPE.value_size * SHAPE.key_dim
+"""Read and written a row."""
 ROWS = (1, 8, 64, 256)
 PREFILLS = ((1, 512), (16, 512), (4, 4096), (1, 16384))
 SLOTS = 520
@@ -120,20 +123,28 @@ class _Layer:
     """One DeltaNet layer with T rows of projections and a pool of states."""
 
     def __init__(self, rows: int, slots: int, device: torch.device, *, alike: float = 0.0) -> None:
-        self.m: Mixer = mixer(min(rows, 512), device, dtype=torch.bfloat16, alike=alike, **SHAPE)
+        self.m: Mixer = mixer(
+            min(rows, 512),
+            device,
+            key_heads=SHAPE.key_heads,
+            heads=SHAPE.value_heads,
+            key_dim=SHAPE.key_dim,
+            value_dim=SHAPE.value_dim,
+            dtype=torch.bfloat16,
+            alike=alike,
+        )
         repeats = -(-rows // self.m.projected.shape[0])
         self.projected = self.m.projected.repeat(repeats, 1)[:rows]
         self.conv = torch.zeros(slots, 3, self.m.conv_dim, dtype=torch.bfloat16, device=device)
-        self.state = torch.zeros(slots, 32, 128, 128, device=device)
+        self.state = torch.zeros(slots, *_STATE, device=device)
         self.mixed = self.projected[:, : self.m.conv_dim].clone()
-        self.out = torch.empty(rows, 32 * 128, dtype=torch.bfloat16, device=device)
-        self.shape = DeltaShape(16, 32, 128, 128)
+        self.out = torch.empty(rows, SHAPE.value_size, dtype=torch.bfloat16, device=device)
         self.device = device
 
     def slots(self, rows: int) -> list[Tensor]:
         """Disjoint sets of slots, so that successive launches do not find states in the L2 cache."""
         order = torch.randperm(len(self.state) - 1, generator=torch.Generator().manual_seed(0)).add(1).int()
-        return list(order.to(self.device)[: len(order) // rows * rows].view(-1, rows)[:32])
+        return list(order.to(self.device)[: len(order) // rows * rows].view(-1, rows)[:128])
 
     def step(self, state: Tensor, slots: Tensor, config: step.StepConfig, *, pdl: bool) -> None:
         step.gated_delta_step(
@@ -158,7 +169,7 @@ class _Layer:
             self.projected,
             self.m.negative_a,
             self.m.dt_bias,
-            self.shape,
+            SHAPE,
             segments,
             terms=config.tile_terms,
             inverse_terms=config.inverse_terms,
@@ -172,7 +183,7 @@ class _Layer:
             self.m.norm,
             1e-6,
             self.state,
-            self.shape,
+            SHAPE,
             segments,
             tiles,
             self.out,
@@ -180,7 +191,7 @@ class _Layer:
         )
 
     def norm(self, segments: Segments) -> None:
-        gate = self.projected[:, self.shape.conv_dim : self.shape.conv_dim + self.shape.value_size]
+        gate = self.projected[:, SHAPE.conv_dim : SHAPE.conv_dim + SHAPE.value_size]
         gated_norm(self.out, gate, self.m.norm, 1e-6, segments, out=self.out)
 
 
@@ -222,10 +233,10 @@ def _decode(device: torch.device) -> list[dict[str, Any]]:
     layer = _Layer(256, SLOTS, device)
     rows = []
     narrow = layer.state.bfloat16()
-    check = torch.randn(4, 32, 128, 128, device=device)
+    check = torch.randn(4, *_STATE, device=device)
     for config in STEPS:
         state = check.clone()
-        out = torch.empty(2, 4096, device=device)
+        out = torch.empty(2, SHAPE.value_size, device=device)
         slots = torch.tensor([1, 3], dtype=torch.int32, device=device)
         m = layer.m
         step.gated_delta_step(layer.mixed[:2], m.projected[:2], *m.parameters(), state, slots, out=out, config=config)
@@ -237,8 +248,8 @@ def _decode(device: torch.device) -> list[dict[str, Any]]:
         for count in ROWS:
             sets = layer.slots(count)
             figures[f"B{count}"] = _time([partial(layer.step, layer.state, s, config, pdl=False) for s in sets])
-        figures["TB/s64"] = 64 * 2 * 2**21 / figures["B64"] / 1e6
-        figures["TB/s256"] = 256 * 2 * 2**21 / figures["B256"] / 1e6
+        figures["TB/s64"] = 64 * _BYTES / figures["B64"] / 1e6
+        figures["TB/s256"] = 256 * _BYTES / figures["B256"] / 1e6
         figures["bf16_64"] = _time([partial(layer.step, narrow, s, config, pdl=False) for s in layer.slots(64)])
         rows.append(_row("step", config, **figures))
     for conv in CONV_DECODES:
@@ -263,13 +274,12 @@ def _prefill(device: torch.device) -> list[dict[str, Any]]:
     errors: dict[chunk.ChunkConfig, dict[str, float]] = {}
     for name, alike in (("random", 0.0), ("alike", 0.97)):
         layer = _Layer(448, 8, device, alike=alike)
-        start = torch.randn(32, 128, 128, device=device)
-        begin = torch.zeros(32, 128, 128, device=device) + start
+        start = torch.randn(_STATE, device=device)
         segments = Segments.build([448], [9], [3], [0], device)
-        expected, final = exact_delta(layer.m, layer.mixed, layer.m.projected[:448], begin)
+        expected, final = exact_delta(layer.m, layer.mixed, layer.m.projected[:448], start)
         for config in [*CHUNKS, *TILES]:
             layer.state[3] = start
-            out = torch.empty(448, 4096, dtype=torch.bfloat16, device=device)
+            out = torch.empty(448, SHAPE.value_size, dtype=torch.bfloat16, device=device)
             chunk.gated_delta_prefill(
                 layer.mixed, layer.projected, *layer.m.parameters(), layer.state, segments, out=out, config=config
             )
