@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.common.errors import DoesNotFit, InvalidRequest
+from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
+from services.common.registry import AdapterRegistry
+from services.common.store import ObjectStore
 from services.engine.model.config import ModelConfig
 from services.engine.model.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
 from services.engine.model.matrix import Fp8Matrix, Int4Matrix
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
+from services.pod.engine import build_engine
 from services.pod.memory import count_parameters, footprint, formats, plan, state_slots
 from tests.parity.reference import BASE, CONFIGS, make_checkpoint
 
@@ -62,6 +65,28 @@ def test_counts_what_the_loader_allocates(name: str, dtype: str, tmp_path: Path)
     states = sum(pool.numel() * pool.element_size() for pool in (*cache.conv_states, *cache.recurrent_states))
     assert kv == 3 * block_bytes(model.config, 8, stored)
     assert states == 5 * slot_bytes(model.config, stored)
+
+
+@pytest.mark.parametrize("kv_float8", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_counts_what_the_gpu_caches_take(kv_float8: bool, state_dtype: torch.dtype) -> None:
+    from services.engine.model.device_batch import DeviceCache
+
+    config = ModelConfig.from_directory(TINY)
+    cache = DeviceCache.allocate(
+        config,
+        BF16,
+        torch.device("cpu"),
+        num_blocks=3,
+        block_size=16,
+        num_slots=5,
+        kv_dtype=torch.float8_e4m3fn if kv_float8 else None,
+        state_dtype=state_dtype,
+    )
+    stored = Formats(2, kv_float8=kv_float8, state_itemsize=state_dtype.itemsize)
+    pages = [(page.keys, page.values, page.key_scales, page.value_scales) for page in cache.pages]
+    assert sum(x.nbytes for page in pages for x in page if x is not None) == 3 * block_bytes(config, 16, stored)
+    assert cache.conv.nbytes + cache.recurrent.nbytes == 5 * slot_bytes(config, stored)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
@@ -135,9 +160,25 @@ def test_a_context_over_the_plan_is_refused() -> None:
         made.model_len(262144, 16002)
 
 
-def test_a_plan_is_made_from_the_config_alone(tmp_path: Path) -> None:
-    """No weights in the directory: the refusal comes first."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE))
-    config = ModelConfig.from_directory(tmp_path)
-    with pytest.raises(DoesNotFit):
-        plan(config, settings(), torch.float32, Device("cpu"), 1000)
+def without_weights(path: Path) -> Path:
+    """The tiny model's directory before its weights have arrived."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, path / name)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"memory_fraction": 1e-7}, DoesNotFit, r"(?s)lacks.*weights +\d+.*budget"),
+        ({"max_model_len": 5000}, DoesNotFit, "max_model_len 5000 is over the checkpoint's context"),
+        ({"quantization": "fp8"}, InvalidRequest, "TEMPER_QUANTIZATION=fp8 needs a GPU"),
+        ({}, CheckpointRejected, "no .*safetensors"),
+    ],
+)
+def test_an_engine_is_refused_before_weights_are_read(
+    given: dict[str, object], error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    chosen = settings(model=without_weights(tmp_path), device="cpu", **given)
+    with pytest.raises(error, match=says):
+        build_engine(chosen, AdapterRegistry(ObjectStore(chosen), "test"), None)
