@@ -115,8 +115,14 @@ def monotonic_deadline(message: pb.GenerateRequest) -> float | None:
 
 def update_message(update: SequenceUpdate) -> pb.Update:
     """What one step added to one request, for the wire."""
-    message = pb.Update(request_id=update.request_id)
     token = update.token
+    first = update.adapter is not None or update.cached_tokens is not None
+    if token is not None and token.logprob is None and update.finish_reason is None and not first:
+        # Most updates; one call is several times cheaper than setting fields one by one.
+        return pb.Update(
+            request_id=update.request_id, token_ids=(token.token_id,), sampling_logprobs=(token.sampling_logprob,)
+        )
+    message = pb.Update(request_id=update.request_id)
     if token is not None:
         message.token_ids.append(token.token_id)
         message.sampling_logprobs.append(token.sampling_logprob)

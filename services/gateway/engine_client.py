@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -14,6 +13,7 @@ from grpc import aio
 from services.common.errors import AdapterRejected, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc
 from services.gateway.errors import engine_error
+from services.gateway.inbox import EngineLost, Inbox
 
 log = structlog.get_logger(__name__)
 
@@ -34,14 +34,6 @@ _ROLLOUTS = 64
 """Asked for at once: a rollout may have a whole context of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLost:
-    """The stream that carried a request is gone."""
-
-    reason: str
-
-
-Inbox = asyncio.Queue[tuple[int, engine_pb2.Update | EngineLost]]
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
 
 
@@ -93,7 +85,7 @@ class EngineClient:
     def submit(self, request: engine_pb2.GenerateRequest, index: int, inbox: Inbox) -> None:
         """Sends a request; its updates, or one EngineLost, arrive in ``inbox`` together with ``index``."""
         if self._outgoing is None:
-            inbox.put_nowait((index, EngineLost(self.last_error)))
+            inbox.put(index, EngineLost(self.last_error))
             return
         self._requests[request.request_id] = (index, inbox)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
@@ -252,7 +244,7 @@ class EngineClient:
                 index, inbox = target
                 if update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED or update.HasField("error"):
                     del self._requests[update.request_id]
-                inbox.put_nowait((index, update))
+                inbox.put(index, update)
         raise Unavailable(f"engine {self.address} closed the stream")
 
     async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
@@ -275,7 +267,7 @@ class EngineClient:
         self._outgoing = self.status = self.model = None
         orphans, self._requests = self._requests, {}
         for index, inbox in orphans.values():
-            inbox.put_nowait((index, EngineLost(self.last_error)))
+            inbox.put(index, EngineLost(self.last_error))
         if was_connected:
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))
         self._on_change()

@@ -17,8 +17,9 @@ from services.common.errors import (
 )
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.text.tokenizer import TextCodec
-from services.gateway.engine_client import EngineClient, EngineLost, Inbox
+from services.gateway.engine_client import EngineClient
 from services.gateway.errors import engine_error
+from services.gateway.inbox import EngineLost, Inbox
 from services.gateway.routing import affinity_key, choose
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.vocabulary import Vocabulary
@@ -249,18 +250,18 @@ class Exchange:
         self._pool = pool
         self._requests = requests
         self._settings = settings
-        self._inbox: Inbox = asyncio.Queue()
+        self._inbox = Inbox()
         self._at: dict[int, EngineClient] = {}
         self._begun: set[int] = set()
         self._open = set(range(len(requests)))
         self._retry_until = 0.0
         self._first_refusal: float | None = None
-        self._expires = 0.0
 
     async def __aenter__(self) -> Self:
         now = asyncio.get_running_loop().time()
         self._retry_until = now + self._settings.engine_retry_seconds
-        self._expires = now + self._settings.request_timeout_seconds + 2.0  # the engine's own deadline comes first
+        # The engine's own deadline comes first.
+        self._inbox.expire_at(now + self._settings.request_timeout_seconds + 2.0)
         try:
             for index in range(len(self._requests)):
                 await self._place(index)
@@ -309,11 +310,8 @@ class Exchange:
         self._at[index].abort(self._requests[index].request_id, keep_tokens=keep_tokens)
 
     async def _receive(self) -> tuple[int, engine_pb2.Update | EngineLost]:
-        if not self._inbox.empty():
-            return self._inbox.get_nowait()
         try:
-            async with asyncio.timeout_at(self._expires):
-                return await self._inbox.get()
+            return await self._inbox.get()
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the request was not finished within {self._settings.request_timeout_seconds:g} s"
@@ -347,6 +345,7 @@ class Exchange:
         raise engine_error(error)
 
     def _abort_all(self) -> None:
+        self._inbox.close()
         for index in self._open:
             if index in self._at:
                 self._at[index].abort(self._requests[index].request_id)

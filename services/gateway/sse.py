@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -20,6 +20,33 @@ def event(data: Any, *, name: str | None = None, event_id: str | None = None) ->
     """One event with a JSON payload."""
     head = (f"id: {event_id}\n" if event_id else "") + (f"event: {name}\n" if name else "")
     return head.encode() + b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
+
+
+class EventTemplate:
+    """An event whose chunks differ in a few values only: all else is encoded once.
+
+    Args:
+        data: the payload with a mark of ``marks`` in the place of each value, in their order.
+        marks: strings that occur nowhere else in it.
+    """
+
+    def __init__(self, data: Any, marks: Sequence[str]) -> None:
+        rest = event(data)
+        self._pieces: list[bytes] = []
+        for mark in marks:
+            before, found, rest = rest.partition(b'"' + mark.encode() + b'"')
+            if not found:
+                raise ValueError(f"the event does not contain the mark {mark!r} after the ones before it")
+            self._pieces.append(before)
+        self._tail = rest
+
+    def fill(self, *values: Any) -> bytes:
+        """The event with these values."""
+        parts: list[bytes] = []
+        for piece, value in zip(self._pieces, values, strict=True):
+            parts += (piece, to_json(value, inf_nan_mode="null"))
+        parts.append(self._tail)
+        return b"".join(parts)
 
 
 class EventStream(Response):

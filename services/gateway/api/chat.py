@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +17,7 @@ from services.gateway.formats import chat_logprobs, usage
 from services.gateway.generation import Generation, Job, reserve
 from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
 from services.gateway.schemas.chat import ChatRequest
-from services.gateway.sse import DONE, event
+from services.gateway.sse import DONE, EventTemplate, event
 from services.gateway.state import Gateway, GatewayDep
 from services.gateway.text.chat import Delta, TextDelta
 
@@ -74,10 +75,38 @@ class _ChunkWriter:
         self._generation = generation
         self._body = body
         self._unsent: dict[int, list[TokenLogprob]] = {choice.index: [] for choice in generation.choices}
+        self._templates: dict[tuple[int, bool], EventTemplate] = {}
 
     def write(self, step: Step) -> list[bytes]:
         """The chunks of one step: nothing, if it adds nothing that a client could see."""
         body, index = self._body, step.choice.index
+        if len(step.deltas) == 1 and not step.first and step.finish_reason is None and not body.logprobs:
+            delta = step.deltas[0]
+            if isinstance(delta, TextDelta):
+                return [self._more_text(step, delta)]
+        return self._write(step, index)
+
+    def _more_text(self, step: Step, delta: TextDelta) -> bytes:
+        """The chunk of most steps, filled into a template."""
+        values = (delta.text, step.token_ids, step.sampling_logprobs)
+        count = len(values) if self._body.return_token_ids else 1
+        key = step.choice.index, delta.reasoning
+        template = self._templates.get(key)
+        if template is None:
+            marks = [uuid.uuid4().hex for _ in range(count)]
+            choice: dict[str, Any] = {
+                "index": step.choice.index,
+                "delta": _delta(TextDelta(marks[0], delta.reasoning)),
+                "logprobs": None,
+                "finish_reason": None,
+                "completion_id": step.choice.completion_id,
+            }
+            choice |= dict(zip(("token_ids", "sampling_logprobs"), marks[1:], strict=False))
+            template = self._templates[key] = EventTemplate(self._payload([choice], step.choice.adapter), marks)
+        return template.fill(*values[:count])
+
+    def _write(self, step: Step, index: int) -> list[bytes]:
+        body = self._body
         deltas: list[dict[str, Any]] = [_delta(delta) for delta in step.deltas]
         self._unsent[index] += step.piece.entries
         if step.first:
@@ -119,6 +148,16 @@ class _ChunkWriter:
         with_prompt: bool = False,
         counts: dict[str, Any] | None = None,
     ) -> bytes:
+        return event(self._payload(choices, adapter, with_prompt=with_prompt, counts=counts))
+
+    def _payload(
+        self,
+        choices: list[dict[str, Any]],
+        adapter: str | None,
+        *,
+        with_prompt: bool = False,
+        counts: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         chunk: dict[str, Any] = {
             "id": self._generation.id,
             "object": "chat.completion.chunk",
@@ -131,7 +170,7 @@ class _ChunkWriter:
             chunk["usage"] = counts
         if with_prompt and self._body.return_token_ids:
             chunk["prompt_token_ids"] = self._generation.jobs[0].prompt
-        return event(chunk)
+        return chunk
 
 
 async def _chunks(generation: Generation, body: ChatRequest) -> AsyncGenerator[bytes, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +17,7 @@ from services.gateway.formats import text_logprobs, usage
 from services.gateway.generation import Generation, Job, reserve
 from services.gateway.prompts import text_prompts, token_budget
 from services.gateway.schemas.completions import CompletionRequest
-from services.gateway.sse import DONE, event
+from services.gateway.sse import DONE, EventTemplate, event
 from services.gateway.state import Gateway, GatewayDep
 from services.gateway.text.assembler import Piece
 
@@ -61,6 +62,7 @@ class _Writer:
     def __init__(self, generation: Generation, body: CompletionRequest) -> None:
         self._generation = generation
         self._body = body
+        self._templates: dict[int, EventTemplate] = {}
 
     def prompt_of(self, choice: Choice) -> list[int]:
         """Tokens of a choice's prompt."""
@@ -113,6 +115,28 @@ class _Writer:
             whole["prompt_token_ids"] = self._generation.jobs[0].prompt
         return whole
 
+    def event(self, step: Step) -> bytes:
+        """The chunk of one step. Chunks between a choice's first and last are filled into a template."""
+        values = (step.piece.text, step.token_ids, step.sampling_logprobs)
+        if step.first or step.finish_reason is not None or self._body.logprobs is not None:
+            return event(self._chunk(step, step.piece, *values[1:]))
+        template = self._templates.get(step.choice.index)
+        if template is None:
+            marks = [uuid.uuid4().hex for _ in values]
+            chunk = self._chunk(step, Piece(marks[0]), *marks[1:])
+            template = EventTemplate(chunk, marks if self._body.return_token_ids else marks[:1])
+            self._templates[step.choice.index] = template
+        return template.fill(*(values if self._body.return_token_ids else values[:1]))
+
+    def _chunk(self, step: Step, piece: Piece, token_ids: Any, sampling_logprobs: Any) -> dict[str, Any]:
+        entry = self.choice(
+            step.choice, piece, token_ids, sampling_logprobs, step.finish_reason, with_prompt=step.first
+        )
+        chunk = self.body([entry], step.choice.adapter, with_prompt=step.first)
+        if self._body.include_usage:
+            chunk["usage"] = None
+        return chunk
+
     def usage(self) -> dict[str, Any]:
         """Token counts."""
         return usage(self._generation.choices, choices_per_prompt=self._generation.choices_per_prompt)
@@ -125,18 +149,7 @@ async def _chunks(generation: Generation, body: CompletionRequest) -> AsyncGener
             shows = step.piece.text or step.finish_reason or step.first or (body.return_token_ids and step.token_ids)
             if not shows:
                 continue
-            entry = writer.choice(
-                step.choice,
-                step.piece,
-                step.token_ids,
-                step.sampling_logprobs,
-                step.finish_reason,
-                with_prompt=step.first,
-            )
-            chunk = writer.body([entry], step.choice.adapter, with_prompt=step.first)
-            if body.include_usage:
-                chunk["usage"] = None
-            yield event(chunk)
+            yield writer.event(step)
     if body.include_usage:
         yield event({**writer.body([], generation.choices[0].adapter, with_prompt=False), "usage": writer.usage()})
     yield DONE
