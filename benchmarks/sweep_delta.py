@@ -26,6 +26,7 @@ from kernels.gpu import gated_delta_chunk as chunk
 from kernels.gpu import gated_delta_step as step
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.gated_delta_decode import gated_delta_decode
 from kernels.gpu.gated_delta_tiles import Tiles, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.segments import TILE, Segments
@@ -104,7 +105,9 @@ def _compile(kind: str, variant: Any, device: torch.device) -> None:
     if kind == "step":
         for state in (layer.state, layer.state.bfloat16()):
             layer.step(state, layer.slots(1)[0], variant, pdl=False)
-        layer.step(layer.state, layer.slots(1)[0], variant, pdl=True)
+        for pdl in (False, True):
+            layer.decode(layer.slots(1)[0], variant, pdl=pdl)
+            layer.step(layer.state, layer.slots(1)[0], variant, pdl=pdl)
     elif kind == "conv_decode":
         layer.conv_decode(layer.slots(1)[0], variant, pdl=False)
         layer.conv_decode(layer.slots(1)[0], variant, pdl=True)
@@ -138,6 +141,7 @@ class _Layer:
         self.conv = torch.zeros(slots, 3, self.m.conv_dim, dtype=torch.bfloat16, device=device)
         self.state = torch.zeros(slots, *_STATE, device=device)
         self.mixed = self.projected[:, : self.m.conv_dim].clone()
+        self.readers = torch.zeros(256, SHAPE.key_heads, dtype=torch.int32, device=device)
         self.out = torch.empty(rows, SHAPE.value_size, dtype=torch.bfloat16, device=device)
         self.device = device
 
@@ -149,6 +153,20 @@ class _Layer:
     def step(self, state: Tensor, slots: Tensor, config: step.StepConfig, *, pdl: bool) -> None:
         step.gated_delta_step(
             self.mixed, self.projected, *self.m.parameters(), state, slots, out=self.out, config=config, pdl=pdl
+        )
+
+    def decode(self, slots: Tensor, config: step.StepConfig, *, pdl: bool) -> None:
+        gated_delta_decode(
+            self.projected,
+            self.m.conv,
+            self.conv,
+            self.readers,
+            *self.m.parameters(),
+            self.state,
+            slots,
+            out=self.out,
+            config=config,
+            pdl=pdl,
         )
 
     def conv_decode(self, slots: Tensor, config: tuple[int, int], *, pdl: bool) -> None:
@@ -259,12 +277,18 @@ def _decode(device: torch.device) -> list[dict[str, Any]]:
             figures[f"B{count}"] = _time([partial(layer.conv_decode, s, conv, pdl=False) for s in sets])
         rows.append(_row("conv_decode", conv, **figures))
 
+    for config, pdl in itertools.product(STEPS, (False, True)):
+        figures = {}
+        for count in ROWS:
+            figures[f"B{count}"] = _time([partial(layer.decode, s, config, pdl=pdl) for s in layer.slots(count)])
+        rows.append(_row(f"decode pdl={pdl}", config, **figures))
+
     def both(slots: Tensor, config: step.StepConfig, pdl: bool) -> None:
         layer.conv_decode(slots, CONV_DECODES[-1], pdl=pdl)
         layer.step(layer.state, slots, config, pdl=pdl)
 
-    for config, pdl in itertools.product(STEPS[:3], (False, True)):
-        figures = {f"B{c}": _time([partial(both, s, config, pdl) for s in layer.slots(c)]) for c in ROWS[:2]}
+    for config, pdl in itertools.product((STEPS[0], STEPS[1], STEPS[5]), (False, True)):
+        figures = {f"B{c}": _time([partial(both, s, config, pdl) for s in layer.slots(c)]) for c in ROWS}
         rows.append(_row(f"conv+step pdl={pdl}", config, **figures))
     return rows
 
