@@ -47,7 +47,6 @@ def _quantize_rows_kernel(
     x_stride,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -69,10 +68,6 @@ def _quantize_rows_kernel(
     factor = tl.maximum(most, 1e-30) / _MAX
     pairs = tl.reshape(tl.join(first, second), [BLOCKS, GROUP]) / factor
     pairs = tl.minimum(tl.maximum(pairs, -_MAX), _MAX)
-    if INTERPRETED:
-        # Triton's interpreter loses the carry of rounding: round before it converts.
-        bits = pairs.to(tl.int32, bitcast=True)
-        pairs = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     place = values + row * K + block * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(place, pairs.to(tl.float8e4nv), mask=inside)
     tl.store(scale + row, factor)
@@ -111,7 +106,6 @@ def quantize_rows(
             x.stride(0),
             K=inputs,
             BLOCKS=blocks,
-            INTERPRETED=triton.knobs.runtime.interpret,
             PDL=pdl,
             num_warps=max(1, min(8, blocks // 4)),
             launch_pdl=pdl,

@@ -40,7 +40,14 @@ class SkinnyConfig:
 
 
 def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
-    """The variant for x [rows, inputs] and a weight [outputs, inputs]."""
+    """The variant for x [rows, inputs] and a weight [outputs, inputs]: what was measured, else by rule."""
+    for most, config in _MEASURED.get((kind, outputs, inputs), ()):
+        if rows <= most:
+            return config
+    return _by_rule(rows, outputs, inputs, kind, swiglu)
+
+
+def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
     if rows == 1 and kind != "int4":
         block_k = 1024 if inputs >= 4096 else 512
         return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
@@ -55,3 +62,10 @@ def invariant() -> tuple[SkinnyConfig, int]:
     """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
     return SkinnyConfig("dot", 64, 128, warps=4, stages=3), 64
+
+
+_Measured = tuple[tuple[int, SkinnyConfig], ...]
+"""Ascending: most rows, and the variant up to there."""
+
+_MEASURED: dict[tuple[Kind, int, int], _Measured] = {}
+"""By kind, outputs and inputs."""

@@ -20,7 +20,6 @@ from kernels.gpu.skinny_parts import (
     GROUP,
     INT4,
     finish,
-    narrow_dot,
     prefetch_rows,
     unpack,
     unpack_to_float,
@@ -178,7 +177,7 @@ def _product(
                 squares += wide * wide
                 value = (wide * tl.load(norm + start + k, mask=start + k < K, other=0.0)[:, None]).to(value.dtype)
             number = w if KIND == DENSE else unpack(w, offset, part, KIND, value.dtype, INTERPRETED)
-            total = narrow_dot(number, value, total, INTERPRETED)
+            total = tl.dot(number, value, total, input_precision="ieee")
         if KIND == INT4:
             acc += total * tl.load(scale + at).to(tl.float32)[:, None]
         else:

@@ -70,14 +70,6 @@ def prefetch_rows(weight, row, start, BYTES_A_ROW: tl.constexpr, ROW_BYTES: tl.c
 
 
 @triton.jit
-def narrow_dot(w, value, acc, INTERPRETED: tl.constexpr):
-    """w [BLOCK_N, K] @ value [K, BLOCK_M] + acc. Triton's interpreter takes the bits of bfloat16 for integers."""
-    if INTERPRETED:
-        w, value = w.to(tl.float32), value.to(tl.float32)
-    return tl.dot(w, value, acc, input_precision="ieee")
-
-
-@triton.jit
 def unpack(words, zero, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Number PART of each 16-bit word of a weight, in DTYPE: of two float8, or of four 4-bit numbers less the zero
     point of their row (zero [BLOCK_N]). In bfloat16 two words at a time, and exact."""

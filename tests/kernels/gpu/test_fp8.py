@@ -7,6 +7,7 @@ import torch
 
 from kernels.gpu.fp8 import Fp8Config, fp8_linear, quantize_rows
 from kernels.quantize import dequantize_fp8, pair, quantize_fp8, unpair
+from tests.kernels.gpu import interpreter  # noqa: F401
 
 SMALL = Fp8Config(block_m=64, block_n=64, block_k=128, warps=4, stages=2, row_tiles=2)
 

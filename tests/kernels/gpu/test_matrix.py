@@ -10,6 +10,7 @@ from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import MAX_ROWS, Norm, SplitWorkspace
 from services.common.errors import InvalidRequest
 from services.engine.model.matrix import Matrix, quantize
+from tests.kernels.gpu import interpreter  # noqa: F401
 
 MANY = MAX_ROWS + 6
 KINDS = ["none", "fp8", "int4"]

@@ -10,6 +10,7 @@ from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
+from tests.kernels.gpu import interpreter  # noqa: F401
 
 VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
 SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
@@ -56,7 +57,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < (2e-6 if dtype == torch.float32 else 2e-2), error
 
 
-@pytest.mark.parametrize("config", [VECTOR, SPLIT, UNEVEN])
+@pytest.mark.parametrize("config", [VECTOR, UNEVEN])
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -65,11 +66,11 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
         with pytest.raises(ValueError, match="int4"):
             skinny_linear(*inputs((1, 32, 128), kind, dtype, device), config=config)
         return
-    shape = (3, 72, 384)
+    shape = (3, 40, 384)
     torch.manual_seed(0)
     x, weight = inputs(shape, kind, dtype, device)
     norm = Norm(torch.rand(384, device=device) + 0.5, 1e-6)
-    residual = torch.randn(3, 36 if swiglu else 72, device=device).to(dtype)
+    residual = torch.randn(3, 20 if swiglu else 40, device=device).to(dtype)
     expected = exact(x, weight, norm, residual, swiglu)
     out = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config)
     assert out.dtype == dtype
