@@ -59,7 +59,7 @@ def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
         return DecodeConfig(block_keys=16, min_keys=64, warps=4, stages=1)
     if row_bytes >= 512:
         return DecodeConfig(block_keys=32, min_keys=128 if batch <= 4 else 512, warps=4, stages=4)
-    return DecodeConfig(block_keys=64, min_keys=128 if batch <= 4 else 512, warps=8, stages=3)
+    return DecodeConfig(block_keys=64, min_keys=128 if batch <= 4 else 512, warps=4, stages=3)
 
 
 def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
@@ -91,6 +91,20 @@ class DecodeWorkspace:
             statistics=torch.empty(*shape, 2, dtype=torch.float32, device=device),
             arrived=torch.zeros(rows, kv_heads, dtype=torch.int32, device=device),
         )
+
+
+@triton.jit
+def _load(at, columns, MASKED: tl.constexpr):
+    """A tile of pages; MASKED: some columns stand past the head's end."""
+    return tl.load(at, mask=columns[None, :], other=0) if MASKED else tl.load(at)
+
+
+@triton.jit
+def _from_pairs(pairs):
+    """Lower and upper bytes of 16-bit integers, which are e4m3 numbers, as float16."""
+    lower = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    upper = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return lower.to(tl.float16), upper.to(tl.float16)
 
 
 @triton.jit
@@ -161,44 +175,59 @@ def _decode_kernel(
     real = column < DIM
     wanted = (member < GROUP)[:, None] & real[None, :]
     first_head = kv_head * GROUP
-    queries = tl.load(
-        q + (row * (KV_HEADS * GROUP) + first_head + member)[:, None] * DIM + column[None, :], mask=wanted, other=0.0
-    )
+    query = q + (row * (KV_HEADS * GROUP) + first_head + member)[:, None] * DIM
     if FP8:
-        # Normalised queries fit float16, which the hardware converts e4m3 to in one step.
-        queries = queries.to(tl.float16)
+        # Pages are read as pairs of e4m3 numbers: two bytes are what tensor core operands are moved in. Dimensions of
+        # even and odd number are apart in all products. Normed queries fit float16, to which e4m3 converts in one step.
+        pair_column = tl.arange(0, BLOCK_DIM // 2)
+        real_pair = pair_column < DIM // 2
+        wanted_pair = (member < GROUP)[:, None] & real_pair[None, :]
+        even_queries = tl.load(query + 2 * pair_column[None, :], mask=wanted_pair, other=0.0).to(tl.float16)
+        odd_queries = tl.load(query + 2 * pair_column[None, :] + 1, mask=wanted_pair, other=0.0).to(tl.float16)
+        even = tl.zeros([BLOCK_GROUP, BLOCK_DIM // 2], tl.float32)
+        odd = tl.zeros([BLOCK_GROUP, BLOCK_DIM // 2], tl.float32)
+    else:
+        queries = tl.load(query + column[None, :], mask=wanted, other=0.0)
+        acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     highest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
-    acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
-    # The table's entries are read one step ahead, so that the pages' loads do not wait for them.
-    block = tl.load(table + (begin + lane) // PAGE, mask=begin + lane < end, other=0)
+    # Past the end the last key is read again, so that no load needs a mask; its weight there is zero. The table's
+    # entries are read one step ahead, so that the pages' loads do not wait for them.
+    block = tl.load(table + tl.minimum(begin + lane, end - 1) // PAGE)
     for first in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
-        position = first + lane
-        valid = position < end
+        position = tl.minimum(first + lane, end - 1)
         place = (block.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
-        ahead = position + BLOCK_KEYS
-        block = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
-        loaded = valid[:, None] & real[None, :]
-        k = tl.load(keys + place[:, None] * DIM + column[None, :], mask=loaded, other=0.0)
-        v = tl.load(values + place[:, None] * DIM + column[None, :], mask=loaded, other=0.0)
-        scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * scale
+        block = tl.load(table + tl.minimum(first + BLOCK_KEYS + lane, end - 1) // PAGE)
         if FP8:
-            key_scale = tl.load(key_scales + place, mask=valid, other=0.0)
-            value_scale = tl.load(value_scales + place, mask=valid, other=1.0)
+            at = place[:, None] * (DIM // 2) + pair_column[None, :]
+            even_k, odd_k = _from_pairs(_load(keys + at, real_pair, BLOCK_DIM > DIM))
+            even_v, odd_v = _from_pairs(_load(values + at, real_pair, BLOCK_DIM > DIM))
+            scores = tl.dot(even_queries, tl.trans(even_k))
+            scores = tl.dot(odd_queries, tl.trans(odd_k), scores)
             # A weight times its value's scale is what multiplies the value: taken into the exponent, the largest such
             # product is 1 and keeps its precision in float16.
-            scores = scores * key_scale[None, :] + tl.log2(value_scale)[None, :]
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+            value_scale = tl.load(value_scales + place)
+            scores = scores * (scale * tl.load(key_scales + place))[None, :] + tl.log2(value_scale)[None, :]
+        else:
+            at = place[:, None] * DIM + column[None, :]
+            k = _load(keys + at, real, BLOCK_DIM > DIM)
+            v = _load(values + at, real, BLOCK_DIM > DIM)
+            scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where((first + lane < end)[None, :], scores, float("-inf"))
         new = tl.maximum(highest, tl.max(scores, axis=1))
         weight = tl.exp2(scores - new[:, None])
         correction = tl.exp2(highest - new)
         if FP8:
-            total = total * correction + tl.sum(weight / value_scale[None, :], axis=1)
+            total = total * correction + tl.sum(weight * (1.0 / value_scale)[None, :], axis=1)
+            even = tl.dot(weight.to(tl.float16), even_v, even * correction[:, None])
+            odd = tl.dot(weight.to(tl.float16), odd_v, odd * correction[:, None])
         else:
             total = total * correction + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(queries.dtype), v.to(queries.dtype), acc * correction[:, None], input_precision="ieee")
+            acc = tl.dot(weight.to(queries.dtype), v, acc * correction[:, None], input_precision="ieee")
         highest = new
 
+    if FP8:
+        acc = tl.interleave(even, odd)
     if share >= context:
         _store(
             out,
@@ -315,8 +344,8 @@ def paged_decode(
     _decode_kernel[(kv.kv_heads, rows, num_splits)](
         q,
         projected,
-        kv.keys,
-        kv.values,
+        kv.keys.view(torch.uint16) if kv.quantized else kv.keys,
+        kv.values.view(torch.uint16) if kv.quantized else kv.values,
         kv.keys if kv.key_scales is None else kv.key_scales,
         kv.values if kv.value_scales is None else kv.value_scales,
         tables,
