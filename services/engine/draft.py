@@ -9,6 +9,8 @@ from services.engine.memory.sequences import Restore, Snapshot
 from services.engine.plan import Chunk, StateCopy, StepPlan
 from services.engine.sequence import Sequence
 
+Prefix = tuple[Namespace, SequenceABC[int]]
+
 
 class Draft:
     """A StepPlan and the sequences and memory behind it."""
@@ -18,6 +20,8 @@ class Draft:
         self.now = now
         self.restores: list[Restore] = []
         self.snapshots: list[Snapshot] = []
+        self.prefixes: set[Prefix] = set()
+        """Whose states the snapshots are."""
         self.seats_kept = 0
         """For sequences that wait one step for a snapshot that is under way."""
         self.blocks_kept = 0
@@ -30,7 +34,6 @@ class Draft:
         self.plan: StepPlan | None = None
         self._chunks: list[Chunk] = []
         self._prefills: list[tuple[Sequence, Chunk]] = []
-        self._snapshot_keys: set[tuple[Namespace, SequenceABC[int]]] = set()
 
     def add(self, sequence: Sequence, end: int) -> None:
         """Plans a sequence's tokens up to position ``end``."""
@@ -46,11 +49,7 @@ class Draft:
 
     def add_snapshot(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
-        self._snapshot_keys.add(_key(snapshot.sequence, snapshot.position))
-
-    def has_snapshot(self, sequence: Sequence, position: int) -> bool:
-        """Whether this plan computes and keeps the same first ``position`` tokens under the same policy."""
-        return bool(self._snapshot_keys) and _key(sequence, position) in self._snapshot_keys
+        self.prefixes.add(prefix(snapshot.sequence, snapshot.position))
 
     @property
     def has_chunks(self) -> bool:
@@ -69,5 +68,6 @@ class Draft:
         return self.plan
 
 
-def _key(sequence: Sequence, position: int) -> tuple[Namespace, SequenceABC[int]]:
+def prefix(sequence: Sequence, position: int) -> Prefix:
+    """What a state behind the first ``position`` tokens of a prompt depends on."""
     return sequence.namespace, sequence.request.prompt_token_ids[:position]

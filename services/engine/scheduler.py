@@ -17,7 +17,7 @@ import enum
 from collections import deque
 
 from services.common.errors import DeadlineExceeded, TemperError
-from services.engine.draft import Draft
+from services.engine.draft import Draft, prefix
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.sequences import SequenceMemory
@@ -286,9 +286,11 @@ class Scheduler:
 
     def _under_way(self, draft: Draft, sequence: Sequence, position: int) -> bool:
         """Whether a snapshot behind the first ``position`` tokens of a prompt is being made."""
-        return draft.has_snapshot(sequence, position) or any(
-            earlier.has_snapshot(sequence, position) for earlier in self._in_flight
-        )
+        planned = [other.prefixes for other in (draft, *self._in_flight) if other.prefixes]
+        if not planned:
+            return False
+        wanted = prefix(sequence, position)
+        return any(wanted in prefixes for prefixes in planned)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
         """Plans what the budget allows, or up to the next position where a snapshot can be taken."""

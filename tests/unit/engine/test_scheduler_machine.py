@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.engine.draft import prefix
 from services.engine.limits import SchedulerConfig
 from services.engine.plan import StepPlan, StepResult
 from services.engine.request import AdapterPin, FinishReason
@@ -230,8 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         memory = self.scheduler._memory
         for sequence in waiting:
             if started and sequence.rank < max(started):
-                position = memory.boundary(sequence)
-                assert any(draft.has_snapshot(sequence, position) for draft in self.scheduler._in_flight)
+                wanted = prefix(sequence, memory.boundary(sequence))
+                assert any(wanted in draft.prefixes for draft in self.scheduler._in_flight)
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)
