@@ -22,6 +22,8 @@ from services.engine.model.config import ModelConfig
 
 TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_MIXED = 0.5
+"""Typical size of a number that enters a projection back into the residual stream."""
 _FAMILY: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -66,13 +68,21 @@ def config_of(shape: str, layers: int | None = None, vocab_size: int | None = No
     return data
 
 
-def random_tensors(config: ModelConfig, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Name → bfloat16 tensor on the CPU, layer by layer; logits are of order one, decays from fast to slow."""
+def random_tensors(
+    config: ModelConfig, seed: int, device: torch.device, *, gentle: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Name → bfloat16 tensor on the CPU, layer by layer; logits are of order one, decays from fast to slow.
+
+    Args:
+        gentle: all layers together add about as much as the embedding gives, each a little, as in a trained model.
+            Otherwise each layer nearly replaces what came before, and an error grows from layer to layer.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(shape: tuple[int, ...], scale: float) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * scale
 
+    embedding = 1.2 * config.hidden_size**-0.5
     for name, shape in config.tensor_shapes().items():
         full = "lm_head.weight" if name == "lm_head.weight" else f"model.{name}"
         if name.endswith("A_log"):
@@ -86,24 +96,27 @@ def random_tensors(config: ModelConfig, seed: int, device: torch.device) -> Iter
         elif "conv1d" in name:
             tensor = normal(shape, 0.5)
         elif name in ("embed_tokens.weight", "lm_head.weight"):
-            tensor = normal(shape, 1.2 * config.hidden_size**-0.5)
+            tensor = normal(shape, embedding)
+        elif gentle and name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+            tensor = normal(shape, embedding * (2 * config.num_layers) ** -0.5 / _MIXED * shape[1] ** -0.5)
         else:
             tensor = normal(shape, 0.7 * shape[1] ** -0.5)
         yield full, tensor.to(torch.bfloat16).cpu()
 
 
-def write(directory: Path, data: dict[str, Any], seed: int = 0) -> None:
+def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool = False) -> None:
     """Writes config.json, the tiny model's tokenizer and the weights.
 
     Args:
         data: config_of().
+        gentle: see random_tensors().
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(data, indent=1) + "\n")
     for name in _COPIED:
         shutil.copy(TINY / name, directory / name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tensors = random_tensors(ModelConfig.from_dict(data), seed, device)
+    tensors = random_tensors(ModelConfig.from_dict(data), seed, device, gentle=gentle)
     weight_map: dict[str, str] = {}
     for part, group in groupby(tensors, key=lambda item: ".".join(item[0].split(".")[:3])):
         file = f"{part.replace('.', '-')}.safetensors"

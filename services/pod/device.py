@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import torch
@@ -16,6 +17,10 @@ _FLOAT8 = (8, 9)
 """First compute capability with e4m3 conversions and tensor cores (Ada, then Hopper 9.0)."""
 
 
+_TRITON = (3, 6)
+"""Oldest Triton that compiles the kernels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """What settings and memory plan need to know of a device."""
@@ -24,6 +29,8 @@ class Device:
     name: str = "cpu"
     capability: tuple[int, int] = (0, 0)
     """CUDA compute capability; (0, 0) on the CPU."""
+    triton: str = ""
+    """Version of Triton; empty: not installed."""
 
     @property
     def torch(self) -> torch.device:
@@ -51,7 +58,14 @@ class Device:
         if kind == "cpu":
             return cls("cpu")
         properties = torch.cuda.get_device_properties(0)
-        return cls("cuda", properties.name, (properties.major, properties.minor))
+        return cls("cuda", properties.name, (properties.major, properties.minor), _triton_version())
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def check_device(settings: EngineSettings, device: Device) -> None:
@@ -67,6 +81,12 @@ def check_device(settings: EngineSettings, device: Device) -> None:
     if not device.has_bfloat16:
         raise InvalidRequest(
             f"{has}: the engine needs 8.0 or higher (bfloat16 tensor cores); use TEMPER_DEVICE=cpu", param="device"
+        )
+    if tuple(int(part) for part in device.triton.split(".")[:2] if part.isdigit()) < _TRITON:
+        raise InvalidRequest(
+            f"the GPU's kernels need Triton {'.'.join(map(str, _TRITON))} or newer, there is "
+            f"{device.triton or 'none'}: install temper[gpu], or use TEMPER_DEVICE=cpu",
+            param="device",
         )
     if device.has_float8:
         return

@@ -8,10 +8,12 @@ from services.common.errors import InvalidRequest
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 
-H200 = Device("cuda", "NVIDIA H200", (9, 0))
-A100 = Device("cuda", "NVIDIA A100", (8, 0))
-T4 = Device("cuda", "Tesla T4", (7, 5))
+H200 = Device("cuda", "NVIDIA H200", (9, 0), "3.6.0")
+A100 = Device("cuda", "NVIDIA A100", (8, 0), "3.10.1")
+T4 = Device("cuda", "Tesla T4", (7, 5), "3.6.0")
 CPU = Device("cpu")
+BARE = Device("cuda", "NVIDIA H200", (9, 0))
+OLD = Device("cuda", "NVIDIA H200", (9, 0), "3.5.1+git1")
 
 
 def settings(**given: object) -> EngineSettings:
@@ -42,6 +44,8 @@ def test_accepts(device: Device, given: dict[str, object]) -> None:
         (A100, {"kv_cache_dtype": "fp8"}, r"TEMPER_KV_CACHE_DTYPE=fp8 needs .* 8\.9.*use auto"),
         (T4, {}, r"Tesla T4 has compute capability 7\.5.*needs 8\.0.*TEMPER_DEVICE=cpu"),
         (T4, {"quantization": "int4"}, r"Tesla T4"),
+        (BARE, {}, r"need Triton 3\.6 or newer, there is none: install temper\[gpu\]"),
+        (OLD, {}, r"there is 3\.5\.1"),
     ],
 )
 def test_refuses(device: Device, given: dict[str, object], says: str) -> None:
