@@ -6,7 +6,8 @@ arXiv 2310.18547; S-LoRA, arXiv 2311.03285). Two products: shrink, h = A x, and 
 Both walk over the *active* slots of the step, a list on the device, and compute each for all rows of a tile at once on
 the tensor cores, keeping the rows that are the slot's. So the adapters' bytes are read once a step however many rows
 share them, decodes and prefills are one kernel, and a row's result depends on no other row: a slot that is not the
-row's adds nothing to it, not even a zero of the other sign. Rows of slot 0 are never touched.
+row's adds nothing to it, not even a zero of the other sign. Rows of slot 0 are never touched. Of a few rows each
+gathers its own slot's A instead, because there it is the latency that counts.
 
 Nothing here looks at adapter numbers on the host: a captured CUDA graph serves any adapters.
 """
@@ -25,6 +26,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.lora_rows import LoraRows
+
+_PROGRAMS = 132
+"""Multiprocessors of an H100 or H200."""
 
 __all__ = [
     "ExpandConfig",
@@ -173,15 +177,22 @@ def _shrink_kernel(
     part, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     index = tl.program_id(1)
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Adapters and their rows lie still during a step: only x has to be waited for.
+    # Adapters and their rows lie still during a step: only x has to be waited for. A program without work waits as
+    # well: the kernel behind this one takes the end of this one for the end of the one ahead.
     if index >= tl.load(active):
+        if PDL:
+            gdc_wait()
         return
     slot = tl.load(active + 1 + index)
     rank = tl.load(ranks + slot)
     if BLOCK_R <= RANK and RANK % BLOCK_R == 0 and (part * BLOCK_R) % RANK >= rank:
+        if PDL:
+            gdc_wait()
         return
     mine = (tl.load(row_adapters + rows, mask=rows < count, other=0) == slot) & (rows < count)
     if tl.max(mine.to(tl.int32), 0) == 0:
+        if PDL:
+            gdc_wait()
         return
     pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
     wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
@@ -208,11 +219,56 @@ def _shrink_kernel(
     tl.store(h + place, acc, mask=mine[:, None] & wanted[None, :])
 
 
+@triton.jit
+def _gather_kernel(
+    x,
+    norm_weight,
+    h,
+    a,
+    row_adapters,
+    ranks,
+    count,
+    x_stride,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    TARGETS: tl.constexpr,
+    NORM: tl.constexpr,
+    K_SPLIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program: one row, BLOCK_R (target, rank) pairs, all of its stretch of K at once: every load is in flight
+    # before the first is used, and those of the adapter before the kernel ahead has ended.
+    blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R
+    part, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    row = tl.program_id(1)
+    slot = tl.load(row_adapters + row)
+    rank = tl.load(ranks + slot)
+    pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
+    wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank) & (slot > 0)
+    k = split * K_SPLIT + tl.arange(0, BLOCK_K)
+    inside = k < min(split * K_SPLIT + K_SPLIT, K)
+    place = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[:, None] * K + k[None, :]
+    down = tl.load(place, mask=wanted[:, None] & inside[None, :], other=0.0)
+    if NORM:
+        weight = tl.load(norm_weight + k, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row.to(tl.int64) * x_stride + k, mask=inside & (slot > 0), other=0.0)
+    if NORM:
+        value = (value.to(tl.float32) * weight).to(value.dtype)
+    acc = tl.sum(down.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
+    tl.store(h + (split * count + row) * (TARGETS * RANK) + pairs, acc, mask=wanted)
+
+
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
     """How shrink() cuts its work."""
 
     block_m: int
+    """Rows of a program; 1: a kernel without tensor cores, a program a row."""
     block_r: int
     block_k: int
     splits: int
@@ -229,12 +285,17 @@ class ExpandConfig:
     warps: int
 
 
-def shrink_config(rows: int, depth: int) -> ShrinkConfig:
-    """Few rows: many programs that share K between them, because a step of one row has nothing else to be parallel in;
-    many rows: each program reads its rows once for all targets."""
+def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:
+    """The cut for x [rows, depth] and ``pairs`` = targets · max_rank. Few rows have nothing to be parallel in but
+    pairs and K; of many rows each program reads its own once for all pairs."""
+    if rows <= 16:
+        splits = 1 if depth <= 4096 else -(-depth // 4096)
+        block_k = triton.next_power_of_2(triton.cdiv(depth, splits))
+        return ShrinkConfig(1, 2 if pairs >= 64 else 1, block_k, splits, 4, 1)
     if rows <= 64:
-        return ShrinkConfig(max(16, triton.next_power_of_2(rows)), 16, 128, max(1, min(4, depth // 256)), 4, 3)
-    return ShrinkConfig(64, 64, 64, 1, 4, 3)
+        return ShrinkConfig(triton.next_power_of_2(rows), 16, 128, max(1, min(4, depth // 256)), 4, 3)
+    programs = triton.cdiv(rows, 64) * triton.cdiv(pairs, 64)
+    return ShrinkConfig(64, 64, 64, max(1, min(4, _PROGRAMS // programs)), 4, 3)
 
 
 def expand_config(rows: int) -> ExpandConfig:
@@ -267,9 +328,33 @@ def shrink(
     _, targets, rank, width = lora.a.shape
     if width != depth or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {width}] with contiguous rows, got {list(x.shape)} strides {x.stride()}")
-    use = config or shrink_config(rows, depth)
+    use = config or shrink_config(rows, depth, targets * rank)
     h = torch.empty(use.splits, rows, targets * rank, dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(targets * rank, use.block_r)
+    if use.block_m == 1:
+        if use.block_k * use.splits < depth:
+            raise ValueError(f"{use.splits} splits of block_k {use.block_k} do not cover {depth} inputs")
+        _gather_kernel[blocks * use.splits, rows](
+            x,
+            norm_weight,
+            h,
+            lora.a,
+            lora.row_adapters,
+            lora.ranks,
+            rows,
+            x.stride(0),
+            K=depth,
+            RANK=rank,
+            TARGETS=targets,
+            NORM=norm_weight is not None,
+            K_SPLIT=triton.cdiv(triton.cdiv(depth, use.splits), 16) * 16,
+            BLOCK_R=use.block_r,
+            BLOCK_K=use.block_k,
+            PDL=pdl,
+            num_warps=use.warps,
+            launch_pdl=pdl,
+        )
+        return h
     grid = (blocks * use.splits, max(1, min(lora.capacity, rows)), triton.cdiv(rows, use.block_m))
     _shrink_kernel[grid](
         x,

@@ -31,7 +31,7 @@ def rows_of(group: str, rows: int, *, slots: int = 9, rank: int = 16) -> LoraRow
 
 def launches() -> None:
     for group, (depth, ends) in GROUPS.items():
-        for rows in (1, 64, 8192):
+        for rows in (1, 64, 512, 8192):
             lora = rows_of(group, rows)
             x = torch.empty(rows, depth, dtype=torch.bfloat16)
             norm = torch.empty(depth) if group in ("in, DeltaNet", "gate_up") and rows <= 64 else None

@@ -95,6 +95,7 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int) -> None:
     lora = make(device, [0, 1, 2, 3] * 5, depth=200)
     check(x, lora, shrink=ShrinkConfig(16, 16, 32, splits, 4, 2), expand=ExpandConfig(16, 32, 4))
     check(x, lora, shrink=ShrinkConfig(32, 64, 64, splits, 4, 2), expand=ExpandConfig(32, 64, 4))
+    check(x, lora, shrink=ShrinkConfig(1, 4, 256, splits, 4, 1), expand=ExpandConfig(32, 64, 4))
 
 
 def test_a_norm_folded_in_leaves_only_the_rms_to_the_product(device: torch.device) -> None:
@@ -110,9 +111,8 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     x = torch.randn(8, 72, device=device)
     together = torch.zeros(8, 64, device=device)
     lora = make(device, [1, 2, 3, 0, 1, 2, 3, 3])
-    expand_add(shrink(x, lora), lora, together)
     cut = ShrinkConfig(16, 16, 128, 1, 4, 3)
-    expand_add(shrink(x, lora, config=cut), lora, together.zero_(), config=ExpandConfig(16, 64, 4))
+    expand_add(shrink(x, lora, config=cut), lora, together, config=ExpandConfig(16, 64, 4))
     for row, slot in enumerate(lora.row_adapters.tolist()):
         active = lora.active.new_tensor(active_slots([slot], 1))
         one = LoraRows(lora.a, lora.b, lora.ends, lora.ranks, lora.row_adapters[row : row + 1], active)
@@ -128,6 +128,8 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
         shrink(torch.zeros(1, 71, device=device), lora)
     with pytest.raises(ValueError, match=r"out must be \[1, 64\]"):
         expand_add(torch.zeros(1, 1, 48, device=device), lora, torch.zeros(2, 64, device=device))
+    with pytest.raises(ValueError, match="2 splits of block_k 32 do not cover 72 inputs"):
+        shrink(torch.zeros(1, 72, device=device), lora, config=ShrinkConfig(1, 4, 32, 2, 4, 1))
     with pytest.raises(ValueError, match="ends"):
         LoraRows(lora.a, lora.b, (40, 44), lora.ranks, lora.row_adapters, lora.active)
 
