@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from tempfile import TemporaryFile
 from typing import Literal
 
 import torch
@@ -69,7 +70,7 @@ def _triton_version() -> str:
 
 
 def check_device(settings: EngineSettings, device: Device) -> None:
-    """Refuses settings that the device cannot run.
+    """Refuses settings that the device cannot run, and a place for compiled kernels that cannot be written to.
 
     Raises:
         InvalidRequest: names the variable, what it needs and what to set instead.
@@ -77,6 +78,20 @@ def check_device(settings: EngineSettings, device: Device) -> None:
     if device.kind == "cpu":
         _check_cpu(settings)
         return
+    _check_gpu(settings, device)
+    try:
+        settings.kernel_cache_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=settings.kernel_cache_dir):
+            pass
+    except OSError as error:
+        raise InvalidRequest(
+            f"TEMPER_CACHE_DIR={settings.cache_dir}: compiled kernels cannot be kept there ({error.strerror}); name "
+            "another directory",
+            param="cache_dir",
+        ) from error
+
+
+def _check_gpu(settings: EngineSettings, device: Device) -> None:
     has = f"{device.name} has compute capability {'.'.join(map(str, device.capability))}"
     if not device.has_bfloat16:
         raise InvalidRequest(

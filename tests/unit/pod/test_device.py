@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from services.common.errors import InvalidRequest
@@ -28,8 +30,14 @@ def settings(**given: object) -> EngineSettings:
         (H200, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     ],
 )
-def test_accepts(device: Device, given: dict[str, object]) -> None:
-    check_device(settings(**given), device)
+def test_accepts(device: Device, given: dict[str, object], tmp_path: Path) -> None:
+    check_device(settings(cache_dir=tmp_path / "new", **given), device)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"TEMPER_CACHE_DIR=.*cannot be kept there \(Not a directory\)"):
+        check_device(settings(cache_dir=tmp_path / "file"), H200)
 
 
 @pytest.mark.parametrize(
