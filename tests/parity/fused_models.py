@@ -154,6 +154,47 @@ def spoil(cache: CacheBuffers | DeviceCache) -> None:
         pool[:, 0] = float("nan")
 
 
+def cuda_runner(
+    model: Qwen3_5,
+    limits: SchedulerConfig,
+    lora: LoraSlots,
+    *,
+    options: RunnerOptions | None = None,
+    kv_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    largest_graph: int = 0,
+) -> CudaRunner:
+    """The GPU's runner, warmed up if there are graphs to capture, with caches as others may have left them."""
+    cache = DeviceCache.allocate(
+        model.config,
+        model.dtype,
+        model.device,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        num_slots=limits.num_slots,
+        kv_dtype=kv_dtype,
+        state_dtype=state_dtype,
+    )
+    runner = CudaRunner(
+        model,
+        cache,
+        lora,
+        RunnerLimits(
+            limits.max_num_seqs,
+            limits.token_budget,
+            limits.max_model_len,
+            largest_graph=largest_graph,
+            mixed_tokens=limits.mixed_prefill_tokens or 0,
+        ),
+        options or RunnerOptions(),
+        eos_token_ids=sorted(limits.eos_token_ids),
+    )
+    if largest_graph:
+        runner.warm_up()
+    spoil(cache)
+    return runner
+
+
 class InStep:
     """Runs every plan with the plain runner and with the CUDA runner, and compares their logits.
 
@@ -184,27 +225,17 @@ class InStep:
         cache = model.allocate_cache(limits.num_blocks, limits.block_size, limits.num_slots)
         spoil(cache)
         eos = sorted(limits.eos_token_ids)
-        lora = random_adapters(model, adapters)
-        self.plain = ModelRunner(model, cache, lora, num_slots=limits.num_slots, eos_token_ids=eos)
-        device_cache = DeviceCache.allocate(
-            fused.config,
-            fused.dtype,
-            fused.device,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            num_slots=limits.num_slots,
+        self.plain_lora = random_adapters(model, adapters)
+        self.plain = ModelRunner(model, cache, self.plain_lora, num_slots=limits.num_slots, eos_token_ids=eos)
+        self.lora = random_adapters(fused, adapters)
+        self.runner = cuda_runner(
+            fused,
+            limits,
+            self.lora,
+            options=options,
             kv_dtype=kv_dtype,
             state_dtype=state_dtype,
-        )
-        spoil(device_cache)
-        self.lora = random_adapters(fused, adapters)
-        self.runner = CudaRunner(
-            fused,
-            device_cache,
-            self.lora,
-            RunnerLimits(limits.max_num_seqs, limits.token_budget, limits.max_model_len, largest_graph),
-            options or RunnerOptions(),
-            eos_token_ids=eos,
+            largest_graph=largest_graph,
         )
         self._expected: list[Tensor] = []
         self._ours: list[Tensor] = []

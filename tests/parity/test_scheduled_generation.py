@@ -3,6 +3,8 @@ request gets the tokens that transformers' generate() gives it alone."""
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM
@@ -10,11 +12,14 @@ from transformers import Qwen3_5ForCausalLM
 from services.engine.limits import SchedulerConfig
 from services.engine.model.lora import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.plan import StepPlan
+from services.engine.ports import Runner, StepHandle
 from services.engine.request import Request, SamplingParams
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
 from services.engine.updates import Finished
 from tests.parity.conftest import Pair
+from tests.parity.fused_models import cuda_runner, spoil
 
 EOS = 5
 MAX_TOKENS = 24
@@ -39,6 +44,15 @@ def generate(reference: Qwen3_5ForCausalLM, prompt: tuple[int, ...]) -> list[int
     return output[0, len(prompt) :].tolist()
 
 
+def make_runner(model: Qwen3_5, config: SchedulerConfig, lora: LoraSlots) -> Runner:
+    """The runner of the model's device, with caches as others may have left them."""
+    if model.device.type == "cuda":
+        return cuda_runner(model, config, lora, largest_graph=8)
+    cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
+    spoil(cache)
+    return ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS])
+
+
 def serve(
     model: Qwen3_5, requests: list[Request], *, arrivals: int, lora: LoraSlots | None = None, **changes: int | bool
 ) -> tuple[list[Finished], int]:
@@ -54,24 +68,25 @@ def serve(
         **changes,
     }
     config = SchedulerConfig(**limits, eos_token_ids=frozenset({EOS}))
-    cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
-    for pool in (*cache.keys, *cache.values, *cache.conv_states, *cache.recurrent_states):
-        pool.normal_(0, 100)
     if lora is None:
         lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
-    runner = ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS])
-    scheduler = Scheduler(config)
+    runner = make_runner(model, config, lora)
+    scheduler = Scheduler(config, runner.depth)
     finished: dict[str, Finished] = {}
     coming = list(requests)
-    while coming or scheduler.has_work:
+    flights: deque[tuple[StepPlan, StepHandle]] = deque()
+    while coming or flights or scheduler.has_work:
         for request in coming[:arrivals]:
             scheduler.add(request)
         del coming[:arrivals]
         plan = scheduler.schedule(0.0)
-        assert plan is not None
-        for update in scheduler.update(plan, runner.execute(plan), 0.0):
-            if update.finished is not None:
-                finished[update.request_id] = update.finished
+        if plan is not None:
+            flights.append((plan, runner.launch(plan)))
+        if plan is None or len(flights) == runner.depth:
+            done, handle = flights.popleft()
+            for update in scheduler.update(done, handle.result(), 0.0):
+                if update.finished is not None:
+                    finished[update.request_id] = update.finished
         scheduler.check_integrity()
     return [finished[request.request_id] for request in requests], scheduler.counts().preemptions
 

@@ -31,6 +31,7 @@ class StepGraphs:
         self._shapes: dict[StepShape, None] = {}
         self.captures = 0
         """Graphs captured since the start."""
+        self.replays = 0
 
     def capture(self, shapes: Iterable[StepShape], *, adapters: bool) -> None:
         """Captures shapes that have run before, so that their kernels are compiled; the largest come first, and the
@@ -65,4 +66,5 @@ class StepGraphs:
         """
         graph, out = self._graphs[shape, adapters]
         graph.replay()
+        self.replays += 1
         return out

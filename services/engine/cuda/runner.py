@@ -130,6 +130,11 @@ class CudaRunner:
         """CUDA graphs captured since the start: none after warm_up()."""
         return self._graphs.captures
 
+    @property
+    def replays(self) -> int:
+        """Steps that ran as a CUDA graph."""
+        return self._graphs.replays
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compiles every kernel, captures the graphs and reserves the memory of the largest step. Before the first

@@ -1,0 +1,104 @@
+"""The engine's runner on a GPU: the plain runner's logits, in graphs and out of them, without waiting for the device.
+
+Selected only where there is a GPU (`-m cuda`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from services.engine.cuda.runner import RunnerOptions
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.plan import Chunk, StepPlan
+from services.engine.request import Request, SamplingParams
+from tests.parity.conftest import Pair
+from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapter, random_adapters, random_model
+from tests.parity.reference import CHUNKS, CONFIGS, LENGTHS
+from tests.parity.test_fused import LIMITS, QUANTIZABLE, requests
+
+pytestmark = pytest.mark.cuda
+
+GPU = torch.device("cuda")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any call that waits for the device fails."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("chunk", CHUNKS, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prompts_of_every_length_and_chunk(pairs: dict[str, Pair], name: str, chunk: int | None) -> None:
+    fused = Qwen3_5.from_directory(pairs[name].path, dtype="float32", device="cuda")
+    limits = replace(LIMITS, max_num_seqs=1, token_budget=chunk or 300)
+    run = InStep(pairs[name].model, fused, limits, pending=True)
+    run.run(requests(*(length for length in LENGTHS if length <= 65 or chunk != 1), tokens=3))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_graphs_of_decodes_prefills_and_mixed_steps(pairs: dict[str, Pair], name: str, invariant: bool) -> None:
+    fused = Qwen3_5.from_directory(pairs[name].path, dtype="float32", device="cuda")
+    limits = replace(LIMITS, max_num_seqs=20, num_slots=40, num_blocks=200, token_budget=300, mixed_prefill_tokens=64)
+    options = RunnerOptions(batch_invariant=invariant)
+    run = InStep(pairs[name].model, fused, limits, pending=True, largest_graph=16, adapters=2, options=options)
+    captured = run.runner.captures
+    lengths = [1 + 13 * n % 90 for n in range(24)]
+    run.run(requests(*lengths, tokens=12, adapters=(0, 1, 2) * 8), arrivals=3)
+    run.run(requests(*lengths[:6], tokens=4))
+    assert run.runner.captures == captured
+    assert run.runner.replays >= run.steps // 2
+
+
+def test_swaps_and_growth_capture_nothing() -> None:
+    """Adapters come and go while requests decode; their slots, blocks and lengths change under the same graphs."""
+    fused = random_model(TINY, torch.float32, GPU)
+    limits = replace(LIMITS, token_budget=64)
+    run = InStep(random_model(TINY, torch.float32), fused, limits, largest_graph=4, adapters=2)
+    captured = run.runner.captures
+    for seed in range(20):
+        for slots in (run.lora, run.plain_lora):
+            slots.load(1 + seed % 2, random_adapter(TINY, 1 + seed % 4, seed))
+        run.run(requests(30, 3, 5, tokens=20, adapters=(1, 2, 0)))
+    assert run.runner.captures == captured
+    assert run.runner.replays > 300
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def test_launching_never_waits_for_the_device(quantization: str) -> None:
+    model = random_model(QUANTIZABLE, torch.bfloat16, GPU, quantization=quantization)
+    runner = cuda_runner(model, LIMITS, random_adapters(model, 1), largest_graph=2)
+    everything = SamplingParams(top_k=5, top_p=0.9, presence_penalty=0.5, logit_bias={3: 1.0}, top_logprobs=3)
+    first = Request("a", (1, 2, 3), everything)
+    other = Request("b", tuple(range(70)), SamplingParams(seed=1))
+    blocks, more = [1], [2, 3, 4, 5, 6]
+    plans = [
+        StepPlan([Chunk(first, (1, 2, 3), 0, blocks, 1, True, [], 0)]),
+        StepPlan([Chunk(first, (-1,), 3, blocks, 1, True, [], 1), Chunk(other, range(70), 0, more, 2, True, [], 0)]),
+        StepPlan([Chunk(first, (-1,), 4, blocks, 1, True, [], 2), Chunk(other, (-1,), 70, more, 2, True, [], 1)]),
+    ]
+    runner.launch(plans[0]).result()  # the tables of penalties grow once
+    for _ in range(3):
+        with no_waiting():
+            handles = [runner.launch(plan) for plan in plans]
+        assert all(token.error is None for handle in handles for token in handle.result().tokens)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_many_rows_of_quantized_matrices(quantization: str) -> None:
+    """Beyond the rows of the streaming products: fp8 quantizes activations too, int4 multiplies with a decoded copy."""
+    from tests.parity.fused_models import decoded
+
+    fused = random_model(QUANTIZABLE, torch.bfloat16, GPU, quantization=quantization)
+    run = InStep(decoded(fused), fused, replace(LIMITS, token_budget=300), tolerance=0.5)
+    run.run(requests(290, 10, tokens=2))
