@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.environment import environment
 from benchmarks.precompile import precompile
-from kernels.gpu.sampling import SamplingConfig
+from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, SamplingBuffers, SamplingConfig, sample_rows
 from services.engine.cuda.sampler import CudaSampler
 from services.engine.plan import Chunk
 from services.engine.request import Request, SamplingParams
@@ -168,7 +168,31 @@ def host_seconds(rows: int, fields: dict[str, Any], device: torch.device) -> dic
 
 
 def _compile(config: SamplingConfig, dtype: torch.dtype) -> Callable[[torch.device], object]:
-    return lambda device: make_sampler(1, device, config).warm_up(torch.zeros(1, _VOCAB, dtype=dtype, device=device))
+    """Launches every variant of the kernels on a row of padding."""
+
+    def launch(device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        logits, words, biases = zeros(1, _VOCAB, dtype=dtype), zeros(1, _VOCAB), zeros(1, _VOCAB, dtype=torch.float32)
+        buffers = SamplingBuffers.allocate(1, _VOCAB, device, config)
+        table, results = zeros(2, PARAMETER_WORDS), zeros(1, ROW_WORDS)
+        for edits in ((None, None), (words, None), (words, biases)):
+            sample_rows(
+                logits,
+                zeros(2, 1),
+                table,
+                buffers,
+                zeros(2),
+                results,
+                words=edits[0],
+                biases=edits[1],
+                selections=1,
+                filters=True,
+                alternatives=True,
+            )
+
+    return launch
 
 
 def main() -> None:

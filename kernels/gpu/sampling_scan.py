@@ -137,18 +137,21 @@ def scan_kernel(
     raw_max = tl.max(raw, axis=0)
     top = heated(raw_max, parameters)
     # A block may be all -inf although its row is not.
-    weights = tl.exp(heated(raw, parameters) - tl.where(top == float("-inf"), 0.0, top))
+    final = heated(raw, parameters)
+    weights = tl.exp(final - tl.where(top == float("-inf"), 0.0, top))
     heated_sum = tl.sum(weights, axis=0)
     tl.store(partial + RAW_MAX * BLOCKS + block, raw_max)
     tl.store(partial + HEATED_SUM * BLOCKS + block, heated_sum)
     if (flags & LOGPROB) != 0:
         zero = tl.where(raw_max == float("-inf"), 0.0, raw_max)
         tl.store(partial + RAW_SUM * BLOCKS + block, tl.sum(tl.exp(raw - zero), axis=0))
-    final = edited_logits(raw, column, inside, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES)
     best = top
     best_sum = heated_sum
     if EDITS:
         if (flags & EDITED) != 0:
+            final = edited_logits(
+                raw, column, inside, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES
+            )
             best = tl.max(final, axis=0)
             weights = tl.exp(final - tl.where(best == float("-inf"), 0.0, best))
             best_sum = tl.sum(weights, axis=0)

@@ -93,33 +93,6 @@ class CudaSampler:
         return SampleRows(step, features)
 
     @torch.inference_mode()
-    def warm_up(self, logits: Tensor) -> None:
-        """Compiles every variant of the kernels, so that no request waits for that.
-
-        Args:
-            logits: [1, V] of the dtype that ``launch`` will get; any values.
-        """
-        step = torch.zeros(2, 1, dtype=torch.int32, device=self._device)
-        results = self._results[0].view(-1, ROW_WORDS)[:1]
-        none = torch.zeros(1, dtype=torch.int32, device=self._device), torch.zeros(1, device=self._device)
-        # The row is padding: the tables of edits are never read.
-        for words, biases in ((None, None), (none[0], None), none):
-            sample_rows(
-                logits,
-                step,
-                self._tables.parameters,
-                self._buffers,
-                self.last_tokens,
-                results,
-                words=words,
-                biases=biases,
-                selections=1,
-                filters=True,
-                alternatives=True,
-                pdl=self._pdl,
-            )
-
-    @torch.inference_mode()
     def launch(self, logits: Tensor, rows: SampleRows, step: Tensor | None = None) -> DeviceResults:
         """Enqueues the sampling of a step.
 

@@ -256,15 +256,6 @@ def test_padding_rows_write_nothing(device: torch.device) -> None:
     assert sampler.last_tokens.nonzero().flatten().tolist() in ([2], [])
 
 
-def test_warm_up_changes_nothing(device: torch.device) -> None:
-    sampler = fresh(device)
-    sampler.warm_up(torch.zeros(1, VOCAB, device=device))
-    assert not sampler.last_tokens.any()
-    chunks = batch(3)[:4]
-    logits = random_logits(4, device, 3, 1.0)
-    assert_same(run(sampler, logits, chunks), reference(logits, chunks))
-
-
 def test_too_many_rows_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="rows"):
         fresh(device, rows=2).prepare([chunk(SamplingParams(), i + 1) for i in range(3)])
