@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ def host_seconds(rows: int, fields: dict[str, Any], device: torch.device) -> dic
         arrived = time.perf_counter()
         sampler.read(host)
         done = time.perf_counter()
-        chunks = [replace(c, output_ids=[*c.output_ids, 0], output_count=c.output_count + 1) for c in chunks]
+        chunks = [c._replace(output_ids=[*c.output_ids, 0], output_count=c.output_count + 1) for c in chunks]
         for name, value in (("prepare", ready - began), ("launch", launched - ready), ("read", done - arrived)):
             spent[name] = min(spent[name], value)
     return spent

@@ -137,10 +137,7 @@ class CudaSampler:
         table = words.numpy()
         floats = table.view(np.float32)
         flags = table[:, 3].tolist()
-        results = [
-            SampledToken(token, logprob)
-            for token, logprob in zip(table[:, 0].tolist(), floats[:, 1].tolist(), strict=True)
-        ]
+        results = list(map(SampledToken, table[:, 0].tolist(), floats[:, 1].tolist()))
         for row, flag in enumerate(flags):
             if flag & _ERROR:
                 results[row] = SampledToken(0, 0.0, error="the model produced logits that are not finite numbers")

@@ -100,10 +100,10 @@ def batch(seed: int) -> list[Chunk]:
     ]
 
 
-@pytest.mark.parametrize(("scale", "seed"), [(0.3, 0), (3.0, 1000)])
-def test_a_mixed_batch_equals_the_reference(device: torch.device, scale: float, seed: int) -> None:
-    chunks = batch(seed)
-    logits = random_logits(len(chunks), device, seed, scale)
+def test_a_mixed_batch_equals_the_reference(device: torch.device) -> None:
+    chunks = batch(1000)
+    logits = random_logits(len(chunks), device, 1000, 3.0)
+    logits[::3] /= 10
     before = logits.clone()
     sampler = fresh(device)
     expected = reference(logits, chunks)
@@ -119,7 +119,7 @@ def test_random_parameters_equal_the_reference(device: torch.device) -> None:
         return draw.choice(values)
 
     chunks = []
-    for row in range(24):
+    for row in range(16):
         output = [draw.randrange(VOCAB) for _ in range(draw.randrange(6))]
         params = SamplingParams(
             temperature=some(0.0, 1.0, draw.uniform(0.2, 3.0)),
@@ -162,22 +162,19 @@ def test_ties_are_all_in(device: torch.device) -> None:
     assert_same(run(fresh(device), logits, chunks), reference(logits, chunks))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_row_ends_alone(device: torch.device, bad: float) -> None:
+def test_a_bad_row_ends_alone(device: torch.device) -> None:
     fields = [{"temperature": 0.0}, {}, {"top_p": 0.5, "top_k": 4}]
     chunks = [chunk(SamplingParams(seed=i, **f), i + 1) for i, f in enumerate([*fields, *fields])]
     logits = random_logits(6, device, 0, 3.0)
-    healthy = run(fresh(device), logits, chunks)
-    logits[3:, 140] = bad
+    broken = logits.clone()
+    broken[3:, 140] = torch.tensor([math.nan, math.inf, math.nan], device=device)
+    broken[5] = math.inf
     sampler = fresh(device)
-    tokens = run(sampler, logits, chunks)
-    assert tokens[:3] == healthy[:3]
+    tokens = run(sampler, broken, chunks)
+    assert_same(tokens[:3], reference(logits, chunks)[:3])
     assert all(token.error is not None for token in tokens[3:])
     assert all(0 <= token < VOCAB for token in sampler.last_tokens.tolist())
-    everything = torch.full_like(logits, bad)
-    assert all(token.error for token in run(sampler, everything, chunks))
     # What a bad row leaves behind harms no later step.
-    logits[3:] = logits[:3]
     assert_same(run(sampler, logits, chunks), reference(logits, chunks))
 
 
