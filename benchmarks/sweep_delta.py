@@ -27,6 +27,7 @@ from kernels.gpu import gated_delta_step as step
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta_shape import DeltaShape
 from kernels.gpu.gated_delta_decode import gated_delta_decode
+from kernels.gpu.gated_delta_step import StepConfig
 from kernels.gpu.gated_delta_tiles import Tiles, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.segments import TILE, Segments
@@ -40,7 +41,7 @@ ROWS = (1, 8, 64, 256)
 PREFILLS = ((1, 512), (16, 512), (4, 4096), (1, 16384))
 SLOTS = 520
 STEPS = [
-    step.StepConfig(*numbers)
+    StepConfig(*numbers)
     for numbers in (
         (128, 8, 1),
         (128, 16, 1),
@@ -103,8 +104,7 @@ def _compile(kind: str, variant: Any, device: torch.device) -> None:
     """One variant's launches with shapes that Triton specialises like those that are timed."""
     layer = _Layer(64, 32, device)
     if kind == "step":
-        for state in (layer.state, layer.state.bfloat16()):
-            layer.step(state, layer.slots(1)[0], variant, pdl=False)
+        layer.step(layer.state.bfloat16(), layer.slots(1)[0], variant, pdl=False)
         for pdl in (False, True):
             layer.decode(layer.slots(1)[0], variant, pdl=pdl)
             layer.step(layer.state, layer.slots(1)[0], variant, pdl=pdl)
@@ -150,12 +150,12 @@ class _Layer:
         order = torch.randperm(len(self.state) - 1, generator=torch.Generator().manual_seed(0)).add(1).int()
         return list(order.to(self.device)[: len(order) // rows * rows].view(-1, rows)[:128])
 
-    def step(self, state: Tensor, slots: Tensor, config: step.StepConfig, *, pdl: bool) -> None:
+    def step(self, state: Tensor, slots: Tensor, config: StepConfig, *, pdl: bool) -> None:
         step.gated_delta_step(
             self.mixed, self.projected, *self.m.parameters(), state, slots, out=self.out, config=config, pdl=pdl
         )
 
-    def decode(self, slots: Tensor, config: step.StepConfig, *, pdl: bool) -> None:
+    def decode(self, slots: Tensor, config: StepConfig, *, pdl: bool) -> None:
         gated_delta_decode(
             self.projected,
             self.m.conv,
@@ -283,7 +283,7 @@ def _decode(device: torch.device) -> list[dict[str, Any]]:
             figures[f"B{count}"] = _time([partial(layer.decode, s, config, pdl=pdl) for s in layer.slots(count)])
         rows.append(_row(f"decode pdl={pdl}", config, **figures))
 
-    def both(slots: Tensor, config: step.StepConfig, pdl: bool) -> None:
+    def both(slots: Tensor, config: StepConfig, pdl: bool) -> None:
         layer.conv_decode(slots, CONV_DECODES[-1], pdl=pdl)
         layer.step(layer.state, slots, config, pdl=pdl)
 
