@@ -125,8 +125,12 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 
 
 def dequantize_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in dtype."""
-    return unpair(weight.values.float() * weight.scale[:, None]).to(dtype)
+    """[N, K] in dtype; some thousand rows at a time, which keeps the float32 numbers few."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for begin in range(0, weight.shape[0], _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        out[rows] = unpair(weight.values[rows].float() * weight.scale[rows, None])
+    return out
 
 
 def quantize_int4(weight: Tensor) -> Int4Weight:
@@ -186,9 +190,13 @@ def _round_groups(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize_int4(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in dtype."""
-    count, inputs = weight.shape
-    words = weight.packed.to(torch.int32)
-    q = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=2).view(-1, count, GROUP)
-    values = (q - weight.zero.to(torch.int32)[:, :, None]).float() * weight.scale.float()[:, :, None]
-    return values.transpose(0, 1).reshape(count, inputs).to(dtype)
+    """[N, K] in dtype; some thousand rows at a time."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for begin in range(0, weight.shape[0], _ROWS_AT_ONCE):
+        rows = slice(begin, begin + _ROWS_AT_ONCE)
+        words = weight.packed[:, rows].to(torch.int32)
+        groups, count, _ = words.shape
+        q = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=2).view(groups, count, GROUP)
+        values = (q - weight.zero[:, rows].to(torch.int32)[:, :, None]).float() * weight.scale[:, rows, None].float()
+        out[rows] = values.transpose(0, 1).reshape(count, groups * GROUP)
+    return out

@@ -27,15 +27,15 @@ class Storage:
     """Products do not depend on how many rows they have."""
 
     def check(self, config: ModelConfig) -> None:
-        """Raises InvalidRequest if int4's groups do not divide the inputs of a matrix."""
-        if self.quantization != "int4":
+        """Raises InvalidRequest if groups of numbers do not divide the inputs of a matrix."""
+        if self.quantization == "none":
             return
         for layer in range(config.num_layers):
             for module, (_, into) in config.linear_shapes(layer).items():
                 if into % GROUP:
                     raise InvalidRequest(
-                        f"TEMPER_QUANTIZATION=int4 needs inputs in groups of {GROUP}, layers.{layer}.{module} has "
-                        f"{into}; use fp8 or none",
+                        f"TEMPER_QUANTIZATION={self.quantization} needs inputs in multiples of {GROUP}, "
+                        f"layers.{layer}.{module} has {into}; use none",
                         param="quantization",
                     )
 

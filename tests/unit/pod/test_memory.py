@@ -98,11 +98,11 @@ def test_counts_what_quantizing_leaves(quantization: Quantization) -> None:
     assert isinstance(model.weights.layers[0].gate_up, Fp8Matrix if quantization == "fp8" else Int4Matrix)
 
 
-def test_int4_groups_must_divide_the_shapes() -> None:
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_groups_must_divide_the_shapes(quantization: Quantization) -> None:
     config = ModelConfig.from_dict({"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6} | BASE)
-    Storage("fp8").check(config)
-    with pytest.raises(InvalidRequest, match=r"int4 needs inputs in groups of 128, layers\.0\..* has 48; use fp8"):
-        Storage("int4").check(config)
+    with pytest.raises(InvalidRequest, match=rf"{quantization} needs inputs in multiples of 128, layers\.0\..* has 48"):
+        Storage(quantization).check(config)
 
 
 def test_the_published_shape() -> None:
