@@ -31,6 +31,8 @@ class EngineSettings(CommonSettings):
     """Greedy output of a request does not depend on what else runs on the GPU; costs speed."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
+    programmatic_launch: bool = True
+    """Start each GPU kernel while the one ahead ends, on compute capability 9.0 and higher."""
     cache_dir: Path = Path("~/.cache/temper")
     """Compiled GPU kernels are kept here, so that only the first start compiles them."""
     torch_threads: int = Field(0, ge=0)

@@ -14,6 +14,9 @@ from services.engine.runner import ModelRunner
 from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots
 
+_PROGRAMMATIC = (9, 0)
+"""First compute capability with programmatic dependent launch (Hopper)."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -61,7 +64,10 @@ def build_runner(
             largest_graph=settings.cuda_graphs,
             mixed_tokens=settings.mixed_prefill_tokens,
         ),
-        RunnerOptions(batch_invariant=settings.batch_invariant),
+        RunnerOptions(
+            batch_invariant=settings.batch_invariant,
+            pdl=settings.programmatic_launch and torch.cuda.get_device_capability(model.device) >= _PROGRAMMATIC,
+        ),
         eos_token_ids=eos_token_ids,
     )
     runner.warm_up()

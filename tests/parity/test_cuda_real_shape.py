@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from services.engine.cuda.runner import RunnerOptions
 from services.engine.limits import SchedulerConfig
 from services.engine.model.footprint import Storage
 from services.engine.model.lora import LoraSlots
@@ -89,9 +90,9 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shape]:
 class Logits:
     """Runs single prompts through a CudaRunner and keeps the logits of every sampled row."""
 
-    def __init__(self, model: Qwen3_5, *, largest_graph: int) -> None:
+    def __init__(self, model: Qwen3_5, *, largest_graph: int, options: RunnerOptions | None = None) -> None:
         lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
-        self.runner = cuda_runner(model, LIMITS, lora, largest_graph=largest_graph)
+        self.runner = cuda_runner(model, LIMITS, lora, largest_graph=largest_graph, options=options)
         self._kept: list[Tensor] = []
         logits = self.runner.forward.logits
 
@@ -120,7 +121,9 @@ class Logits:
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(shape: Shape) -> None:
     """Norm of the difference over the rows of a prompt: captured or not, in any chunks, prefilled or decoded."""
     model = Qwen3_5.from_directory(shape.path, dtype="bfloat16", device="cuda")
-    captured, plain = Logits(model, largest_graph=4), Logits(model, largest_graph=0)
+    runs = [Logits(model, largest_graph=0), Logits(model, largest_graph=4)]
+    if torch.cuda.get_device_capability() >= (9, 0):
+        runs.append(Logits(model, largest_graph=4, options=RunnerOptions(pdl=True)))
     generator = torch.Generator().manual_seed(1)
     ours: list[Tensor] = []
     theirs: list[Tensor] = []
@@ -128,7 +131,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(shape: Shape) -> None
         tokens = torch.randint(0, 4096, (length + 6,), generator=generator).tolist()
         exact = shape.exact(torch.tensor([tokens], device="cuda")).logits[0]
         rounded = shape.theirs(torch.tensor([tokens], device="cuda")).logits[0].float()
-        for run in (captured, plain):
+        for run in runs:
             for chunk in (LIMITS.token_budget, 64, 33):
                 ends = [min(at + chunk, length) - 1 for at in range(0, length, chunk)]
                 rows = [*ends, *range(length, length + 6)]

@@ -45,12 +45,15 @@ def test_prompts_of_every_length_and_chunk(pairs: dict[str, Pair], name: str, ch
     run.run(requests(*(length for length in LENGTHS if length <= 65 or chunk != 1), tokens=3))
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [RunnerOptions(), RunnerOptions(pdl=True), RunnerOptions(batch_invariant=True)],
+    ids=["plain", "programmatic", "invariant"],
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_graphs_of_decodes_prefills_and_mixed_steps(pairs: dict[str, Pair], name: str, invariant: bool) -> None:
+def test_graphs_of_decodes_prefills_and_mixed_steps(pairs: dict[str, Pair], name: str, options: RunnerOptions) -> None:
     fused = Qwen3_5.from_directory(pairs[name].path, dtype="float32", device="cuda")
     limits = replace(LIMITS, max_num_seqs=20, num_slots=40, num_blocks=200, token_budget=300, mixed_prefill_tokens=64)
-    options = RunnerOptions(batch_invariant=invariant)
     run = InStep(pairs[name].model, fused, limits, pending=True, largest_graph=16, adapters=2, options=options)
     captured = run.runner.captures
     lengths = [1 + 13 * n % 90 for n in range(24)]
