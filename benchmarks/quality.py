@@ -23,17 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
+from benchmarks.in_process import only_warnings
 from benchmarks.random_checkpoint import TINY, config_of, write
 from benchmarks.scorers import EngineScorer, Mode, Query, TorchScorer
 from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
-from services.common.telemetry import configure_logging
 from services.engine.model.footprint import Storage
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.settings import EngineSettings
 
 MODES = (
     Mode(),
@@ -139,7 +136,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, help="default: all on a GPU, 16384 on a CPU")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    configure_logging(EngineSettings(log_level="warning"), service="quality")
+    only_warnings()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = device.type == "cpu"
     layers, vocab_size = options.layers or (4 if small else None), options.vocab_size or (16384 if small else None)
@@ -154,10 +151,9 @@ def main() -> None:
         "random_model": {"shape": "qwen3.5-4b", "layers": layers, "vocab_size": vocab_size},
         "modes": figures,
     }
-    table = Table("stored as", "perplexity, tiny", "logit error, 4B shape", box=None)
+    sys.stderr.write(f"{'stored as':24}{'perplexity, tiny':>18}{'logit error, 4B shape':>24}\n")
     for name, row in figures.items():
-        table.add_row(name, f"{row['tiny_perplexity']:.4f}", f"{row['logit_error']:.4f}")
-    Console(stderr=True).print(table)
+        sys.stderr.write(f"{name:24}{row['tiny_perplexity']:18.4f}{row['logit_error']:24.4f}\n")
     text = json.dumps(result, indent=1)
     if options.json is not None:
         options.json.write_text(text + "\n")
