@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kernels.gpu.skinny import MAX_ROWS, Norm, SplitWorkspace, Weight, skinny_linear
+from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear, weight_kind
 from kernels.gpu.skinny_configs import invariant as invariant_config
+from kernels.gpu.skinny_configs import most_rows
 
 if TYPE_CHECKING:
     from kernels.gpu.lora import LoraRows
 
 
-def streams(x: Tensor, invariant: bool) -> bool:
+def streams(x: Tensor, weight: Weight, invariant: bool) -> bool:
     """Whether the product of these rows goes through `skinny_linear`."""
-    return invariant or x.shape[0] <= MAX_ROWS
+    return invariant or x.shape[0] <= most_rows(weight_kind(weight))
 
 
 def few_rows(

@@ -21,7 +21,7 @@ from kernels.quantize import GROUP, Fp8Weight, Int4Weight
 
 Weight = Tensor | Fp8Weight | Int4Weight
 MAX_ROWS = 64
-"""Most rows for which these kernels beat a plain matrix product."""
+"""Most rows of x that one program takes."""
 
 
 @dataclass(frozen=True, slots=True)

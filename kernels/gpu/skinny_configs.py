@@ -58,6 +58,11 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
     return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=4, splits=splits, prefetch=512)
 
 
+def most_rows(kind: Kind) -> int:
+    """Up to how many rows `skinny_linear` beats a plain matrix product with the rest in kernels of its own."""
+    return 16 if kind == "none" else 64
+
+
 def invariant() -> tuple[SkinnyConfig, int]:
     """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
@@ -67,5 +72,21 @@ def invariant() -> tuple[SkinnyConfig, int]:
 _Measured = tuple[tuple[int, SkinnyConfig], ...]
 """Ascending: most rows, and the variant up to there."""
 
-_MEASURED: dict[tuple[Kind, int, int], _Measured] = {}
+
+def _dot(block_n: int, block_k: int, warps: int, stages: int, splits: int = 1) -> SkinnyConfig:
+    return SkinnyConfig("dot", block_n, block_k, warps, stages, splits)
+
+
+# Microseconds on an H200 (1.98 GHz) in a graph of such products; in brackets torch.mm, without norm or activation.
+_MEASURED: dict[tuple[Kind, int, int], _Measured] = {
+    # 22.7; 29.9 (27.1)
+    ("none", 18432, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _dot(64, 64, 4, 6))),
+    # 12.5; 18.3 (17.2)
+    ("none", 2560, 9216): ((1, SkinnyConfig("vector", 2, 1024, 4)), (16, _dot(16, 256, 1, 3, splits=2))),
+    # 16.0; 21.1 (19.6)
+    ("none", 12352, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _dot(64, 64, 4, 6))),
+    ("none", 10240, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _dot(64, 64, 4, 6))),
+    # 6.5 (10.2 for torch.mm)
+    ("none", 2560, 4096): ((1, SkinnyConfig("vector", 2, 512, 2)), (16, _dot(16, 256, 1, 3, splits=2))),
+}
 """By kind, outputs and inputs."""

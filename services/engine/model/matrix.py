@@ -1,8 +1,8 @@
 """Weight matrices of the CUDA path: what a linear layer multiplies with, whatever its storage.
 
-A product of up to MAX_ROWS rows streams the weight through `kernels.gpu.skinny`; more rows go to the vendor's matrix
-product (dense, int4) or to the float8 product of `kernels.gpu.fp8`, with the norm and the activation as kernels of
-their own.
+A product of few rows (skinny_configs.most_rows) streams the weight through `kernels.gpu.skinny`; more rows go to the
+vendor's matrix product (dense, int4) or to the float8 product of `kernels.gpu.fp8`, with the norm and the activation as
+kernels of their own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DenseMatrix:
     ) -> Tensor:
         from kernels.gpu.products import few_rows, many_rows, streams
 
-        if streams(x, self.invariant):
+        if streams(x, self.weight, self.invariant):
             return few_rows(
                 x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
             )
@@ -149,7 +149,7 @@ class Fp8Matrix:
         from kernels.gpu.fp8 import fp8_linear, quantize_rows
         from kernels.gpu.products import few_rows, many_rows, streams
 
-        if streams(x, self.invariant):
+        if streams(x, self.weight, self.invariant):
             return few_rows(
                 x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
             )
@@ -195,7 +195,7 @@ class Int4Matrix:
         from kernels.gpu.int4 import dequantize
         from kernels.gpu.products import few_rows, many_rows, streams
 
-        if streams(x, self.invariant):
+        if streams(x, self.weight, self.invariant):
             return few_rows(
                 x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
             )
