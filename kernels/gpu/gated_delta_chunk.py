@@ -111,25 +111,27 @@ def _scan_kernel(
         matrix = (head_rows + row[:, None]) * TILE_ROWS + t[None, :]
         system = tl.load(systems + matrix, mask=inside[:, None], other=0.0)
         score = tl.load(scores + matrix, mask=inside[:, None], other=0.0)
+        factor = factors + head_rows + row
+        count = HEADS * tokens
+        # In the order that keeps the least in registers at a time.
+        zero = tl.zeros([TILE_ROWS, BLOCK_V], tl.float32)
+        read = _product(k, s, zero, STATE_TERMS)
+        o = _product(q, s, zero, STATE_TERMS)
         value_mask = inside[:, None] & (j[None, :] < VALUE_DIM)
         v = tl.load(mixed + row[:, None] * MIXED_STRIDE + values, mask=value_mask, other=0.0).to(tl.float32)
-        factor = factors + head_rows + row
         beta = tl.load(factor, mask=inside, other=0.0)
-        read = tl.load(factor + HEADS * tokens, mask=inside, other=0.0)
-        grown = tl.load(factor + 2 * HEADS * tokens, mask=inside, other=0.0)
-        late = tl.load(factor + 3 * HEADS * tokens, mask=inside, other=0.0)
-        fade = tl.load(factors + 4 * HEADS * tokens + head_rows + first)
-
-        zero = tl.zeros([TILE_ROWS, BLOCK_V], tl.float32)
-        r = beta[:, None] * v - read[:, None] * _product(k, s, zero, STATE_TERMS)
-        o = grown[:, None] * _product(q, s, zero, STATE_TERMS)
+        r = beta[:, None] * v - tl.load(factor + count, mask=inside, other=0.0)[:, None] * read
         w = _product(system, r, r, TILE_TERMS)
         if TILE_TERMS == 2:
-            more = matrix + HEADS * TILE_ROWS * tokens
-            w = _product(tl.load(systems + more, mask=inside[:, None], other=0.0), r, w, 1)
-            o = _product(tl.load(scores + more, mask=inside[:, None], other=0.0), w, o, 1)
+            system = tl.load(systems + matrix + count * TILE_ROWS, mask=inside[:, None], other=0.0)
+            w = _product(system, r, w, 1)
+        o *= tl.load(factor + 2 * count, mask=inside, other=0.0)[:, None]
         o = _product(score, w, o, TILE_TERMS)
-        s = _product(tl.trans(k), w * late[:, None], s * fade, TILE_TERMS)
+        if TILE_TERMS == 2:
+            score = tl.load(scores + matrix + count * TILE_ROWS, mask=inside[:, None], other=0.0)
+            o = _product(score, w, o, 1)
+        w *= tl.load(factor + 3 * count, mask=inside, other=0.0)[:, None]
+        s = _product(tl.trans(k), w, s * tl.load(factors + 4 * count + head_rows + first), TILE_TERMS)
 
         if NORM:
             z_places = projected + row[:, None] * PROJECTED_STRIDE + HEADS * VALUE_DIM + values
