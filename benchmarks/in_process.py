@@ -85,6 +85,11 @@ class InProcessEngine:
         self._random = np.random.default_rng(0)
         self._runs = 0
 
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured since the start; 0 where there are none."""
+        return int(getattr(self.engine.loop._pipeline._runner, "captures", 0))
+
     def stop(self) -> None:
         """Ends all threads."""
         self.engine.stop()

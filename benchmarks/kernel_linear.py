@@ -65,7 +65,8 @@ def weight_bytes(n: int, k: int, kind: str) -> int:
     return n * k + 4 * n if kind == "fp8" else n * k // 2 + 3 * n * (k // GROUP)
 
 
-def _lora(t: Tensors, name: str, rows: int) -> LoraRows:
+def make_lora(t: Tensors, name: str, rows: int) -> LoraRows:
+    """8 adapters of rank 16 on all targets of a projection; row i uses adapter i mod 8."""
     _, k, ends = MATRICES[name]
     slots = [1 + row % _ADAPTERS for row in range(rows)]
     return LoraRows(
@@ -112,7 +113,7 @@ def skinny(name: str, rows: int, kind: str, lora: bool) -> Case:
 
         x, norm = t.normal(rows, k), 1 + t.normal(k, scale=0.1, dtype=torch.float32)
         residual = t.normal(rows, n)
-        adapters = _lora(t, name, rows) if lora else None
+        adapters = make_lora(t, name, rows) if lora else None
         weights = [_weight(t, n, k, kind) for _ in range(t.copies(weight_bytes(n, k, kind)))]
         workspace = SplitWorkspace.allocate(t.device)
         out = t.empty(rows, n // 2 if name == "gate_up" else n)
@@ -155,7 +156,7 @@ def shrinking(name: str, rows: int) -> Case:
         from kernels.gpu.lora import shrink
 
         size = 2 * (_ADAPTERS + 1) * len(ends) * _RANK * k
-        loras = [_lora(t, name, rows) for _ in range(t.copies(size))]
+        loras = [make_lora(t, name, rows) for _ in range(t.copies(size))]
         x = t.normal(rows, k)
 
         def check(result: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,7 @@ def expanding(name: str, rows: int) -> Case:
     def make(t: Tensors) -> Work:
         from kernels.gpu.lora import expand_add
 
-        lora = _lora(t, name, rows)
+        lora = make_lora(t, name, rows)
         h = t.normal(1, rows, len(ends) * _RANK, dtype=torch.float32)
         outs = [t.zeros(rows, n) for _ in range(t.copies(2 * rows * n, most=4))]
 

@@ -24,6 +24,7 @@ def measure_swaps(engine: InProcessEngine, case: Case, swaps: int) -> dict[str, 
     from benchmarks.serving import milliseconds
 
     took: list[float] = []
+    captures = engine.captures
 
     def swap() -> None:
         for _ in range(swaps):
@@ -53,4 +54,5 @@ def measure_swaps(engine: InProcessEngine, case: Case, swaps: int) -> dict[str, 
         "itl_ms_without": quiet,
         "p99_ratio": round(loaded["p99"] / quiet["p99"], 3),
         "swap_ms": milliseconds(took),
+        "recaptured_graphs": engine.captures - captures,
     }

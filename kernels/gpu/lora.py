@@ -285,6 +285,10 @@ class ExpandConfig:
     warps: int
 
 
+_INVARIANT = ShrinkConfig(64, 16, 128, 4, 4, 3)
+"""For any number of rows."""
+
+
 def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:
     """The cut for x [rows, depth] and ``pairs`` = targets · max_rank. Few rows have nothing to be parallel in but
     pairs and K; of many rows each program reads its own once for all pairs."""
@@ -328,7 +332,7 @@ def shrink(
     _, targets, rank, width = lora.a.shape
     if width != depth or x.stride(1) != 1:
         raise ValueError(f"x must be [T, {width}] with contiguous rows, got {list(x.shape)} strides {x.stride()}")
-    use = config or shrink_config(rows, depth, targets * rank)
+    use = config or (_INVARIANT if lora.invariant else shrink_config(rows, depth, targets * rank))
     h = torch.empty(use.splits, rows, targets * rank, dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(targets * rank, use.block_r)
     if use.block_m == 1:

@@ -40,6 +40,8 @@ class LoraRows:
     """[T] int32: slot of each row, 0 for none."""
     active: Tensor
     """[1 + capacity] int32: how many slots follow, then the distinct slots of row_adapters without 0, in any order."""
+    invariant: bool = False
+    """Cut the work alike for any number of rows: a row's bits then do not depend on how many there are."""
 
     def __post_init__(self) -> None:
         slots, targets, rank, _ = self.a.shape

@@ -106,7 +106,14 @@ def build_engine(
         base_digest = digest.result()
     log.info("weights loaded", bytes=model.weights.nbytes(), digest=base_digest)
 
-    lora = LoraSlots(model.config, settings.adapter_slots + 1, settings.max_lora_rank, model.dtype, device)
+    lora = LoraSlots(
+        model.config,
+        settings.adapter_slots + 1,
+        settings.max_lora_rank,
+        model.dtype,
+        device,
+        invariant=settings.batch_invariant,
+    )
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     adapters = AdapterManager(
         registry,

@@ -94,11 +94,14 @@ class LoraSlots:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        invariant: bool = False,
     ) -> None:
-        """``num_slots`` counts slot 0: num_slots - 1 adapters fit."""
+        """``num_slots`` counts slot 0: num_slots - 1 adapters fit. ``invariant``: of LoraRows."""
         if num_slots < 1 or max_rank < 1:
             raise ValueError(f"num_slots and max_rank must be at least 1, got {num_slots} and {max_rank}")
         self.num_slots, self.max_rank = num_slots, max_rank
+        self._invariant = invariant
         self._query_rows = query_row_order(config).to(device)
         self._layers: list[dict[str, _GroupBuffers]] = []
         for layer in range(config.num_layers):
@@ -194,7 +197,7 @@ class LoraSlots:
         """
         buffers = self._layers[layer][group]
         ends = tuple(target.offset + target.out_features for target in buffers.group.targets)
-        return LoraRows(buffers.a, buffers.b, ends, self._ranks, row_adapters, active)
+        return LoraRows(buffers.a, buffers.b, ends, self._ranks, row_adapters, active, self._invariant)
 
     def step(self, batch: ForwardBatch) -> LoraStep | None:
         """The adapters of one batch, or None if no row has one."""

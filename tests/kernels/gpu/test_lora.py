@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,19 +108,16 @@ def test_a_norm_folded_in_leaves_only_the_rms_to_the_product(device: torch.devic
     torch.testing.assert_close(out.double() * rms, exact(x * weight, lora) * rms, atol=1e-4, rtol=1e-4)
 
 
-def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
-    x = torch.randn(8, 72, device=device)
-    together = torch.zeros(8, 64, device=device)
-    lora = make(device, [1, 2, 3, 0, 1, 2, 3, 3])
-    cut = ShrinkConfig(16, 16, 128, 1, 4, 3)
-    expand_add(shrink(x, lora, config=cut), lora, together, config=ExpandConfig(16, 64, 4))
-    for row, slot in enumerate(lora.row_adapters.tolist()):
-        active = lora.active.new_tensor(active_slots([slot], 1))
-        one = LoraRows(lora.a, lora.b, lora.ends, lora.ranks, lora.row_adapters[row : row + 1], active)
-        alone = torch.zeros(1, 64, device=device)
-        down = shrink(x[row : row + 1], one, config=cut)
-        expand_add(down, one, alone, config=ExpandConfig(16, 64, 4))
-        assert torch.equal(alone[0], together[row])
+def test_an_invariant_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    x = torch.randn(80, 72, device=device)
+    numbers = [1, 2, 3, 0, 1, 2, 3, 3] * 10
+    together = replace(make(device, numbers), invariant=True)
+    h = shrink(x, together)
+    for rows in (slice(0, 1), slice(2, 5), slice(0, 17), slice(8, 80)):
+        active = together.active.new_tensor(active_slots(numbers[rows], 3))
+        part = replace(together, row_adapters=together.row_adapters[rows], active=active)
+        used = part.row_adapters > 0
+        assert torch.equal(shrink(x[rows], part)[:, used], h[:, rows][:, used])
 
 
 def test_wrong_shapes_are_refused(device: torch.device) -> None:
