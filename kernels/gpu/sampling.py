@@ -101,11 +101,6 @@ class SamplingBuffers:
     def max_rows(self) -> int:
         return self.tickets.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.partials, self.floats, self.integers, self.tickets, self.masses, self.counts)
-        return sum(tensor.nbytes for tensor in tensors)
-
 
 def sample_rows(
     logits: Tensor,

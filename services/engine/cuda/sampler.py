@@ -75,7 +75,7 @@ class CudaSampler:
         self._device = device
         self._max_rows = max_rows
         self._pdl = pdl
-        self._tables = SamplingTables(eos_token_ids, num_slots, vocab, device)
+        self._tables = SamplingTables(eos_token_ids, num_slots, vocab, device, max_rows)
         self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, config or SamplingConfig())
         self._results = [torch.zeros(max_rows * ROW_WORDS, dtype=torch.int32, device=device) for _ in range(_RESULTS)]
         self._turn = 0
@@ -151,12 +151,3 @@ class CudaSampler:
                     floats[row, RESULT_WORDS + MOST_ALTERNATIVES : end + MOST_ALTERNATIVES].tolist(),
                 )
         return results
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory that is held, now."""
-        tables = self._tables
-        fixed = [tables.parameters, tables.words, self.last_tokens, *self._results]
-        if tables.biases is not None:
-            fixed.append(tables.biases)
-        return self._buffers.nbytes + sum(tensor.nbytes for tensor in fixed)

@@ -1,8 +1,8 @@
 """Sampling parameters on the device, a row for each state slot, written when a slot gets another request.
 
 Requests with penalties, min_tokens or logit_bias have a row of token words as well: how often each token was generated,
-which the sampling kernels count on, and marks. Such rows are 4 bytes a token of the vocabulary (8 with logit_bias) and
-are given out from a pool that grows with the need.
+which the sampling kernels count on, and marks. Such rows are 4 bytes a token of the vocabulary (8 once a request came
+with logit_bias) and are given out from a pool that grows with the need, up to one for each row of a step.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class _Tenant:
     request: Request
     flags: int
     selections: int
+    alternatives: bool
     edit_row: int | None
     next_count: int
     """Output count of the next step if the counts on the device go on."""
@@ -59,11 +60,20 @@ class SamplingTables:
         eos_token_ids: what min_tokens masks beside a request's own stop tokens.
         num_slots: state slots; 0 is scratch.
         vocab: width of the logits.
+        max_rows: most rows of a step; None: as many as slots.
     """
 
-    def __init__(self, eos_token_ids: Sequence[int], num_slots: int, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        num_slots: int,
+        vocab: int,
+        device: torch.device,
+        max_rows: int | None = None,
+    ) -> None:
         self._eos = frozenset(eos_token_ids)
         self._vocab = vocab
+        self._max_rows = max_rows or num_slots - 1
         self._device = device
         self._salt = secrets.randbits(64)
         self._tenants: list[_Tenant | None] = [None] * num_slots
@@ -82,25 +92,26 @@ class SamplingTables:
             RuntimeError: the counts of a request must be made anew while its newest token is unknown.
         """
         self._steps += 1
-        fresh: list[Chunk] = []
+        fresh = [chunk for chunk in chunks if not self._goes_on(chunk)]
+        # After all that go on are marked as in use: their rows are not to be had.
+        for chunk in fresh:
+            self._tenants[chunk.slot] = self._take_in(chunk)
+        if fresh:
+            try:
+                self._write(fresh)
+            except BaseException:
+                # What was to be sent may not have reached the device.
+                for chunk in fresh:
+                    self._tenants[chunk.slot] = None
+                raise
         flags = selections = 0
         alternatives = False
         for chunk in chunks:
             tenant = self._tenants[chunk.slot]
-            if (
-                tenant is None
-                or tenant.request is not chunk.request
-                or (tenant.edit_row is not None and tenant.next_count != chunk.output_count)
-            ):
-                fresh.append(chunk)
-                tenant = self._take_in(chunk)
-            tenant.next_count = chunk.output_count + 1
-            tenant.used = self._steps
-            flags |= tenant.flags
-            selections = max(selections, tenant.selections)
-            alternatives = alternatives or bool(chunk.request.sampling.top_logprobs)
-        if fresh:
-            self._write(fresh)
+            if tenant is not None:
+                flags |= tenant.flags
+                selections = max(selections, tenant.selections)
+                alternatives = alternatives or tenant.alternatives
         return BatchFeatures(
             selections=selections,
             filters=bool(flags & layout.FILTERED.value),
@@ -108,6 +119,19 @@ class SamplingTables:
             biases=bool(flags & layout.BIASED.value),
             alternatives=alternatives,
         )
+
+    def _goes_on(self, chunk: Chunk) -> bool:
+        """Whether the slot's row is that of the request, and the counts on the device are those of its tokens."""
+        tenant = self._tenants[chunk.slot]
+        if (
+            tenant is None
+            or tenant.request is not chunk.request
+            or (tenant.edit_row is not None and tenant.next_count != chunk.output_count)
+        ):
+            return False
+        tenant.next_count = chunk.output_count + 1
+        tenant.used = self._steps
+        return True
 
     def _take_in(self, chunk: Chunk) -> _Tenant:
         params = chunk.request.sampling
@@ -125,22 +149,24 @@ class SamplingTables:
         if flags & layout.FILTERED.value:
             top_k, top_p = 0 < params.top_k < self._vocab, params.top_p < 1.0
             selections = 5 if top_k and top_p else 3 if top_k or top_p else 0
-        tenant = _Tenant(chunk.request, flags, selections, row, chunk.output_count, self._steps)
-        self._tenants[chunk.slot] = tenant
-        return tenant
+        return _Tenant(
+            chunk.request, flags, selections, bool(params.top_logprobs), row, chunk.output_count + 1, self._steps
+        )
 
     def _free_edit_row(self) -> int:
-        """A row nobody has, else one whose request took part in neither this step nor the one before, else a new
-        one. A request that lost its row gets another when it comes back."""
+        """A row nobody has, else one whose request takes no part in this step, else a new one.
+
+        A request that lost its row gets another when it comes back: it missed a step, so its tokens are all known.
+        """
         for row, slot in enumerate(self._edit_slots):
             tenant = None if slot is None else self._tenants[slot]
             if slot is None or tenant is None:
                 return row
-            if tenant.used < self._steps - 1:
+            if tenant.used < self._steps:
                 self._tenants[slot] = None
                 return row
         rows = len(self._edit_slots)
-        self._grow(max(_FIRST_EDIT_ROWS, 2 * rows))
+        self._grow(min(max(_FIRST_EDIT_ROWS, 2 * rows), self._max_rows))
         return rows
 
     def _grow(self, rows: int) -> None:
