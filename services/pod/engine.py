@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 import torch
 
-from services.common.errors import CheckpointRejected
+from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
 from services.common.text.tokenizer import TextCodec
@@ -100,6 +100,7 @@ def build_engine(
     settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware))
     log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
+    limits = _limits(settings, memory.num_blocks, max_model_len, codec.eos_ids)
     with ThreadPoolExecutor(1) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
         model = Qwen3_5.from_directory(settings.model, dtype=dtype, device=device, storage=storage(settings, hardware))
@@ -125,18 +126,7 @@ def build_engine(
         settings.tpot_goal_ms / 1000, synchronize=torch.cuda.synchronize if device.type == "cuda" else None
     )
     loop = EngineLoop(
-        SchedulerConfig(
-            max_num_seqs=settings.max_num_seqs,
-            token_budget=settings.token_budget,
-            block_size=settings.block_size,
-            num_blocks=memory.num_blocks,
-            num_slots=state_slots(settings),
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset(codec.eos_ids),
-            prefix_cache=settings.prefix_cache,
-            mixed_prefill_tokens=settings.mixed_prefill_tokens,
-            prefill_alignment=prefill_alignment(settings),
-        ),
+        limits,
         build_runner(
             model,
             lora,
@@ -167,3 +157,28 @@ def build_engine(
         version=VERSION,
     )
     return Engine(model, codec, base_digest, memory, gate, adapters, bind, loop, description)
+
+
+def _limits(
+    settings: EngineSettings, num_blocks: int, max_model_len: int, eos_token_ids: Sequence[int]
+) -> SchedulerConfig:
+    """What the scheduler may hand out.
+
+    Raises:
+        InvalidRequest: the settings contradict each other.
+    """
+    try:
+        return SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            token_budget=settings.token_budget,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+            num_slots=state_slots(settings),
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(eos_token_ids),
+            prefix_cache=settings.prefix_cache,
+            mixed_prefill_tokens=settings.mixed_prefill_tokens,
+            prefill_alignment=prefill_alignment(settings),
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"settings: {error}") from error

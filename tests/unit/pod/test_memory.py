@@ -182,3 +182,10 @@ def test_an_engine_is_refused_before_weights_are_read(
     chosen = settings(model=without_weights(tmp_path), device="cpu", **given)
     with pytest.raises(error, match=says):
         build_engine(chosen, AdapterRegistry(ObjectStore(chosen), "test"), None)
+
+
+def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("services.pod.engine.prefill_alignment", lambda settings: 64)
+    chosen = settings(model=without_weights(tmp_path), device="cpu", mixed_prefill_tokens=63)
+    with pytest.raises(InvalidRequest, match="settings: mixed_prefill_tokens must be at least 65"):
+        build_engine(chosen, AdapterRegistry(ObjectStore(chosen), "test"), None)
