@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.gpu.gated_delta_chunk import EXACT, MANY, ChunkConfig, gated_delta_prefill
+from kernels.gpu.conv1d import conv_prefill
+from kernels.gpu.gated_delta_chunk import EXACT, FEW, MANY, ChunkConfig, gated_delta_prefill
 from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -118,3 +119,30 @@ def test_a_decay_that_forgets_everything(device: torch.device) -> None:
 def test_terms_are_checked() -> None:
     with pytest.raises(ValueError, match="1 or 2"):
         ChunkConfig(block_v=32, num_warps=4, num_stages=1, state_terms=3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("alike", [0.0, 0.97])
+@pytest.mark.parametrize("config", [FEW, MANY, dataclasses.replace(FEW, state_terms=2, tile_terms=2)])
+def test_the_real_shape(device: torch.device, config: ChunkConfig, alike: float) -> None:
+    lengths = [1, 64, 129, 200]
+    m = mixer(
+        sum(lengths), device, key_heads=16, heads=32, key_dim=128, value_dim=128, dtype=torch.bfloat16, alike=alike
+    )
+    check(m, lengths, [0, 7, 0, 3], device, {"atol": 0.15, "rtol": 2**-5}, config=config)
+
+
+@pytest.mark.cuda
+def test_overlapping_launches_change_nothing(device: torch.device) -> None:
+    m = mixer(300, device, key_heads=16, heads=32, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    segments = Segments.build([100, 200], [0, 0], [1, 2], [0, 0], device)
+    results = []
+    for pdl in (False, True):
+        conv = torch.zeros(3, 3, m.conv_dim, dtype=torch.bfloat16, device=device)
+        state = torch.zeros(3, 32, 128, 128, device=device)
+        for _ in range(10):
+            mixed = conv_prefill(m.projected, m.conv, conv, segments, pdl=pdl)
+            out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, pdl=pdl)
+        results.append((out, state))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

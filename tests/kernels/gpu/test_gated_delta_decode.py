@@ -56,3 +56,24 @@ def test_shapes_are_checked(device: torch.device) -> None:
         gated_delta_decode(m.projected, m.conv, conv[:, 1:], readers, *m.parameters(), state, slots)
     with pytest.raises(ValueError, match="readers"):
         gated_delta_decode(m.projected, m.conv, conv, readers[:, 1:], *m.parameters(), state, slots)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_many_rows_of_the_real_shape(device: torch.device, rows: int, pdl: bool) -> None:
+    """Step after step, as the last reader of a convolution state changes from launch to launch."""
+    m = mixer(rows, device, key_heads=16, heads=32, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    conv = torch.randn(rows + 1, 3, m.conv_dim, device=device).bfloat16()
+    state = torch.randn(rows + 1, 32, 128, 128, device=device)
+    slots = torch.randperm(rows, device=device).add(1).int()
+    readers = torch.zeros(rows, 16, dtype=torch.int32, device=device)
+    other_conv, other_state = conv.clone(), state.clone()
+    for _ in range(20):
+        mixed = conv_decode(m.projected, m.conv, other_conv, slots)
+        expected = gated_delta_step(mixed, m.projected, *m.parameters(), other_state, slots)
+        out = gated_delta_decode(m.projected, m.conv, conv, readers, *m.parameters(), state, slots, pdl=pdl)
+        assert torch.equal(conv, other_conv)
+        torch.testing.assert_close(out, expected, atol=0.02, rtol=2**-6)
+    torch.testing.assert_close(state, other_state, atol=2e-3, rtol=1e-3)
+    assert not readers.any()
