@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.environment import environment
 from benchmarks.in_process import only_warnings
 from benchmarks.random_checkpoint import TINY, config_of, write
 from benchmarks.scorers import EngineScorer, Mode, Query, TorchScorer
@@ -143,10 +144,9 @@ def main() -> None:
     held_out = held_out_queries(options.items)
     modes = [mode for mode in (ENGINE_MODES if options.engine else MODES) if mode.name in options.modes]
     figures = report(held_out, modes, layers=layers, vocab_size=vocab_size, engine=options.engine, device=device)
-    result = {
+    result = environment() | {
         "path": "engine" if options.engine else "torch",
-        "device": torch.cuda.get_device_name() if not small else "cpu",
-        "torch": torch.__version__,
+        "device": device.type,
         "held_out_tokens": len(held_out),
         "random_model": {"shape": "qwen3.5-4b", "layers": layers, "vocab_size": vocab_size},
         "modes": figures,

@@ -98,14 +98,14 @@ def child(model: Path, zero: float) -> None:
     sys.stdout.write(json.dumps(report) + "\n")
 
 
-def start(model: Path, environment: dict[str, str]) -> dict[str, Any]:
+def start(model: Path, variables: dict[str, str]) -> dict[str, Any]:
     """One start in a fresh process.
 
     Raises:
         RuntimeError: it failed; its standard error was passed on.
     """
     command = [sys.executable, "-m", "benchmarks.startup", "--model", str(model), "--child", repr(time.time())]
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    run = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
     if run.returncode or not run.stdout:
         raise RuntimeError(f"the engine did not start (exit status {run.returncode})")
     report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
@@ -124,6 +124,7 @@ def main() -> None:
     if options.child is not None:
         child(options.model, options.child)
         return
+    from benchmarks.environment import environment
     from benchmarks.random_checkpoint import config_of, write
     from cli.settings import inherited_environment
 
@@ -134,13 +135,13 @@ def main() -> None:
             began = time.perf_counter()
             write(model, config_of(options.shape))
             sys.stderr.write(f"checkpoint written in {time.perf_counter() - began:.0f} s\n")
-        environment = inherited_environment() | {
+        variables = inherited_environment() | {
             "TEMPER_CACHE_DIR": f"{scratch}/cache",
             "TEMPER_QUANTIZATION": options.quantization,
         }
-        environment.pop("TRITON_CACHE_DIR", None)
+        variables.pop("TRITON_CACHE_DIR", None)
         for name in ("empty cache", "second start"):
-            report = {"start": name, "quantization": options.quantization, **start(model, environment)}
+            report = {"start": name, "quantization": options.quantization, **start(model, variables), **environment()}
             sys.stdout.write(json.dumps(report) + "\n")
             sys.stdout.flush()
 
