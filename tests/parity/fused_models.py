@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.common.jobs import LoraSettings
+from services.engine.cuda.compile_ahead import compiler_pool
 from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.limits import SchedulerConfig
 from services.engine.model.batch import CacheBuffers
@@ -154,6 +157,12 @@ def spoil(cache: CacheBuffers | DeviceCache) -> None:
         pool[:, 0] = float("nan")
 
 
+@cache
+def _compilers() -> Executor:
+    """One pool for all tests: each shape of a model compiles its own kernels."""
+    return compiler_pool()
+
+
 def cuda_runner(
     model: Qwen3_5,
     limits: SchedulerConfig,
@@ -164,8 +173,8 @@ def cuda_runner(
     state_dtype: torch.dtype = torch.float32,
     largest_graph: int = 0,
 ) -> CudaRunner:
-    """The GPU's runner, warmed up if there are graphs to capture, with caches as others may have left them."""
-    cache = DeviceCache.allocate(
+    """The GPU's runner, warmed up on a GPU, with caches as others may have left them."""
+    device_cache = DeviceCache.allocate(
         model.config,
         model.dtype,
         model.device,
@@ -177,7 +186,7 @@ def cuda_runner(
     )
     runner = CudaRunner(
         model,
-        cache,
+        device_cache,
         lora,
         RunnerLimits(
             limits.max_num_seqs,
@@ -189,9 +198,9 @@ def cuda_runner(
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),
     )
-    if largest_graph:
-        runner.warm_up()
-    spoil(cache)
+    if model.device.type == "cuda":
+        runner.warm_up(_compilers())
+    spoil(device_cache)
     return runner
 
 

@@ -8,6 +8,7 @@ launches the next step while this one runs and asks for its result after that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
 from services.engine.cuda.buffers import StepBuffers, StepShape
+from services.engine.cuda.compile_ahead import compile_ahead
 from services.engine.cuda.graphs import StepGraphs
 from services.engine.cuda.sampler import CudaSampler
 from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets
@@ -136,42 +138,52 @@ class CudaRunner:
         return self._graphs.replays
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, compilers: Executor | None = None) -> None:
         """Compiles every kernel, captures the graphs and reserves the memory of the largest step. Before the first
-        request: what it leaves in the caches means nothing."""
+        request: what it leaves in the caches means nothing.
+
+        Args:
+            compilers: from compiler_pool(), to compile on; None: a pool for this call, if anything is not compiled yet.
+        """
         limits = self._limits
+        shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget)
+        plans = list(sampling_plans(limits.max_num_seqs))
         with self._stream.active():
-            for shape in warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget):
-                self._run_padding(shape)
-        for plan in sampling_plans(limits.max_num_seqs):
-            self.launch(plan).result()
+            compile_ahead(lambda: self._launch_all(shapes, plans, self.forward.one_of_each_layer()), compilers)
+            self._launch_all(shapes, plans, self.forward)
         self._stream.synchronize()
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
         with self._stream.active():
             # Capturing gives unused memory back.
-            self._run_padding(StepShape.of(0, [limits.token_budget]))
+            self._run_padding(StepShape.of(0, [limits.token_budget]), self.forward)
         self._stream.synchronize()
 
-    def _run_padding(self, shape: StepShape) -> None:
+    def _launch_all(self, shapes: Sequence[StepShape], plans: Sequence[StepPlan], forward: FusedForward) -> None:
+        for shape in shapes:
+            self._run_padding(shape, forward)
+        for plan in plans:
+            self._launch(plan, forward).result()
+
+    def _run_padding(self, shape: StepShape, forward: FusedForward) -> None:
         rows = self._buffers.load(shape, (), 0).rows
-        x = self._layers(rows, adapters=False)
+        x = self._layers(rows, forward, adapters=False)
         if self._has_adapters:
-            x = self._layers(rows, adapters=True)
-        self.forward.logits(x[: self._limits.max_num_seqs])
+            x = self._layers(rows, forward, adapters=True)
+        forward.logits(x[: self._limits.max_num_seqs])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues a step behind those in flight."""
         try:
             with self._stream.active():
-                return self._launch(plan)
+                return self._launch(plan, self.forward)
         except BaseException:
             # What was to be sent may not have reached the device.
             self._shadow.forget()
             raise
 
-    def _launch(self, plan: StepPlan) -> StepHandle:
+    def _launch(self, plan: StepPlan, forward: FusedForward) -> StepHandle:
         chunks = plan.chunks
         decodes = 0
         while decodes < len(chunks) and chunks[decodes].is_decode:
@@ -195,23 +207,27 @@ class CudaRunner:
         )
         write_tables(self._tables, step.table_entries)
         self._cache.copy_states(step.copies_before)
-        x = self._graphs.replay(captured, step.has_adapters) if captured else self._layers(step.rows, step.has_adapters)
+        x = (
+            self._graphs.replay(captured, step.has_adapters)
+            if captured
+            else self._layers(step.rows, forward, step.has_adapters)
+        )
         self._cache.copy_states(step.copies_after)
         if not sampled:
             return LaunchedStep(self._stream.mark(), None)
         x = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
-        words = self._sampler.launch(self.forward.logits(x), sampling, step.extra.view(2, -1)).words
+        words = self._sampler.launch(forward.logits(x), sampling, step.extra.view(2, -1)).words
         self._turn = (self._turn + 1) % len(self._results)
         host = self._results[self._turn][: words.numel()].view(words.shape)
         host.copy_(words, non_blocking=True)
         return LaunchedStep(self._stream.mark(), partial(self._sampler.read, host))
 
     def _run_shape(self, shape: StepShape, adapters: bool) -> Tensor:
-        return self._layers(self._buffers.keep(shape), adapters)
+        return self._layers(self._buffers.keep(shape), self.forward, adapters)
 
-    def _layers(self, rows: StepRows, adapters: bool) -> Tensor:
+    def _layers(self, rows: StepRows, forward: FusedForward, adapters: bool) -> Tensor:
         attention = self._attention[decode_bucket(rows.decodes)] if rows.decodes else None
-        return self.forward.layers(rows, attention, adapters=adapters)
+        return forward.layers(rows, attention, adapters=adapters)
 
 
 @dataclass(frozen=True, slots=True)

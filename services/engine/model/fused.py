@@ -7,7 +7,8 @@ shape is read on the device, so that a step can be captured as a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +70,14 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
+
+    def one_of_each_layer(self) -> FusedForward:
+        """A model of the first layers only, as many as it takes to have one of each kind: it launches every kernel."""
+        kinds = [type(layer.mixer) for layer in self._weights.layers]
+        short = replace(self._weights, layers=self._weights.layers[: max(map(kinds.index, kinds)) + 1])
+        made = copy(self)
+        made._weights = short
+        return made
 
     def layers(self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool) -> Tensor:
         """Runs all layers and updates the caches in place.
