@@ -252,7 +252,7 @@ def sweep_decode(bench: Bench, dtype: torch.dtype, batch: int, context: int, ful
         for count in sorted({1, 2, 4, 8, 16, 32, 64}):
             if count > 1 and count * batch > 2048:
                 continue
-            for least in (64, 128, 256, 512, 1024):
+            for least in (64, 128, 256, 512, 1024, 2048, 4096):
                 if least % best.block_keys == 0 and (count > 1 or least == 512):
                     config = replace(best, min_keys=least)
                     tried.append((measure(config, count), config, count))

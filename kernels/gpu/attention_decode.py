@@ -27,6 +27,8 @@ _DOT_ROWS = 16
 """Least rows of a tensor core product."""
 MAX_SPLITS = 64
 """Most splits of a row: two programs a multiprocessor for the smallest group of heads there is to read."""
+_FEW_PROGRAMS = 64
+"""Programs a split that leave multiprocessors of a large GPU without work."""
 _MERGE_STEP = 8
 """Splits that are merged at once: as many as registers hold."""
 
@@ -42,7 +44,7 @@ class DecodeConfig:
     block_keys: int
     """Keys of one step of the inner loop."""
     min_keys: int
-    """A split has at least so many keys, if there are more splits than one."""
+    """A row gets a split for so many keys, as far as there are splits."""
     warps: int
     stages: int
     """Steps of the inner loop whose pages are on their way at once, the current one included."""
@@ -57,9 +59,11 @@ def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
     row_bytes = kv.head_dim * kv.keys.element_size()
     if kv.keys.dtype == torch.float32:
         return DecodeConfig(block_keys=16, min_keys=64, warps=4, stages=1)
+    # Few rows need splits to reach every multiprocessor; many do that by themselves, until one of them is long.
+    min_keys = 128 if batch * kv.kv_heads <= _FEW_PROGRAMS else 2048
     if row_bytes >= 512:
-        return DecodeConfig(block_keys=32, min_keys=128 if batch <= 4 else 512, warps=4, stages=4)
-    return DecodeConfig(block_keys=64, min_keys=128 if batch <= 4 else 512, warps=4, stages=3)
+        return DecodeConfig(block_keys=32, min_keys=min_keys, warps=4, stages=4)
+    return DecodeConfig(block_keys=64, min_keys=min_keys, warps=4, stages=3)
 
 
 def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
@@ -161,8 +165,9 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     context = tl.load(positions + row) + 1
-    share = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_KEYS) * BLOCK_KEYS
-    share = tl.maximum(share, min_keys)
+    # Equal shares: as few as give each about min_keys, in whole steps.
+    wanted_splits = tl.minimum(num_splits, tl.cdiv(context, min_keys))
+    share = tl.cdiv(tl.cdiv(context, wanted_splits), BLOCK_KEYS) * BLOCK_KEYS
     begin = split * share
     if begin >= context:
         return
