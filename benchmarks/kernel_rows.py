@@ -90,6 +90,7 @@ def sampling(rows: int, selections: int) -> Case:
                 buffers,
                 last,
                 results,
+                nucleus=features.nucleus,
                 selections=features.selections,
                 filters=features.filters,
             )

@@ -187,6 +187,7 @@ def _compile(config: SamplingConfig, dtype: torch.dtype) -> Callable[[torch.devi
                 results,
                 words=edits[0],
                 biases=edits[1],
+                nucleus=True,
                 selections=1,
                 filters=True,
                 alternatives=True,

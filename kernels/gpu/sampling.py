@@ -12,7 +12,8 @@ batch          kernels                                     launches
 =============  ==========================================  ==========
 plain, greedy  scan                                        1
 min_p          scan, race                                  2
-top_k, top_p   scan, 3 × select, race                      5
+top_k          scan, 3 × select, race                      5
+top_p          scan, 2 × check, again, 3 × select, race    8
 both           scan, 5 × select, race                      7
 alternatives   and one more
 =============  ==========================================  ==========
@@ -27,6 +28,7 @@ import triton
 from torch import Tensor
 
 from kernels.gpu import sampling_state as state
+from kernels.gpu.sampling_nucleus import again_kernel, check_kernel
 from kernels.gpu.sampling_rows import BINS, PARAMETERS
 from kernels.gpu.sampling_scan import scan_kernel
 from kernels.gpu.sampling_select import race_kernel, select_kernel
@@ -112,6 +114,7 @@ def sample_rows(
     *,
     words: Tensor | None = None,
     biases: Tensor | None = None,
+    nucleus: bool = False,
     selections: int = 0,
     filters: bool = False,
     alternatives: bool = False,
@@ -129,6 +132,7 @@ def sample_rows(
         results: [R, 4] or, with alternatives, [R, 44] int32; see RESULT_WORDS.
         words: [E, V] int32 token words of requests with edits: counts of generated tokens (updated here) and marks.
         biases: [E, V] float32 logit_bias.
+        nucleus: a row has top_p and no other filter (it needs 3 selections as well, for the rare case).
         selections: levels of selection: 3 for top_k or top_p, 5 if a row has both.
         filters: a row has top_k, top_p or min_p.
         alternatives: a row wants the most likely tokens.
@@ -179,6 +183,35 @@ def sample_rows(
         num_warps=config.scan_warps,
         **constants,
     )
+    if nucleus:
+        for last in (False, True):
+            check_kernel[grid](
+                *inputs,
+                *books,
+                last_tokens,
+                results,
+                rows,
+                vocab,
+                logits.stride(0),
+                width,
+                scale,
+                LAST=last,
+                num_warps=config.race_warps,
+                **constants,
+            )
+            if not last:
+                again_kernel[grid](
+                    *inputs,
+                    *books,
+                    last_tokens,
+                    results,
+                    rows,
+                    vocab,
+                    logits.stride(0),
+                    width,
+                    num_warps=config.race_warps,
+                    **constants,
+                )
     for _ in range(selections):
         select_kernel[grid](
             *inputs,

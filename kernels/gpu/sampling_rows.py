@@ -35,6 +35,9 @@ BIASED = tl.constexpr(8)
 LOGPROB = tl.constexpr(16)
 """The request wants log-probabilities of the raw distribution."""
 
+NUCLEUS = tl.constexpr(32)
+"""top_p is the only filter of the request."""
+
 COUNT_MASK = tl.constexpr((1 << 24) - 1)
 """Of a token word: how often the token was generated."""
 IN_PROMPT = tl.constexpr(1 << 24)

@@ -17,6 +17,7 @@ from kernels.gpu.sampling_rows import (
     GREEDY,
     LOG_MIN_P,
     LOGPROB,
+    NUCLEUS,
     PARAMETERS,
     TOP_K,
     TOP_P,
@@ -33,6 +34,9 @@ from kernels.gpu.sampling_state import (
     BASE_MASS,
     BEST,
     BEST_SUM,
+    CANDIDATE,
+    CANDIDATE_LOGIT,
+    CHECK,
     CUT_HIGH,
     CUT_LOW,
     EVERYTHING_LOW,
@@ -159,7 +163,7 @@ def scan_kernel(
     tl.store(partial + BEST_SUM * BLOCKS + block, best_sum)
     if (flags & GREEDY) != 0:
         tl.store(partial + RACE * BLOCKS + block, block_race(final, column, inside, partial, block, BLOCKS))
-    elif (flags & FILTERED) == 0:
+    elif ((flags & FILTERED) == 0) | ((flags & NUCLEUS) != 0):
         key_low, key_high = row_keys(parameters, output_count)
         values = race(weights, column, key_low, key_high)
         winner = block_race(values, column, inside, partial, block, BLOCKS)
@@ -185,11 +189,20 @@ def scan_kernel(
     row_best = tl.max(bests, axis=0)
     # NaN anywhere, or every token masked: there is nothing to select from.
     regular = (log_z == log_z) & (row_best > none) & (row_best < float("inf"))
-    if ((flags & FILTERED) == 0) | (regular == 0):
+    token = tl.full((), 0, tl.int32)
+    raced = ((flags & FILTERED) == 0) | ((flags & NUCLEUS) != 0)
+    if raced:
+        token = tl.minimum(best_token(partial, index, present, BLOCKS), vocab - 1)
+    # Of rows with top_p alone: the winner of all, which is in the nucleus if little is above it.
+    candidate = row_best
+    if (flags & NUCLEUS) != 0:
+        x = tl.load(logits + token).to(tl.float32)
+        candidate = edited_logits(
+            x, token, token >= 0, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES
+        )
+    blocks_above = tl.sum(tl.where(present & (bests > candidate), 1, 0), axis=0)
+    if (regular == 0) | (raced & (blocks_above == 0)) | ((flags & FILTERED) == 0):
         tl.store(integers + PHASE, FINISHED)
-        token = tl.full((), 0, tl.int32)
-        if (flags & FILTERED) == 0:
-            token = best_token(partial, index, present, BLOCKS)
         finish(
             token,
             logits,
@@ -220,7 +233,12 @@ def scan_kernel(
         mass = tl.sum((sums * tl.exp(bests - row_best)).to(tl.float64), axis=0)
         target = tl.maximum((mass * top_p.to(tl.float64) * mass_scale).to(tl.int64), 1)
         floor = 0.01 - tl.log(mass.to(tl.float32) * (1.0 - top_p) / vocab)
-    if phase == SELECTED:
+    if (flags & NUCLEUS) != 0:
+        phase = tl.full((), CHECK, tl.int32)
+        active = blocks_above
+        tl.store(integers + CANDIDATE, token)
+        tl.store(floats + CANDIDATE_LOGIT, candidate)
+    elif phase == SELECTED:
         active = tl.sum(tl.where(present & (bests >= lowest), 1, 0), axis=0)
     else:
         active = tl.sum(tl.where(present & (row_best - bests <= floor), 1, 0), axis=0)

@@ -32,6 +32,7 @@ LOWEST = tl.constexpr(3)
 """Smallest logit that min_p lets pass."""
 FLOOR = tl.constexpr(4)
 """Distance from the best beyond which no token can be allowed."""
+CANDIDATE_LOGIT = tl.constexpr(5)
 FLOATS = tl.constexpr(8)
 
 # State of a row between kernels: int64.
@@ -46,6 +47,10 @@ BASE_MASS = tl.constexpr(6)
 TARGET = tl.constexpr(7)
 CUT_HIGH = tl.constexpr(8)
 CUT_LOW = tl.constexpr(9)
+CANDIDATE = tl.constexpr(10)
+"""The token that may be in the nucleus."""
+ABOVE = tl.constexpr(11)
+"""Mass of the tokens more likely than the candidate; 0 between kernels."""
 INTEGERS = tl.constexpr(16)
 
 FINISHED = tl.constexpr(0)
@@ -54,6 +59,8 @@ SELECT_COUNT = tl.constexpr(1)
 SELECT_MASS = tl.constexpr(2)
 """Looking for the logit at which the mass reaches top_p."""
 SELECTED = tl.constexpr(3)
+CHECK = tl.constexpr(4)
+RACE_AGAIN = tl.constexpr(5)
 
 RESULT_WORDS = tl.constexpr(4)
 """token, bits of sampling_logprob, bits of logprob, flags (1: error, 2: has logprob, from bit 8 on: alternatives)."""

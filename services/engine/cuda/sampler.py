@@ -118,6 +118,7 @@ class CudaSampler:
             words,
             words=self._tables.words if features.edits else None,
             biases=self._tables.biases if features.biases else None,
+            nucleus=features.nucleus,
             selections=features.selections,
             filters=features.filters,
             alternatives=features.alternatives,

@@ -46,6 +46,7 @@ class _Tenant:
 class BatchFeatures:
     """What some row of a batch needs of the kernels."""
 
+    nucleus: bool
     selections: int
     filters: bool
     edits: bool
@@ -113,6 +114,7 @@ class SamplingTables:
                 selections = max(selections, tenant.selections)
                 alternatives = alternatives or tenant.alternatives
         return BatchFeatures(
+            nucleus=bool(flags & layout.NUCLEUS.value),
             selections=selections,
             filters=bool(flags & layout.FILTERED.value),
             edits=bool(flags & layout.EDITED.value),
@@ -137,7 +139,7 @@ class SamplingTables:
         params = chunk.request.sampling
         old = self._tenants[chunk.slot]
         row = None if old is None else old.edit_row
-        flags = _flags(params)
+        flags = _flags(params, self._vocab)
         if flags & layout.EDITED.value:
             if row is None:
                 row = self._free_edit_row()
@@ -250,12 +252,14 @@ class SamplingTables:
         return hash((self._salt, request.request_id, request.arrival)) % 2**64
 
 
-def _flags(params: SamplingParams) -> int:
+def _flags(params: SamplingParams, vocab: int) -> int:
     flags = 0
     if params.greedy:
         flags |= layout.GREEDY.value
     elif params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
         flags |= layout.FILTERED.value
+        if params.top_p < 1.0 and params.min_p == 0.0 and not 0 < params.top_k < vocab:
+            flags |= layout.NUCLEUS.value
     penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
     if penalised or params.min_tokens > 0 or params.logit_bias:
         flags |= layout.EDITED.value

@@ -37,6 +37,7 @@ def launches() -> None:
                 buffers,
                 slots,
                 results,
+                nucleus=True,
                 selections=1,
                 filters=True,
                 alternatives=True,

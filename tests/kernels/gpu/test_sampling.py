@@ -275,3 +275,14 @@ def test_a_request_that_missed_a_step_gets_another_edit_row(device: torch.device
         for i, token in zip(present, tokens, strict=True):
             outputs[i].append(token.token_id)
     assert sampler._tables.words.shape[0] == 2
+
+
+def test_a_nucleus_that_refuses_most_winners(device: torch.device) -> None:
+    """Flat logits and a small top_p: the short way fails once, twice and goes the long way."""
+    shares = [0.9, 0.6, 0.4, 0.2, 0.1, 0.03]
+    chunks = [chunk(SamplingParams(seed=i, top_p=shares[i % len(shares)]), i + 1) for i in range(18)]
+    logits = random_logits(len(chunks), device, 21, 0.3)
+    sampler = fresh(device)
+    expected = reference(logits, chunks)
+    for _ in range(2):
+        assert_same(run(sampler, logits, chunks), expected)
