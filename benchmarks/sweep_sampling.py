@@ -43,9 +43,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "penalties, top_p": {"temperature": 1.0, "frequency_penalty": 0.5, "top_p": 0.9},
 }
 _CONFIGS = [
-    SamplingConfig(block, scan, select, race)
+    SamplingConfig(block, scan_warps=scan, select_warps=other, race_warps=other)
     for block in (1024, 2048, 4096)
-    for scan, select, race in ((4, 8, 4), (8, 8, 8), (4, 4, 4))
+    for scan, other in ((4, 4), (8, 8), (8, 4))
 ]
 
 

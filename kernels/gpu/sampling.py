@@ -12,9 +12,9 @@ batch          kernels                                     launches
 =============  ==========================================  ==========
 plain, greedy  scan                                        1
 min_p          scan, race                                  2
-top_k          scan, 3 × select, race                      5
-top_p          scan, 2 × check, again, 3 × select, race    8
-both           scan, 5 × select, race                      7
+top_k          scan, 3 × (select, narrow), race            8
+top_p          scan, check, again, check, as top_k         11
+both           scan, 5 × (select, narrow), race            12
 alternatives   and one more
 =============  ==========================================  ==========
 """
@@ -31,7 +31,7 @@ from kernels.gpu import sampling_state as state
 from kernels.gpu.sampling_nucleus import again_kernel, check_kernel
 from kernels.gpu.sampling_rows import BINS, PARAMETERS
 from kernels.gpu.sampling_scan import scan_kernel
-from kernels.gpu.sampling_select import race_kernel, select_kernel
+from kernels.gpu.sampling_select import narrow_kernel, race_kernel, select_kernel
 from kernels.gpu.sampling_top import alternatives_kernel
 
 RESULT_WORDS = int(state.RESULT_WORDS.value)
@@ -52,7 +52,8 @@ class SamplingConfig:
     block: int = 1024
     """Logits of one program, a power of two."""
     scan_warps: int = 4
-    select_warps: int = 8
+    select_warps: int = 4
+    narrow_warps: int = 8
     race_warps: int = 4
     top_warps: int = 4
 
@@ -215,7 +216,7 @@ def sample_rows(
     for _ in range(selections):
         select_kernel[grid](
             *inputs,
-            *books,
+            *books[:3],
             b.masses,
             b.counts,
             rows,
@@ -224,6 +225,19 @@ def sample_rows(
             scale,
             num_warps=config.select_warps,
             **constants,
+        )
+        narrow_kernel[(rows,)](
+            step,
+            table,
+            *books[:3],
+            b.masses,
+            b.counts,
+            vocab,
+            BLOCK=config.block,
+            BLOCKS=b.partials.shape[2],
+            PDL=pdl,
+            num_warps=config.narrow_warps,
+            launch_pdl=pdl,
         )
     if filters:
         race_kernel[grid](

@@ -78,7 +78,6 @@ def select_kernel(
     partials,
     floats,
     integers,
-    tickets,
     masses,
     counts,
     rows,
@@ -91,8 +90,7 @@ def select_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (block, row): adds one block to the histogram of the row's present level. The row's last program finds
-    the bin in which the threshold lies, which the next level divides further."""
+    """Program (block, row): adds one block to the histogram of the row's present level."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if PDL:
@@ -131,16 +129,49 @@ def select_kernel(
     tl.atomic_add(masses + region + bin_of, mass, mask=chosen, sem="relaxed")
     if phase == SELECT_COUNT:
         tl.atomic_add(counts + region + bin_of, tl.full(bin_of.shape, 1, tl.int32), mask=chosen, sem="relaxed")
-    if not is_last(tickets + row, tl.load(integers + ACTIVE).to(tl.int32)):
-        return
 
+
+@triton.jit(do_not_specialize_on_alignment=["step"])
+def narrow_kernel(
+    step,
+    table,
+    partials,
+    floats,
+    integers,
+    masses,
+    counts,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row): finds the bin of the present level in which the threshold lies, which the next level divides
+    further. Not the last program of `select_kernel`, because its registers would keep the others off the processor."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    integers += row * INTEGERS
+    phase = tl.load(integers + PHASE).to(tl.int32)
+    if (phase != SELECT_COUNT) & (phase != SELECT_MASS):
+        return
+    floats += row * FLOATS
+    row_best = tl.load(floats + ROW_BEST)
+    partial = partials + row * PARTIALS * BLOCKS
+    parameters = table + tl.load(step + row) * PARAMETERS
+    level = tl.load(integers + LEVEL).to(tl.int32)
+    prefix_high = tl.load(integers + PREFIX_HIGH).to(tl.int32)
+    prefix_low = tl.load(integers + PREFIX_LOW).to(tl.int32)
+    region = row * 2 * BINS
+    if level > 1:
+        region += BINS
     bins = tl.arange(0, BINS)
     top_p = float_parameter(parameters, TOP_P)
-    mass = tl.load(masses + region + bins, cache_modifier=".cg")
+    mass = tl.load(masses + region + bins)
     base_mass = tl.load(integers + BASE_MASS)
     target = tl.load(integers + TARGET)
     if phase == SELECT_COUNT:
-        count = tl.load(counts + region + bins, cache_modifier=".cg").to(tl.int64)
+        count = tl.load(counts + region + bins).to(tl.int64)
         base_count = tl.load(integers + BASE_COUNT)
         crossing = _crossing(count, base_count, tl.load(parameters + TOP_K).to(tl.int64))
         tl.store(integers + BASE_COUNT, base_count + tl.sum(tl.where(bins < crossing, count, 0), axis=0))
@@ -169,7 +200,7 @@ def select_kernel(
         # The nucleus is a part of what top_k left, so the first level's histogram serves again.
         kept = above + tl.sum(tl.where(bins == crossing, mass, 0), axis=0)
         target = _share(kept, top_p)
-        mass = tl.load(masses + first_region + bins, cache_modifier=".cg")
+        mass = tl.load(masses + first_region + bins)
         crossing = tl.minimum(_crossing(mass, tl.full((), 0, tl.int64), target), BINS - 1)
         tl.store(integers + PHASE, SELECT_MASS)
         tl.store(integers + LEVEL, 2)
