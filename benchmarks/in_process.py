@@ -20,7 +20,7 @@ from services.engine.request import SamplingParams
 from services.engine.settings import EngineSettings
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import AdapterChoice
-from services.pod.engine import Engine, build_engine, use_threads
+from services.pod.engine import Engine, build_engine, settle, use_threads
 
 Prompt = tuple[int, ...]
 
@@ -80,6 +80,7 @@ class InProcessEngine:
         )
         use_threads(settings)
         self.engine: Engine = build_engine(settings, self.registry, None)
+        settle()
         self.engine.start()
         self.vocab_size = config.vocab_size
         self._random = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from services.engine.health import HealthReporter
 from services.engine.metrics import EngineMetrics, StateCollector
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
-from services.pod.engine import Engine, build_engine, use_threads
+from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.training import Training
 from services.trainer.settings import TrainerSettings
 
@@ -50,6 +50,7 @@ async def serve(settings: EngineSettings, trainer: TrainerSettings, stop: asynci
     nudges = AdapterEvents(settings)
     engine = await asyncio.to_thread(build_engine, settings, registry, nudges, metrics)
     training = Training(settings, trainer, engine, registry, store, metrics.registry)
+    settle()
     try:
         await asyncio.to_thread(engine.start)
         await _serve(settings, engine, training, metrics, stop, parent, started)
