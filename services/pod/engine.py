@@ -73,8 +73,8 @@ class Engine:
 
 
 def settle() -> None:
-    """Called once everything is loaded, so that this process does not hold up steps: the garbage collector need not walk
-    over what stays anyway (a full collection took 260 ms), and threads hand over the GIL soon."""
+    """Called once everything is loaded, so that this process does not hold up steps: the garbage collector need not
+    walk over what stays anyway (a full collection took 260 ms), and threads hand over the GIL soon."""
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(_SWITCH_SECONDS)
