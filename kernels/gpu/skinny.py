@@ -17,6 +17,7 @@ from kernels.gpu.lora import LoraRows, shrink
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
 from kernels.gpu.skinny_kernels import dot_kernel, vector_kernel
 from kernels.gpu.skinny_parts import Adapters
+from kernels.gpu.skinny_stream import stream_kernel
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
 
 Weight = Tensor | Fp8Weight | Int4Weight
@@ -110,7 +111,7 @@ def skinny_linear(
     if rows == 0:
         return out
     chosen = config or choose(rows, outputs, inputs, kind, swiglu)
-    if kind == "fp8" and chosen.block_k % GROUP:
+    if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")
     adapters = None if lora is None else _adapters(x, lora, norm, pdl)
     lora_shape: tuple[tuple[int, ...], int, int] = ((), 0, 0)
@@ -143,6 +144,43 @@ def skinny_linear(
             KIND=_KINDS[kind],
             BLOCK_N=chosen.block_n,
             BLOCK_K=chosen.block_k,
+            SWIGLU=swiglu,
+            ENDS=ends,
+            RANK=rank,
+            LORA_SPLITS=lora_splits,
+            INTERPRETED=interpreted,
+            PDL=pdl,
+            num_warps=chosen.warps,
+            launch_pdl=pdl,
+        )
+        return out
+    if chosen.variant == "stream":
+        words = chosen.block_k // _PARTS[kind]
+        if words % (32 * chosen.warps) or chosen.block_n < 16:
+            raise ValueError(f"skinny_linear: a stream of 16 rows and 32 words a warp at least, got {chosen}")
+        narrow = block_m or max(8, min(MAX_ROWS, triton.next_power_of_2(rows)))
+        stream_kernel[(tiles, triton.cdiv(rows, narrow))](
+            x,
+            values,
+            scale,
+            zero,
+            gain,
+            residual,
+            out,
+            adapters,
+            rows,
+            outputs,
+            eps,
+            x.stride(0),
+            residual_stride,
+            out.stride(0),
+            K=inputs,
+            KIND=_KINDS[kind],
+            BLOCK_M=narrow,
+            BLOCK_N=chosen.block_n,
+            BLOCK_K=chosen.block_k,
+            WARPS=chosen.warps,
+            AHEAD=chosen.stages,
             SWIGLU=swiglu,
             ENDS=ends,
             RANK=rank,
@@ -200,6 +238,8 @@ def skinny_linear(
 
 
 _KINDS: dict[Kind, int] = {"none": 0, "fp8": 1, "int4": 2}
+_PARTS: dict[Kind, int] = {"none": 1, "fp8": 2, "int4": 4}
+"""Numbers of a weight's word."""
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -17,15 +17,16 @@ class SkinnyConfig:
         ValueError: sizes that the kernels do not have.
     """
 
-    variant: Literal["vector", "dot"]
-    """Products in registers, all of K in one program; or tensor cores, K in steps."""
+    variant: Literal["vector", "stream", "dot"]
+    """Products in registers, all of K in one program; tensor cores fed from registers, likewise, warps sharing K; or
+    tensor cores fed from shared memory."""
     block_n: int
     """Rows of the weight a program reads."""
     block_k: int
     """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says."""
     warps: int
     stages: int = 1
-    """Loads in flight (dot)."""
+    """Loads in flight (stream, dot)."""
     splits: int = 1
     """Programs that share K (dot)."""
     prefetch: int = 0
@@ -35,8 +36,8 @@ class SkinnyConfig:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
             raise ValueError(f"block sizes, warps and prefetch are powers of two, stages and splits at least 1: {self}")
-        if self.variant == "vector" and self.splits > 1:
-            raise ValueError("the vector variant does not split K")
+        if self.variant != "dot" and self.splits > 1:
+            raise ValueError("only the dot variant splits K between programs")
 
 
 def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
@@ -51,6 +52,8 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
     if rows == 1 and kind != "int4":
         block_k = 1024 if inputs >= 4096 else 512
         return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
+    if rows <= 16 and inputs % 512 == 0:
+        return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 5}[kind])
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < 120:

@@ -157,7 +157,7 @@ def _product(
             # Past the last group x is zero and the weight is of some group that exists.
             at = tl.minimum(block, K // GROUP - 1).to(tl.int64) * N + row
             w = tl.load(weight + at[:, None] * words + c[None, :])
-            offset = tl.load(zero + at)
+            offset = tl.load(zero + at)[:, None]
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         else:
             offset = None
@@ -176,7 +176,7 @@ def _product(
                 wide = value.to(tl.float32)
                 squares += wide * wide
                 value = (wide * tl.load(norm + start + k, mask=start + k < K, other=0.0)[:, None]).to(value.dtype)
-            number = w if KIND == DENSE else unpack(w, offset, part, KIND, value.dtype, INTERPRETED)
+            number = w if KIND == DENSE else unpack(w, offset, None, part, KIND, value.dtype, INTERPRETED)
             total = tl.dot(number, value, total, input_precision="ieee")
         if KIND == INT4:
             acc += total * tl.load(scale + at).to(tl.float32)[:, None]

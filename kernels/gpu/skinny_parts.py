@@ -36,19 +36,22 @@ class Adapters(NamedTuple):
 
 
 @triton.jit
-def weight_rows(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
-    """Rows of the weight that a program reads (clamped to the matrix) and which of them exist. With SWIGLU the first
-    half of the tile are gate rows and the second half the up rows that belong to them."""
-    i = tl.arange(0, BLOCK_N)
+def row_of(i, tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """Row of the weight that is row i of a program's tile, clamped to the matrix. With SWIGLU the first half of the
+    tile are gate rows and the second half the up rows that belong to them."""
     if SWIGLU:
         half: tl.constexpr = BLOCK_N // 2
-        column = tile * half + i % half
-        inside = column < N // 2
-        row = tl.minimum(column, N // 2 - 1) + (i // half) * (N // 2)
-    else:
-        column = tile * BLOCK_N + i
-        inside = column < N
-        row = tl.minimum(column, N - 1)
+        return tl.minimum(tile * half + i % half, N // 2 - 1) + (i // half) * (N // 2)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return tl.minimum(tile * BLOCK_N + i, N - 1)
+
+
+@triton.jit
+def weight_rows(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """All rows of a program's tile [BLOCK_N], and which of them exist."""
+    i = tl.arange(0, BLOCK_N)
+    row = row_of(i, tile, N, BLOCK_N, SWIGLU)
+    inside = tile * (BLOCK_N // 2) + i % (BLOCK_N // 2) < N // 2 if SWIGLU else tile * BLOCK_N + i < N
     return row, inside
 
 
@@ -70,13 +73,14 @@ def prefetch_rows(weight, row, start, BYTES_A_ROW: tl.constexpr, ROW_BYTES: tl.c
 
 
 @triton.jit
-def unpack(words, zero, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Number PART of each 16-bit word of a weight, in DTYPE: of two float8, or of four 4-bit numbers less the zero
-    point of their row (zero [BLOCK_N]). In bfloat16 two words at a time, and exact."""
+def unpack(words, zero, factor, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Number PART of each 16-bit word of a weight, in DTYPE: of two float8, or of four 4-bit numbers less their zero
+    point, times their factor if there is one (both of a shape that broadcasts to the words'). In bfloat16 two words at
+    a time, and exact but for the factor."""
     if KIND == FP8:
         return _unpack_fp8(words, PART, DTYPE, INTERPRETED)
     else:  # noqa: RET505 (Triton compiles what follows a return)
-        return _unpack_int4(words, zero, PART, DTYPE, INTERPRETED)
+        return _unpack_int4(words, zero, factor, PART, DTYPE, INTERPRETED)
 
 
 @triton.jit
@@ -100,17 +104,29 @@ def _unpack_fp8(words, PART: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.
 
 
 @triton.jit
-def _unpack_int4(words, zero, PART: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def _unpack_int4(words, zero, factor, PART: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED or DTYPE != tl.bfloat16:  # noqa: SIM300
-        return (((words >> (4 * PART)) & 15).to(tl.float32) - zero.to(tl.float32)[:, None]).to(DTYPE)
+        number = ((words >> (4 * PART)) & 15).to(tl.float32) - zero.to(tl.float32)
+        if factor is not None:
+            number = number * factor.to(tl.float32)
+        return number.to(DTYPE)
     else:  # noqa: RET505
         # Or-ing the bits into the mantissa of 128.0 makes 128 + q (Kim et al., arXiv 2211.10017).
-        offset = tl.broadcast_to((zero.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None], words.shape)
+        offset = tl.broadcast_to((zero.to(tl.float32) + 128.0).to(tl.bfloat16), words.shape)
         shift = tl.full(words.shape, 4 * PART, tl.int32)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, $3; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }",
-            "=r,r,r,r,r", [words, offset, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+        if factor is None:
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 t; shr.u32 t, $1, $3; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
+                sub.rn.bf16x2 $0, t, $2; }""",
+                "=r,r,r,r,r", [words, offset, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:  # noqa: RET505
+            return tl.inline_asm_elementwise(
+                """{ .reg .b32 t; shr.u32 t, $1, $4; lop3.b32 t, t, 0x000f000f, 0x43004300, 0xEA;
+                sub.rn.bf16x2 t, t, $2; mul.rn.bf16x2 $0, t, $3; }""",
+                "=r,r,r,r,r,r", [words, offset, tl.broadcast_to(factor, words.shape), shift],
+                dtype=tl.bfloat16, is_pure=True, pack=2,
+            )  # fmt: skip
 
 
 @triton.jit

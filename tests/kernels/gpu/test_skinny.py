@@ -13,6 +13,7 @@ from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_i
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
+STREAM = SkinnyConfig("stream", 16, 256, warps=2, stages=1)
 SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
 UNEVEN = SkinnyConfig("dot", 64, 256, warps=4, stages=2, splits=3)
 
@@ -57,7 +58,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert error < (2e-6 if dtype == torch.float32 else 2e-2), error
 
 
-@pytest.mark.parametrize("config", [VECTOR, UNEVEN])
+@pytest.mark.parametrize("config", [VECTOR, STREAM, UNEVEN])
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -80,12 +81,12 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
     assert torch.equal(residual, out)
 
 
-@pytest.mark.parametrize("config", [VECTOR, SPLIT])
+@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("kind", ["none", "fp8"])
 def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind: str) -> None:
     torch.manual_seed(3)
-    slots = [2, 0, 1, 2] if config is SPLIT else [2]
+    slots = [2] if config is VECTOR else [2, 0, 1, 2]
     x, weight = inputs((len(slots), 96, 256), kind, torch.float32, device)
     norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
     ints = {"dtype": torch.int32, "device": device}
@@ -121,6 +122,11 @@ def test_more_rows_than_a_tile_and_a_shared_workspace(device: torch.device) -> N
         skinny_linear(x, weight, config=SPLIT, workspace=SplitWorkspace.allocate(device, sums=1, tiles=64))
 
 
+def test_a_stream_of_more_rows_than_it_takes_at_once(device: torch.device) -> None:
+    x, weight = inputs((19, 48, 256), "int4", torch.float32, device)
+    check(skinny_linear(x, weight, config=STREAM, block_m=8), exact(x, weight, None, None, False), torch.float32)
+
+
 def test_another_dtype_out_and_strided_rows(device: torch.device) -> None:
     x, weight = inputs((4, 48, 256), "none", torch.bfloat16, device)
     wide = torch.zeros(4, 300, dtype=torch.bfloat16, device=device)
@@ -140,5 +146,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         skinny_linear(x, weight.to(torch.bfloat16))
     with pytest.raises(ValueError, match="block_k"):
         skinny_linear(x, quantize_fp8(weight), config=SkinnyConfig("dot", 16, 64, warps=4))
+    with pytest.raises(ValueError, match="32 words"):
+        skinny_linear(x, weight, config=SkinnyConfig("stream", 16, 128, warps=8))
     with pytest.raises(ValueError, match="powers of two"):
         SkinnyConfig("dot", 24, 64, warps=4)
