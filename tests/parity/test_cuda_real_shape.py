@@ -142,6 +142,23 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(shape: Shape) -> None
     assert error <= 1.1 * bar
 
 
+def test_a_batch_does_not_change_a_bit(shape: Shape) -> None:
+    """With batch invariance a seeded request gets the same tokens and the same log-probabilities alone and in a crowd,
+    whatever its prompt is cut into."""
+    model = Qwen3_5.from_directory(shape.path, dtype="bfloat16", device="cuda", storage=Storage(invariant=True))
+    options = RunnerOptions(batch_invariant=True)
+    made = [
+        Request(f"r{n}", prompt, SamplingParams(seed=n, max_tokens=12, ignore_eos=True), arrival=n)
+        for n, prompt in enumerate(prompts())
+    ]
+    fixed = {"prefill_alignment": 64, "token_budget": 128, "prefix_cache": False}
+    crowd, _ = serve(model, made, arrivals=3, options=options, **fixed)
+    for request, among in zip(made, crowd, strict=True):
+        alone, _ = serve(model, [request], arrivals=1, options=options, **fixed | {"token_budget": 512})
+        assert list(alone[0].output_ids) == list(among.output_ids), request.request_id
+        assert list(alone[0].sampling_logprobs) == list(among.sampling_logprobs), request.request_id
+
+
 def prompts() -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(5)
     return [tuple(torch.randint(0, 2000, (n,), generator=generator).tolist()) for n in (1, 17, 64, 65, 130, 200, 31, 5)]

@@ -54,7 +54,7 @@ def test_prompts_of_every_length_and_chunk(pairs: dict[str, Pair], name: str, ch
 def test_graphs_of_decodes_prefills_and_mixed_steps(pairs: dict[str, Pair], name: str, options: RunnerOptions) -> None:
     fused = Qwen3_5.from_directory(pairs[name].path, dtype="float32", device="cuda")
     limits = replace(LIMITS, max_num_seqs=20, num_slots=40, num_blocks=200, token_budget=300, mixed_prefill_tokens=64)
-    run = InStep(pairs[name].model, fused, limits, pending=True, largest_graph=16, adapters=2, options=options)
+    run = InStep(pairs[name].model, fused, limits, pending=True, largest_graph=24, adapters=2, options=options)
     captured = run.runner.captures
     lengths = [1 + 13 * n % 90 for n in range(24)]
     run.run(requests(*lengths, tokens=12, adapters=(0, 1, 2) * 8), arrivals=3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM
 
+from services.engine.cuda.runner import RunnerOptions
 from services.engine.limits import SchedulerConfig
 from services.engine.model.lora import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
@@ -44,20 +45,33 @@ def generate(reference: Qwen3_5ForCausalLM, prompt: tuple[int, ...]) -> list[int
     return output[0, len(prompt) :].tolist()
 
 
-def make_runner(model: Qwen3_5, config: SchedulerConfig, lora: LoraSlots) -> Runner:
+def make_runner(
+    model: Qwen3_5, config: SchedulerConfig, lora: LoraSlots, options: RunnerOptions | None = None
+) -> Runner:
     """The runner of the model's device, with caches as others may have left them."""
     if model.device.type == "cuda":
-        return cuda_runner(model, config, lora, largest_graph=8)
+        return cuda_runner(model, config, lora, largest_graph=8, options=options)
     cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
     spoil(cache)
     return ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS])
 
 
 def serve(
-    model: Qwen3_5, requests: list[Request], *, arrivals: int, lora: LoraSlots | None = None, **changes: int | bool
+    model: Qwen3_5,
+    requests: list[Request],
+    *,
+    arrivals: int,
+    lora: LoraSlots | None = None,
+    options: RunnerOptions | None = None,
+    **changes: int | bool,
 ) -> tuple[list[Finished], int]:
     """Runs the requests, ``arrivals`` new ones a step; returns the results in the order of requests and how often
-    one was preempted."""
+    one was preempted.
+
+    Args:
+        options: of the runner, on a GPU.
+        changes: fields of SchedulerConfig.
+    """
     limits: dict[str, int | bool] = {
         "max_num_seqs": 8,
         "token_budget": 48,
@@ -70,7 +84,7 @@ def serve(
     config = SchedulerConfig(**limits, eos_token_ids=frozenset({EOS}))
     if lora is None:
         lora = LoraSlots(model.config, 1, 4, model.dtype, model.device)
-    runner = make_runner(model, config, lora)
+    runner = make_runner(model, config, lora, options)
     scheduler = Scheduler(config, runner.depth)
     finished: dict[str, Finished] = {}
     coming = list(requests)

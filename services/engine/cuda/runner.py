@@ -59,7 +59,7 @@ class RunnerOptions:
     """How kernels are launched."""
 
     batch_invariant: bool = False
-    """A row's bits do not depend on the other rows of its step (the model's matrices must be loaded so too)."""
+    """A row's bits do not depend on the other rows of its step (matrices and adapters must be made so too)."""
     pdl: bool = False
     """Kernels are launched before the ones ahead have finished (programmatic dependent launch)."""
 
@@ -111,6 +111,7 @@ class CudaRunner:
             lora,
             tables=self._tables,
             last_tokens=self._sampler.last_tokens,
+            batch_invariant=options.batch_invariant,
             pdl=options.pdl,
         )
         adapter_slots = lora.num_slots - 1

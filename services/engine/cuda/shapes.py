@@ -13,8 +13,9 @@ _PREFILL_TOKENS = (64, 128, 256, 512, 1024)
 _MIXED_DECODES = (8, 32, 64, 128, 256)
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
-_SEGMENTS = 16
-"""Prompts that a captured prefill holds; more of them together are long enough to run uncaptured."""
+_SEGMENTS = (2, 16)
+"""Prompts that captured prefills hold: kernels cut the work of few prompts finer, for the time to the first token. More
+than the last together are long enough to run uncaptured."""
 
 
 def decode_bucket(decodes: int) -> int:
@@ -39,18 +40,18 @@ def captured_shapes(largest_batch: int, max_num_seqs: int, token_budget: int, mi
     most = min(decode_bucket(max_num_seqs), largest_batch)
     shapes = [StepShape(bucket, bucket) for bucket in _DECODES if bucket <= most]
     prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
-    shapes += [_prefill(0, tokens, max_num_seqs) for tokens in prefills]
+    held = sorted({min(segments, max_num_seqs) for segments in _SEGMENTS})
+    shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
     if mixed_tokens in prefills:
-        shapes += [_prefill(bucket, mixed_tokens, max_num_seqs) for bucket in _MIXED_DECODES if bucket <= most]
+        shapes += [_prefill(bucket, mixed_tokens, held[-1]) for bucket in _MIXED_DECODES if bucket <= most]
     return sorted(shapes, key=lambda shape: -shape.rows)
 
 
 def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:
     """The captured shape with the least padding that holds a step; None: none does."""
     fitting = [shape for shape in shapes if shape.holds(wanted)]
-    return min(fitting, key=lambda shape: (shape.rows, shape.decodes), default=None)
+    return min(fitting, key=lambda shape: (shape.rows, shape.decodes, shape.segments), default=None)
 
 
-def _prefill(decodes: int, tokens: int, max_num_seqs: int) -> StepShape:
-    segments = min(_SEGMENTS, max_num_seqs, tokens)
+def _prefill(decodes: int, tokens: int, segments: int) -> StepShape:
     return StepShape(decodes, decodes + tokens, segments, tokens // TILE + segments)

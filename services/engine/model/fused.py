@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kernels.gpu import gated_delta_chunk, gated_delta_step
 from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, paged_decode
 from kernels.gpu.attention_prefill import paged_prefill
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.embedding import gather_tokens
-from kernels.gpu.gated_delta_chunk import gated_delta_prefill
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.gated_delta_chunk import ChunkConfig
+from kernels.gpu.gated_delta_step import StepConfig
 from kernels.gpu.lora_rows import LoraRows
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
@@ -51,6 +52,8 @@ class FusedForward:
         inverse: [rotary_dim / 2] float32, inverse frequencies of the rotation.
         tables: [num_slots, max_blocks] int32, the block table of every state slot; row 0 is zeros.
         last_tokens: [num_slots] int32, the token sampled last for every state slot.
+        batch_invariant: each kernel cuts its work in one way, whatever the batch: sums are taken in the same order, and
+            a row's bits depend on no other row. The matrices and adapters must have been made so too.
         pdl: launch kernels before the ones ahead have finished (programmatic dependent launch).
     """
 
@@ -64,12 +67,22 @@ class FusedForward:
         *,
         tables: Tensor,
         last_tokens: Tensor,
+        batch_invariant: bool = False,
         pdl: bool = False,
     ) -> None:
         self._config, self._weights, self._inverse = config, weights, inverse
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
+        self._step: StepConfig | None = None
+        self._chunk: ChunkConfig | None = None
+        self._rope = (0, 0, 0)
+        if batch_invariant:
+            self._step = gated_delta_step.MANY
+            self._chunk = (
+                gated_delta_chunk.EXACT if weights.embedding.dtype == torch.float32 else gated_delta_chunk.MANY
+            )
+            self._rope = {"rows_a_program": 4, "heads_a_program": 1, "num_warps": 4}
 
     def one_of_each_layer(self) -> FusedForward:
         """A model of the first layers only, as many as it takes to have one of each kind: it launches every kernel."""
@@ -127,7 +140,18 @@ class FusedForward:
     ) -> Tensor:
         eps, tables, decodes = self._config.rms_norm_eps, self._tables, rows.decodes
         q = qk_norm_rope_write(
-            projected, weights.qk_norm, eps, self._inverse, rows.positions, rows.slots, tables, pages, pdl=self._pdl
+            projected,
+            weights.qk_norm,
+            eps,
+            self._inverse,
+            rows.positions,
+            rows.slots,
+            tables,
+            pages,
+            rows_a_program=self._rope[0],
+            heads_a_program=self._rope[1],
+            num_warps=self._rope[2],
+            pdl=self._pdl,
         )
         out = torch.empty(len(projected), self._config.query_size, dtype=projected.dtype, device=projected.device)
         if decodes:
@@ -160,8 +184,19 @@ class FusedForward:
         if decodes:
             here, slots = projected[:decodes], rows.slots[:decodes]
             conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=self._pdl)
-            gated_delta_step(mixed[:decodes], here, *parameters, recurrent, slots, out=out[:decodes], pdl=self._pdl)
+            gated_delta_step.gated_delta_step(
+                mixed[:decodes],
+                here,
+                *parameters,
+                recurrent,
+                slots,
+                out=out[:decodes],
+                config=self._step,
+                pdl=self._pdl,
+            )
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
-            gated_delta_prefill(mixed, projected, *parameters, recurrent, rows.segments, out=out, pdl=self._pdl)
+            gated_delta_chunk.gated_delta_prefill(
+                mixed, projected, *parameters, recurrent, rows.segments, out=out, config=self._chunk, pdl=self._pdl
+            )
         return out

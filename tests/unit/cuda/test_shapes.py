@@ -53,7 +53,10 @@ def test_a_step_runs_in_the_shape_with_the_least_padding() -> None:
     assert smallest(shapes, StepShape(5, 5)) == StepShape(8, 8)
     found = smallest(shapes, StepShape.of(0, [100]))
     assert found is not None
-    assert (found.decodes, found.rows) == (0, 128)
+    assert (found.decodes, found.rows, found.segments) == (0, 128, 2)
+    found = smallest(shapes, StepShape.of(0, [30, 30, 30]))
+    assert found is not None
+    assert (found.rows, found.segments) == (128, 16)
     found = smallest(shapes, StepShape.of(9, [100, 7]))
     assert found is not None
     assert (found.decodes, found.rows) == (32, 544)
