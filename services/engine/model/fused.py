@@ -77,12 +77,12 @@ class FusedForward:
         self._step: StepConfig | None = None
         self._chunk: ChunkConfig | None = None
         self._rope = (0, 0, 0)
+        """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
             self._step = gated_delta_step.MANY
-            self._chunk = (
-                gated_delta_chunk.EXACT if weights.embedding.dtype == torch.float32 else gated_delta_chunk.MANY
-            )
-            self._rope = {"rows_a_program": 4, "heads_a_program": 1, "num_warps": 4}
+            exact = weights.embedding.dtype == torch.float32
+            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.MANY
+            self._rope = (4, 1, 4)
 
     def one_of_each_layer(self) -> FusedForward:
         """A model of the first layers only, as many as it takes to have one of each kind: it launches every kernel."""
