@@ -6,6 +6,8 @@ the last one that top_k, then top_p, let pass. It is found digit by digit, like 
 most likely token: a histogram of counts (top_k) or masses (top_p) in 64-bit integers, whose sum does not depend on the
 order of the additions, then the same within the bin where the threshold lies. Bounds from the first kernel (the k-th
 largest of the blocks' maxima; the weight below which all tokens together are not needed) spare most blocks and atomics.
+Rows with top_p alone first try the winner of the race among all tokens (`kernels.gpu.sampling_nucleus`). A program
+whose row needs nothing of its kernel ends at once.
 
 =============  ==========================================  ==========
 batch          kernels                                     launches
