@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.engine.cuda.runner import RunnerOptions
 from services.engine.limits import SchedulerConfig
 from services.engine.request import BASE_PIN, AdapterPin, Request, SamplingParams
 from tests.parity.fused_models import TINY, InStep, decoded, random_model
@@ -38,8 +39,14 @@ def test_prefill_decode_and_mixed_steps() -> None:
 
 
 def test_adapters_of_a_batch() -> None:
-    """Rows with two adapters and with none, in prefills and in decodes."""
-    run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, adapters=2)
+    """Rows with two adapters and with none, in prefills and in decodes; kernels cut as for any other batch."""
+    run = InStep(
+        random_model(TINY, torch.float32),
+        random_model(TINY, torch.float32, DEVICE),
+        LIMITS,
+        adapters=2,
+        options=RunnerOptions(batch_invariant=True),
+    )
     run.run(requests(3, 2, 4, tokens=2, adapters=(2, 0, 1)))
     assert run.steps == 2
 
