@@ -17,6 +17,10 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.loader import query_row_order
 from services.engine.model.lora_binding import BoundAdapter
 from services.engine.model.lora_targets import Group, layer_groups
+from services.engine.model.upload import Uploader
+
+_STAGING_BYTES = 4 * 2**20
+"""Page-locked, twice: copies from there do not hold up the launches of the thread that serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,9 @@ class LoraSlots:
         self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
         # Loads run beside the steps, not between them: a stream of their own.
         self._stream: torch.cuda.Stream | None = None
+        self._uploader: Uploader | None = None
         if torch.device(device).type == "cuda":
+            self._uploader = Uploader(torch.device(device), _STAGING_BYTES)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -151,11 +157,19 @@ class LoraSlots:
                     bound = adapter.targets.get(f"layers.{index}.{target.module}")
                     if bound is None:
                         continue
-                    b = bound.b.to(buffers.b.device).float() * bound.scale
+                    b = torch.empty(bound.b.shape, dtype=torch.float32, device=buffers.b.device)
+                    self._copy(bound.b, b)
+                    b *= bound.scale
                     if target.module == "self_attn.q_proj":
                         b = b[self._query_rows]
-                    buffers.a[slot, place, : bound.rank].copy_(bound.a)
+                    self._copy(bound.a, buffers.a[slot, place, : bound.rank])
                     buffers.bs[place][slot, : bound.rank].copy_(b.t())
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        if self._uploader is None:
+            target.copy_(source)
+        else:
+            self._uploader.copy(source, target)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
