@@ -78,38 +78,48 @@ def expand_tile(
         The new acc.
     """
     targets: tl.constexpr = len(ENDS)
+    # Two slots at a time, side by side in the depth of one product: what is loaded for one does not wait for the
+    # other. More would take the registers that the product around this needs.
+    together: tl.constexpr = 2
     step: tl.constexpr = 16
-    adapters = tl.load(row_adapters + rows, mask=rows < count, other=0)
-    first, last = tl.min(columns, 0), tl.max(columns, 0)
+    depth = tl.arange(0, together * step)
+    lane = tl.arange(0, step)
+    inside_rows = rows < count
+    adapters = tl.load(row_adapters + rows, mask=inside_rows, other=0)
+    row_rank = tl.load(ranks + adapters, mask=inside_rows & (adapters > 0), other=0)
+    most = tl.max(row_rank, 0)
     number = tl.load(active)
-    index = 0
-    while index < number:
-        slot = tl.load(active + 1 + index)
-        mine = (adapters == slot) & (rows < count)
-        if tl.max(mine.to(tl.int32), 0) > 0:
-            rank = tl.load(ranks + slot)
-            slot_b = b + slot.to(tl.int64) * (RANK * width)
-            for target in tl.static_range(targets):
-                begin = 0 if target == 0 else ENDS[target - 1]
-                end = ENDS[target]
-                if (first < end) & (last >= begin):
-                    inside = (columns >= begin) & (columns < end)
-                    start = 0
-                    while start < rank:
-                        r = start + tl.arange(0, step)
-                        keep = mine[:, None] & (r < rank)[None, :]
-                        down = tl.zeros([rows.shape[0], step], dtype=tl.float32)
-                        for split in tl.static_range(SPLITS):
-                            place = (split * count + rows)[:, None] * (targets * RANK) + (target * RANK + r)[None, :]
-                            down += tl.load(h + place, mask=keep, other=0.0)
+    first, last = tl.min(columns, 0), tl.max(columns, 0)
+    for target in tl.static_range(targets):
+        begin = 0 if target == 0 else ENDS[target - 1]
+        end = ENDS[target]
+        if (first < end) & (last >= begin):
+            inside = (columns >= begin) & (columns < end)
+            start = 0
+            while start < most:
+                down = tl.zeros([rows.shape[0], step], dtype=tl.float32)
+                for split in tl.static_range(SPLITS):
+                    place = (split * count + rows)[:, None] * (targets * RANK) + (target * RANK + start + lane)[None, :]
+                    down += tl.load(h + place, mask=(start + lane)[None, :] < row_rank[:, None], other=0.0)
+                half = down.to(b.dtype.element_ty)
+                r = start + depth % step
+                index = 0
+                while index < number:
+                    member = index + depth // step
+                    slot = tl.load(active + 1 + member, mask=member < number, other=-1)
+                    mine = adapters[:, None] == slot[None, :]
+                    if tl.max(tl.max(mine.to(tl.int32), 1), 0) > 0:
+                        rank = tl.load(ranks + slot, mask=slot >= 0, other=0)
                         up = tl.load(
-                            slot_b + r[:, None] * width + columns[None, :],
+                            (b + slot.to(tl.int64) * (RANK * width) + r * width)[:, None] + columns[None, :],
                             mask=(r < rank)[:, None] & inside[None, :],
                             other=0.0,
                         )
-                        acc = tl.dot(down.to(up.dtype), up, acc, input_precision=PRECISION)
-                        start += step
-        index += 1
+                        spread = tl.broadcast_to(half[:, None, :], [rows.shape[0], together, step])
+                        spread = tl.reshape(spread, [rows.shape[0], together * step])
+                        acc = tl.dot(tl.where(mine, spread, 0.0), up, acc, input_precision=PRECISION)
+                    index += together
+                start += step
     return acc
 
 

@@ -151,6 +151,7 @@ class LoraSlots:
             self._ranks[slot] = adapter.max_rank
 
     def _write(self, slot: int, adapter: BoundAdapter) -> None:
+        largest = torch.finfo(self._layers[0]["in"].b.dtype).max
         for index, groups in enumerate(self._layers):
             for buffers in groups.values():
                 for place, target in enumerate(buffers.group.targets):
@@ -160,6 +161,8 @@ class LoraSlots:
                     b = torch.empty(bound.b.shape, dtype=torch.float32, device=buffers.b.device)
                     self._copy(bound.b, b)
                     b *= bound.scale
+                    # Rows of other adapters are multiplied by zeros beside it, and zero times infinity is not zero.
+                    b.clamp_(-largest, largest)
                     if target.module == "self_attn.q_proj":
                         b = b[self._query_rows]
                     self._copy(bound.a, buffers.a[slot, place, : bound.rank])
