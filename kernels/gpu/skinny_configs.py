@@ -53,7 +53,7 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
         block_k = 1024 if inputs >= 4096 else 512
         return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
     if rows <= 16 and inputs % 512 == 0:
-        return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 5}[kind])
+        return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 4}[kind])
     block_n = 128 if swiglu or outputs >= 32768 else 64
     splits = 1
     while splits < 8 and outputs // block_n * splits < 120:
