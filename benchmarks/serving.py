@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
     # Imported after Triton's cache is chosen.
     from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.swaps import measure_swaps
-    from benchmarks.timeline import profile_decode
+    from benchmarks.timeline import prepare, profile_decode
 
     settings = settings_for(
         directory,
@@ -152,6 +152,8 @@ def run(options: argparse.Namespace) -> None:
     )
     only_warnings()
     use_kernel_cache(settings)
+    if options.profile:
+        prepare()
     engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
     common = {
         "model": options.model,

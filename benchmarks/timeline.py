@@ -24,6 +24,15 @@ _STEP_GAP_US = 10.0
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
+def prepare() -> None:
+    """Starts the profiler's machinery once: kernels of CUDA graphs that were captured before it may be missing from a
+    timeline."""
+    if torch.cuda.is_available():
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
+            torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
+
+
 def profile_decode(engine: InProcessEngine, case: Case, file: Path) -> dict[str, Any]:
     """Decodes a case, profiles a window in which all its requests decode, and writes the timeline.
 
