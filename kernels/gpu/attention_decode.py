@@ -26,51 +26,48 @@ _LOG2_E = 1.4426950408889634
 _DOT_ROWS = 16
 """Least rows of a tensor core product."""
 MAX_SPLITS = 64
-"""Most splits of a row: two programs a multiprocessor for the smallest group of heads there is to read."""
-_FEW_PROGRAMS = 64
-"""Programs a split that leave multiprocessors of a large GPU without work."""
-_MERGE_STEP = 8
-"""Splits that are merged at once: as many as registers hold."""
+"""Most splits of a row."""
+_USUAL_MAX_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How a launch is cut.
-
-    Raises:
-        ValueError: min_keys is not a multiple of block_keys.
-    """
+    """How a launch is cut. A row of c keys gets ``min(splits, c / min_keys)`` splits, or ``c / max_keys`` if that is
+    more, both rounded up, but never more than are launched."""
 
     block_keys: int
     """Keys of one step of the inner loop."""
-    min_keys: int
-    """A row gets a split for so many keys, as far as there are splits."""
     warps: int
     stages: int
     """Steps of the inner loop whose pages are on their way at once, the current one included."""
-
-    def __post_init__(self) -> None:
-        if self.min_keys % self.block_keys:
-            raise ValueError(f"min_keys ({self.min_keys}) must be a multiple of block_keys ({self.block_keys})")
+    splits: int
+    """Enough to reach every multiprocessor when all rows are alike."""
+    min_keys: int = 64
+    max_keys: int = 8192
+    """So that one long row among many does not keep the others waiting."""
+    merge: int = 8
+    """Splits merged at once; more take registers, and with them programs from a multiprocessor."""
 
 
 def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
-    """The configuration for these pages and this many rows."""
-    row_bytes = kv.head_dim * kv.keys.element_size()
+    """The configuration for these pages and this many rows, from benchmarks.sweep_attention on an H200."""
+    programs = batch * kv.kv_heads
     if kv.keys.dtype == torch.float32:
-        return DecodeConfig(block_keys=16, min_keys=64, warps=4, stages=1)
-    # Few rows need splits to reach every multiprocessor; many do that by themselves, until one of them is long.
-    min_keys = 128 if batch * kv.kv_heads <= _FEW_PROGRAMS else 2048
-    if row_bytes >= 512:
-        return DecodeConfig(block_keys=32, min_keys=min_keys, warps=4, stages=4)
-    return DecodeConfig(block_keys=64, min_keys=min_keys, warps=4, stages=3)
+        return DecodeConfig(block_keys=16, warps=4, stages=1, splits=8)
+    if programs <= 32:
+        # One program a multiprocessor; large steps, because the latency of each is what counts.
+        stages = 4 if kv.quantized else 3
+        return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=128 // programs, merge=16)
+    splits = max(1, 256 // programs)
+    if kv.quantized:
+        return DecodeConfig(block_keys=64, warps=4, stages=4 if programs < 256 else 3, splits=splits, min_keys=128)
+    return DecodeConfig(block_keys=32, warps=4, stages=4 if programs < 128 else 3, splits=splits, min_keys=128)
 
 
 def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
-    """Splits to launch for this many rows: enough for two programs a multiprocessor when all contexts are long, and 8
-    at least, since one row of a large batch may be long; splits without work cost next to nothing."""
-    wanted = -(-2 * multiprocessors // (batch * kv_heads))
-    return max(8, min(MAX_SPLITS, int(triton.next_power_of_2(wanted))))
+    """Splits to launch for this many rows: more than decode_config() uses for most, because one row may be long, but
+    few enough that those without work end unnoticed."""
+    return max(4, min(_USUAL_MAX_SPLITS, 8 * multiprocessors // (batch * kv_heads)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,8 @@ def _store(out, gate, acc, row, first_head, out_stride, gate_stride, DIM, member
 
 # Numbers that change with the step or the settings must not compile another variant.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_splits", "min_keys"], do_not_specialize_on_alignment=["slots", "positions"]
+    do_not_specialize=["table_stride", "num_splits", "usual_splits", "min_keys", "max_keys"],
+    do_not_specialize_on_alignment=["slots", "positions"],
 )
 def _decode_kernel(
     q,
@@ -143,7 +141,9 @@ def _decode_kernel(
     out_stride,
     table_stride,
     num_splits,
+    usual_splits,
     min_keys,
+    max_keys,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -152,7 +152,6 @@ def _decode_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     MERGE_STEP: tl.constexpr,
     MERGE_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -165,14 +164,16 @@ def _decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     context = tl.load(positions + row) + 1
-    # Equal shares: as few as give each about min_keys, in whole steps.
-    wanted_splits = tl.minimum(num_splits, tl.cdiv(context, min_keys))
+    slot = tl.load(slots + row).to(tl.int64)
+    # Equal shares in whole steps.
+    wanted_splits = tl.maximum(tl.minimum(usual_splits, tl.cdiv(context, min_keys)), tl.cdiv(context, max_keys))
+    wanted_splits = tl.minimum(wanted_splits, num_splits)
     share = tl.cdiv(tl.cdiv(context, wanted_splits), BLOCK_KEYS) * BLOCK_KEYS
     begin = split * share
     if begin >= context:
         return
     end = tl.minimum(begin + share, context)
-    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    table = tables + slot * table_stride
 
     member = tl.arange(0, BLOCK_GROUP)
     column = tl.arange(0, BLOCK_DIM)
@@ -260,29 +261,29 @@ def _decode_kernel(
         return
     tl.store(arrived + pair, 0)
     member = tl.arange(0, MERGE_GROUP)
-    of_group = (member < GROUP)[None, :]
-    every = tl.arange(0, MAX_SPLITS)
-    entry = (pair * num_splits + every)[:, None] * GROUP + member[None, :]
-    use = (every < used)[:, None] & of_group
-    top = tl.load(statistics + entry * 2, mask=use, other=float("-inf"), cache_modifier=".cg")
-    sums = tl.load(statistics + entry * 2 + 1, mask=use, other=0.0, cache_modifier=".cg")
-    highest = tl.max(top, axis=0)
-    total = tl.sum(tl.where(use, sums * tl.exp2(top - highest[None, :]), 0.0), axis=0)
+    of_group = member < GROUP
+    highest = tl.full([MERGE_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([MERGE_GROUP], tl.float32)
     merged = tl.zeros([MERGE_GROUP, BLOCK_DIM], tl.float32)
     for step in tl.range(0, used, MERGE_STEP):
         part = step + tl.arange(0, MERGE_STEP)
         at = (pair * num_splits + part)[:, None] * GROUP + member[None, :]
-        some = (part < used)[:, None] & of_group
-        maximum = tl.load(statistics + at * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
-        factor = tl.where(some, tl.exp2(maximum - highest[None, :]), 0.0)
+        some = (part < used)[:, None] & of_group[None, :]
+        top = tl.load(statistics + at * 2, mask=some, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(statistics + at * 2 + 1, mask=some, other=0.0, cache_modifier=".cg")
         parts = tl.load(
             partial + at[:, :, None] * DIM + column[None, None, :],
             mask=some[:, :, None] & real[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        merged += tl.sum(parts * factor[:, :, None], axis=0)
-    wanted = (member < GROUP)[:, None] & real[None, :]
+        new = tl.maximum(highest, tl.max(top, axis=0))
+        factor = tl.where(some, tl.exp2(top - new[None, :]), 0.0)
+        correction = tl.exp2(highest - new)
+        total = total * correction + tl.sum(sums * factor, axis=0)
+        merged = merged * correction[:, None] + tl.sum(parts * factor[:, :, None], axis=0)
+        highest = new
+    wanted = of_group[:, None] & real[None, :]
     _store(out, gate, merged / total[:, None], row, first_head, out_stride, gate_stride, DIM, member, column, wanted)
 
 
@@ -365,7 +366,9 @@ def paged_decode(
         out.stride(0),
         tables.stride(0),
         num_splits,
+        chosen.splits,
         chosen.min_keys,
+        chosen.max_keys,
         KV_HEADS=kv.kv_heads,
         GROUP=group,
         DIM=dim,
@@ -374,8 +377,7 @@ def paged_decode(
         BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(group)),
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
-        MAX_SPLITS=MAX_SPLITS,
-        MERGE_STEP=_MERGE_STEP,
+        MERGE_STEP=chosen.merge,
         MERGE_GROUP=triton.next_power_of_2(group),
         STAGES=chosen.stages,
         PDL=pdl,

@@ -46,14 +46,14 @@ def prefill_config(kv: KvPages) -> PrefillConfig:
     if kv.quantized:
         # Dequantised pages pass through registers, which leaves none for more keys or for pages ahead in the tail.
         return PrefillConfig(block_rows=128, block_keys=32, warps=8, stages=3, tail_stages=1)
-    return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2, tail_stages=2)
+    return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2, tail_stages=1)
 
 
 @triton.jit
 def _blocks(table, first, end, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """The table's entries for the keys from ``first`` on."""
-    position = first + tl.arange(0, BLOCK_KEYS)
-    return tl.load(table + position // PAGE, mask=position < end, other=0)
+    """The table's entries for the keys from ``first`` on; past the end, that of the last key."""
+    position = tl.minimum(first + tl.arange(0, BLOCK_KEYS), end - 1)
+    return tl.load(table + position // PAGE)
 
 
 @triton.jit
@@ -68,22 +68,22 @@ def _page_rows(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
-    MASKED: tl.constexpr,
+    LAST: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """[BLOCK_KEYS, BLOCK_DIM] of the keys from ``first`` on. MASKED: zeros past the end, where NaN may lie."""
+    """[BLOCK_KEYS, BLOCK_DIM] of the keys from ``first`` on. LAST: some may lie past the end. The last key stands for
+    them, because what the pages hold there may be NaN."""
     position = first + tl.arange(0, BLOCK_KEYS)
+    if LAST:
+        position = tl.minimum(position, end - 1)
     column = tl.arange(0, BLOCK_DIM)
     place = (block.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
     at = pages + place[:, None] * DIM + column[None, :]
-    if MASKED or DIM < BLOCK_DIM:
-        x = tl.load(at, mask=(position < end)[:, None] & (column < DIM)[None, :], other=0.0)
-    else:
-        x = tl.load(at)
+    x = tl.load(at, mask=(column < DIM)[None, :], other=0.0) if DIM < BLOCK_DIM else tl.load(at)
     if FP8:
         # float16: the hardware converts e4m3 to it in one step, and normed keys and values fit its range.
-        x = x.to(tl.float16) * tl.load(scales + place, mask=position < end, other=0.0).to(tl.float16)[:, None]
+        x = x.to(tl.float16) * tl.load(scales + place).to(tl.float16)[:, None]
     return x
 
 
@@ -210,14 +210,14 @@ def _prefill_kernel(
     # Rounded before the gate, as in the reference: two float32 tiles at once do not fit the registers. Nor do addresses
     # kept through the loop: the rows are read again, for the compiler to compute them here.
     attended = (acc / total[:, None]).to(out.dtype.element_ty)
-    again = tl.load(tile_row + tile, volatile=True) + (work % PARTS) * TOKENS
-    row = (again + token).to(tl.int64)
-    last = tl.load(segment_begin + segment + 1, volatile=True)
-    wanted = ((row < last) & (member < GROUP))[:, None] & (column < DIM)[None, :]
+    again = (tl.load(tile_row + tile, volatile=True) + (work % PARTS) * TOKENS).to(tl.int64)
+    left = tl.load(segment_begin + segment + 1, volatile=True) - again.to(tl.int32)
+    wanted = ((token < left) & (member < GROUP))[:, None] & (column < DIM)[None, :]
     at = head[:, None] * DIM + column[None, :]
-    g = tl.load(gate + row[:, None] * gate_stride + at, mask=wanted, other=0.0).to(tl.float32)
-    result = attended.to(tl.float32) / (1.0 + tl.exp(-g))
-    tl.store(out + row[:, None] * out_stride + at, result.to(out.dtype.element_ty), mask=wanted)
+    g = tl.load(gate + again * gate_stride + (token[:, None] * gate_stride + at), mask=wanted, other=0.0)
+    result = attended.to(tl.float32) / (1.0 + tl.exp(-g.to(tl.float32)))
+    target = out + again * out_stride + (token[:, None] * out_stride + at)
+    tl.store(target, result.to(out.dtype.element_ty), mask=wanted)
 
 
 def paged_prefill(

@@ -17,8 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.pages import KvPages
 
-_MANY_ROWS = 64
-"""From here on a program takes several rows and heads, so that a rotation's cosines serve more than one head."""
+_MANY_ROWS = 256
+"""From here on a program takes several heads, so that a rotation's cosines serve more than one."""
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def qk_norm_rope_write(
         return out
     many = rows >= _MANY_ROWS
     group = heads_a_program or (max(n for n in range(1, 6) if total % n == 0) if many else 1)
-    tile = rows_a_program or (4 if many else 1)
+    tile = rows_a_program or 1
     if total % group:
         raise ValueError(f"qk_norm_rope_write: heads_a_program ({group}) must divide {total} heads")
     key_scales = kv.keys if kv.key_scales is None else kv.key_scales
@@ -207,7 +207,7 @@ def qk_norm_rope_write(
         HEADS_A_PROGRAM=group,
         BLOCK=triton.next_power_of_2(dim),
         PDL=pdl,
-        num_warps=num_warps or (4 if many else 1),
+        num_warps=num_warps or (1 if many or kv.quantized else 2),
         launch_pdl=pdl,
     )
     return out
