@@ -1,18 +1,21 @@
 """The DeltaNet kernels at the 4B shape, variant by variant: time and error against float64. Needs a GPU.
 
-``python -m benchmarks.sweep_delta`` prints tables and, with --json FILE, writes them. Times are microseconds of one
-layer, the best of some replays of a CUDA graph of many launches over different state slots, so that states come from
-memory. Errors are of outputs and final states, relative in the root mean square, against the
-float64 recurrence.
+``python -m benchmarks.sweep_delta`` prints a line a variant and, with --json FILE, writes them. Times are microseconds
+of one layer, the best of some replays of a CUDA graph of many launches over different state slots, so that states come
+from memory. Errors are of outputs and final states, relative in the root mean square, against the float64 recurrence.
+A variant that crashes takes its process with it; the rest is measured in the next one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
+import multiprocessing
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,106 +26,151 @@ from torch import Tensor
 from benchmarks.environment import environment
 from benchmarks.precompile import precompile
 from kernels.gpu import gated_delta_chunk as chunk
-from kernels.gpu import gated_delta_step as step
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_decode import gated_delta_decode
-from kernels.gpu.gated_delta_step import StepConfig
+from kernels.gpu.gated_delta_chunk import ChunkConfig
+from kernels.gpu.gated_delta_step import StepConfig, gated_delta_step
 from kernels.gpu.gated_delta_tiles import Tiles, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
-from kernels.gpu.segments import TILE, Segments
+from kernels.gpu.segments import Segments
 from tests.kernels.gpu.delta_support import Mixer, exact_delta, mixer
 
 SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-_STATE = (SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
-_BYTES = 2 * 4 * SHAPE.value_size * SHAPE.key_dim
-"""Read and written a row."""
+STATE = (SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
+BYTES = 2 * 4 * SHAPE.value_size * SHAPE.key_dim
+"""Of a row's state, read and written."""
 ROWS = (1, 8, 64, 256)
 PREFILLS = ((1, 512), (16, 512), (4, 4096), (1, 16384))
 SLOTS = 520
+CHECKED = 448
 STEPS = [
     StepConfig(*numbers)
     for numbers in (
-        (128, 8, 1),
-        (128, 16, 1),
-        (64, 8, 2),
-        (64, 16, 2),
-        (32, 4, 2),
-        (32, 4, 3),
-        (32, 4, 4),
-        (32, 8, 4),
-        (16, 4, 3),
-        (16, 4, 6),
-        (16, 2, 4),
+        (8, 1),
+        (4, 1),
+        (16, 1),
+        (8, 1, 0, 128, False),
+        (4, 3, 528, 32),
+        (4, 3, 528, 32, False),
+        # A program for each head: none stays.
+        (4, 3, 1 << 20, 32),
+        (4, 4, 1 << 20, 32),
+        (4, 4, 396, 32),
+        (4, 3, 396, 32),
+        (4, 3, 264, 32),
+        (8, 3, 264, 32),
+        (8, 3, 132, 64),
+        (8, 3, 132, 128),
+        (16, 3, 132, 128),
+        (4, 6, 396, 16),
     )
 ]
 CHUNKS = [
-    chunk.ChunkConfig(block_v, warps, stages, *terms)
+    ChunkConfig(block_v, warps, stages, *terms, inverse_terms=1)
     for block_v, warps, stages, terms in (
-        *itertools.product((16, 32), (4,), (2, 3), ((1, 1), (2, 1), (2, 2))),
-        *itertools.product((64,), (4, 8), (2,), ((1, 1), (2, 1), (2, 2))),
+        *itertools.product((32,), (4,), (2, 3), ((1, 1), (2, 1), (2, 2))),
+        *itertools.product((64,), (4, 8), (2,), ((1, 1), (2, 2))),
         *itertools.product((64,), (4,), (1, 3), ((1, 1),)),
         *itertools.product((32,), (4, 8), (1,), ((1, 1),)),
         *itertools.product((128,), (8,), (2,), ((1, 1),)),
+        *itertools.product((16,), (4,), (2,), ((1, 1),)),
     )
 ]
 TILES = [
-    chunk.ChunkConfig(32, 4, 2, terms, terms, inverse_terms=inverse, tile_warps=warps)
+    ChunkConfig(32, 4, 2, terms, terms, inverse_terms=inverse, tile_warps=warps)
     for inverse, warps, terms in itertools.product((1, 2), (4, 8), (1, 2))
 ]
-CONV_DECODES = [(256, 1), (512, 2), (512, 4), (1024, 4)]
-CONV_PREFILLS = [(8, 256, 4), (16, 256, 4), (32, 256, 8), (64, 128, 4), (16, 512, 4), (16, 128, 2), (16, 64, 1)]
+CONV_DECODES = [(256, 1), (512, 2), (128, 1)]
+CONV_PREFILLS = [(8, 256, 4), (16, 256, 4), (32, 256, 8), (64, 128, 4), (16, 256, 1), (32, 256, 1), (16, 128, 2)]
+
+Case = tuple[str, Any]
+"""What is measured, and the variant."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="compile and check the first variant of each kind only")
+    parser.add_argument("--only", nargs="*", help="kinds: step pair conv_decode scan tiles conv_prefill norm")
     options = parser.parse_args()
-    if options.quick:
-        for variants in (STEPS, CHUNKS, TILES, CONV_DECODES, CONV_PREFILLS):
-            del variants[1:]
-    seconds = precompile([partial(_compile, kind, variant) for kind, variant in _variants()])
+    cases = [case for case in _cases() if not options.only or case[0] in options.only]
+    seconds = precompile([partial(_compile, case) for case in cases])
     print(f"compiled in {seconds:.1f} s", flush=True)
-    device = torch.device("cuda")
-    results: dict[str, Any] = environment() | {"decode": _decode(device), "prefill": _prefill(device)}
+    rows = _isolated(cases)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
 
 
-def _variants() -> list[tuple[str, Any]]:
+def _cases() -> list[Case]:
+    """Those least likely to fail first."""
+    pairs = itertools.product((STEPS[0], STEPS[4]), (False, True))
     return [
-        *(("scan", config) for config in CHUNKS),
-        *(("tiles", config) for config in TILES),
         *(("step", config) for config in STEPS),
         *(("conv_decode", config) for config in CONV_DECODES),
+        *(("pair", pair) for pair in pairs),
         *(("conv_prefill", config) for config in CONV_PREFILLS),
+        ("norm", (16, 4)),
+        ("norm", (32, 4)),
+        *(("tiles", config) for config in TILES),
+        *(("scan", config) for config in CHUNKS),
     ]
 
 
-def _compile(kind: str, variant: Any, device: torch.device) -> None:
-    """One variant's launches with shapes that Triton specialises like those that are timed."""
-    layer = _Layer(64, 32, device)
-    if kind == "step":
-        layer.step(layer.state.bfloat16(), layer.slots(1)[0], variant, pdl=False)
-        for pdl in (False, True):
-            layer.decode(layer.slots(1)[0], variant, pdl=pdl)
-            layer.step(layer.state, layer.slots(1)[0], variant, pdl=pdl)
-    elif kind == "conv_decode":
-        layer.conv_decode(layer.slots(1)[0], variant, pdl=False)
-        layer.conv_decode(layer.slots(1)[0], variant, pdl=True)
+def _isolated(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The cases' figures, measured in a process that is replaced when a case kills it."""
+    context = multiprocessing.get_context("fork")
+    rows: list[dict[str, Any]] = []
+    with tempfile.NamedTemporaryFile("r") as file:
+        while len(rows) < len(cases):
+            worker = context.Process(target=_work, args=(cases[len(rows) :], file.name))
+            worker.start()
+            worker.join()
+            rows += [json.loads(line) for line in file]
+            if worker.exitcode:
+                what, variant = cases[len(rows)]
+                rows.append(_report(what, variant, {"failed": float(worker.exitcode)}))
+    return rows
+
+
+def _work(cases: Sequence[Case], path: str) -> None:
+    device = torch.device("cuda")
+    with Path(path).open("a", buffering=1) as file:
+        for what, variant in cases:
+            figures = _MEASURES[what](variant, device)
+            torch.cuda.synchronize()
+            file.write(json.dumps(_report(what, variant, figures)) + "\n")
+
+
+def _report(what: str, variant: Any, figures: dict[str, float]) -> dict[str, Any]:
+    text = "  ".join(f"{name} {x:8.2f}" if x >= 0.1 else f"{name} {x:8.1e}" for name, x in figures.items())
+    config = asdict(variant) if isinstance(variant, StepConfig | ChunkConfig) else variant
+    numbers = tuple(config.values()) if isinstance(config, dict) else config
+    print(f"{what:<12} {numbers!s:<32} {text}", flush=True)
+    return {"what": what, "config": str(config)} | figures
+
+
+def _compile(case: Case, device: torch.device) -> None:
+    """A case's launches with shapes that Triton specialises like those that are timed."""
+    what, variant = case
+    layer = Layer(64, 32, device)
+    slots = layer.slots(1)[0]
+    segments = Segments.build([64], [0], [1], [0], device)
+    if what == "step":
+        layer.step(slots, variant)
+        layer.step(slots, variant, state=layer.state.bfloat16())
+    elif what == "conv_decode":
+        layer.conv_decode(slots, variant)
+    elif what == "pair":
+        layer.pair(slots, *variant)
+    elif what == "conv_prefill":
+        layer.conv_prefill(segments, variant)
+    elif what == "norm":
+        layer.norm(segments, variant)
     else:
-        segments = Segments.build([64], [0], [1], [0], device)
-        if kind == "conv_prefill":
-            layer.conv_prefill(segments, variant)
-        elif kind == "tiles":
-            layer.tiles(segments, variant)
-        else:
-            layer.scan(segments, layer.tiles(segments, variant), variant)
-            layer.norm(segments)
+        layer.scan(segments, layer.tiles(segments, variant), variant)
+        layer.norm(segments, (16, 4))
 
 
-class _Layer:
+class Layer:
     """One DeltaNet layer with T rows of projections and a pool of states."""
 
     def __init__(self, rows: int, slots: int, device: torch.device, *, alike: float = 0.0) -> None:
@@ -136,12 +184,10 @@ class _Layer:
             dtype=torch.bfloat16,
             alike=alike,
         )
-        repeats = -(-rows // self.m.projected.shape[0])
-        self.projected = self.m.projected.repeat(repeats, 1)[:rows]
+        self.projected = self.m.projected.repeat(-(-rows // self.m.projected.shape[0]), 1)[:rows]
         self.conv = torch.zeros(slots, 3, self.m.conv_dim, dtype=torch.bfloat16, device=device)
-        self.state = torch.zeros(slots, *_STATE, device=device)
+        self.state = torch.zeros(slots, *STATE, device=device)
         self.mixed = self.projected[:, : self.m.conv_dim].clone()
-        self.readers = torch.zeros(256, SHAPE.key_heads, dtype=torch.int32, device=device)
         self.out = torch.empty(rows, SHAPE.value_size, dtype=torch.bfloat16, device=device)
         self.device = device
 
@@ -150,30 +196,33 @@ class _Layer:
         order = torch.randperm(len(self.state) - 1, generator=torch.Generator().manual_seed(0)).add(1).int()
         return list(order.to(self.device)[: len(order) // rows * rows].view(-1, rows)[:128])
 
-    def step(self, state: Tensor, slots: Tensor, config: StepConfig, *, pdl: bool) -> None:
-        step.gated_delta_step(
-            self.mixed, self.projected, *self.m.parameters(), state, slots, out=self.out, config=config, pdl=pdl
-        )
-
-    def decode(self, slots: Tensor, config: StepConfig, *, pdl: bool) -> None:
-        gated_delta_decode(
+    def step(self, slots: Tensor, config: StepConfig, *, pdl: bool = False, state: Tensor | None = None) -> None:
+        gated_delta_step(
+            self.mixed,
             self.projected,
-            self.m.conv,
-            self.conv,
-            self.readers,
             *self.m.parameters(),
-            self.state,
+            self.state if state is None else state,
             slots,
             out=self.out,
             config=config,
             pdl=pdl,
         )
 
-    def conv_decode(self, slots: Tensor, config: tuple[int, int], *, pdl: bool) -> None:
-        block, warps = config
+    def conv_decode(self, slots: Tensor, config: tuple[int, int], *, pdl: bool = False) -> None:
         conv_decode(
-            self.projected, self.m.conv, self.conv, slots, out=self.mixed, block=block, num_warps=warps, pdl=pdl
+            self.projected,
+            self.m.conv,
+            self.conv,
+            slots,
+            out=self.mixed,
+            block=config[0],
+            num_warps=config[1],
+            pdl=pdl,
         )
+
+    def pair(self, slots: Tensor, config: StepConfig, pdl: bool) -> None:
+        self.conv_decode(slots, CONV_DECODES[0], pdl=pdl)
+        self.step(slots, config, pdl=pdl)
 
     def conv_prefill(self, segments: Segments, config: tuple[int, int, int]) -> None:
         rows, block, warps = config
@@ -181,7 +230,7 @@ class _Layer:
             self.projected, self.m.conv, self.conv, segments, out=self.mixed, rows=rows, block=block, num_warps=warps
         )
 
-    def tiles(self, segments: Segments, config: chunk.ChunkConfig) -> Tiles:
+    def tiles(self, segments: Segments, config: ChunkConfig) -> Tiles:
         return prepare_tiles(
             self.mixed,
             self.projected,
@@ -194,23 +243,20 @@ class _Layer:
             num_warps=config.tile_warps,
         )
 
-    def scan(self, segments: Segments, tiles: Tiles, config: chunk.ChunkConfig) -> None:
+    def scan(self, segments: Segments, tiles: Tiles, config: ChunkConfig) -> None:
         chunk.scan_tiles(
-            self.mixed,
-            self.projected,
-            self.m.norm,
-            1e-6,
-            self.state,
-            SHAPE,
-            segments,
-            tiles,
-            self.out,
-            config,
+            self.mixed, self.projected, self.m.norm, 1e-6, self.state, SHAPE, segments, tiles, self.out, config
         )
 
-    def norm(self, segments: Segments) -> None:
+    def norm(self, segments: Segments, config: tuple[int, int]) -> None:
         gate = self.projected[:, SHAPE.conv_dim : SHAPE.conv_dim + SHAPE.value_size]
-        gated_norm(self.out, gate, self.m.norm, 1e-6, segments, out=self.out)
+        rows, warps = config
+        gated_norm(self.out, gate, self.m.norm, 1e-6, segments, out=self.out, rows=rows, num_warps=warps)
+
+
+@functools.cache
+def _layer(rows: int, slots: int, device: torch.device, alike: float = 0.0) -> Layer:
+    return Layer(rows, slots, device, alike=alike)
 
 
 def _time(launches: Sequence[Callable[[], object]]) -> float:
@@ -238,105 +284,104 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-def _row(what: str, config: object, **figures: float) -> dict[str, Any]:
-    text = "  ".join(
-        f"{name} {value:9.2f}" if value >= 0.1 else f"{name} {value:9.1e}" for name, value in figures.items()
-    )
-    numbers = config if isinstance(config, tuple) else tuple(asdict(config).values())  # type: ignore[call-overload]
-    print(f"{what:<22} {numbers!s:<28} {text}", flush=True)
-    return {"what": what, "config": numbers} | figures
-
-
-def _decode(device: torch.device) -> list[dict[str, Any]]:
-    layer = _Layer(256, SLOTS, device)
-    rows = []
+def _step(config: StepConfig, device: torch.device) -> dict[str, float]:
+    layer = _layer(256, SLOTS, device)
+    m, before = layer.m, torch.randn(4, *STATE, device=device)
+    state, out = before.clone(), torch.empty(2, SHAPE.value_size, device=device)
+    slots = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    gated_delta_step(layer.mixed[:2], m.projected[:2], *m.parameters(), state, slots, out=out, config=config)
+    figures = {"error": 0.0}
+    for row, slot in enumerate(slots.tolist()):
+        here = slice(row, row + 1)
+        expected, final = exact_delta(m, layer.mixed[here], m.projected[here], before[slot])
+        figures["error"] = max(figures["error"], _error(out[here], expected), _error(state[slot], final))
+    for count in ROWS:
+        figures[f"B{count}"] = _time([partial(layer.step, slots, config) for slots in layer.slots(count)])
+    figures |= {f"TB/s{count}": count * BYTES / figures[f"B{count}"] / 1e6 for count in (64, 256)}
     narrow = layer.state.bfloat16()
-    check = torch.randn(4, *_STATE, device=device)
-    for config in STEPS:
-        state = check.clone()
-        out = torch.empty(2, SHAPE.value_size, device=device)
-        slots = torch.tensor([1, 3], dtype=torch.int32, device=device)
-        m = layer.m
-        step.gated_delta_step(layer.mixed[:2], m.projected[:2], *m.parameters(), state, slots, out=out, config=config)
-        errors = []
-        for row in range(2):
-            expected, final = exact_delta(m, layer.mixed[row : row + 1], m.projected[row : row + 1], check[slots[row]])
-            errors.append(max(_error(out[row : row + 1], expected), _error(state[slots[row]], final)))
-        figures = {"error": max(errors)}
-        for count in ROWS:
-            sets = layer.slots(count)
-            figures[f"B{count}"] = _time([partial(layer.step, layer.state, s, config, pdl=False) for s in sets])
-        figures["TB/s64"] = 64 * _BYTES / figures["B64"] / 1e6
-        figures["TB/s256"] = 256 * _BYTES / figures["B256"] / 1e6
-        figures["bf16_64"] = _time([partial(layer.step, narrow, s, config, pdl=False) for s in layer.slots(64)])
-        rows.append(_row("step", config, **figures))
-    for conv in CONV_DECODES:
-        figures = {}
-        for count in ROWS:
-            sets = layer.slots(count)
-            figures[f"B{count}"] = _time([partial(layer.conv_decode, s, conv, pdl=False) for s in sets])
-        rows.append(_row("conv_decode", conv, **figures))
-
-    for config, pdl in itertools.product(STEPS, (False, True)):
-        figures = {}
-        for count in ROWS:
-            figures[f"B{count}"] = _time([partial(layer.decode, s, config, pdl=pdl) for s in layer.slots(count)])
-        rows.append(_row(f"decode pdl={pdl}", config, **figures))
-
-    def both(slots: Tensor, config: StepConfig, pdl: bool) -> None:
-        layer.conv_decode(slots, CONV_DECODES[-1], pdl=pdl)
-        layer.step(layer.state, slots, config, pdl=pdl)
-
-    for config, pdl in itertools.product((STEPS[0], STEPS[1], STEPS[5]), (False, True)):
-        figures = {f"B{c}": _time([partial(both, s, config, pdl) for s in layer.slots(c)]) for c in ROWS}
-        rows.append(_row(f"conv+step pdl={pdl}", config, **figures))
-    return rows
+    figures["bf16_64"] = _time([partial(layer.step, slots, config, state=narrow) for slots in layer.slots(64)])
+    return figures
 
 
-def _prefill(device: torch.device) -> list[dict[str, Any]]:
-    rows = []
-    errors: dict[chunk.ChunkConfig, dict[str, float]] = {}
-    for name, alike in (("random", 0.0), ("alike", 0.97)):
-        layer = _Layer(448, 8, device, alike=alike)
-        start = torch.randn(_STATE, device=device)
-        segments = Segments.build([448], [9], [3], [0], device)
-        expected, final = exact_delta(layer.m, layer.mixed, layer.m.projected[:448], start)
-        for config in [*CHUNKS, *TILES]:
-            layer.state[3] = start
-            out = torch.empty(448, SHAPE.value_size, dtype=torch.bfloat16, device=device)
-            chunk.gated_delta_prefill(
-                layer.mixed, layer.projected, *layer.m.parameters(), layer.state, segments, out=out, config=config
-            )
-            errors.setdefault(config, {})[f"{name} out"] = _error(out, expected)
-            errors[config][f"{name} state"] = _error(layer.state[3], final)
-    times: dict[tuple[str, object], dict[str, float]] = {}
+def _conv_decode(config: tuple[int, int], device: torch.device) -> dict[str, float]:
+    layer = _layer(256, SLOTS, device)
+    return {f"B{count}": _time([partial(layer.conv_decode, s, config) for s in layer.slots(count)]) for count in ROWS}
+
+
+def _pair(variant: tuple[StepConfig, bool], device: torch.device) -> dict[str, float]:
+    layer = _layer(256, SLOTS, device)
+    return {f"B{count}": _time([partial(layer.pair, s, *variant) for s in layer.slots(count)]) for count in ROWS}
+
+
+def _prefills(launch: Callable[[Layer, Segments], object], device: torch.device) -> dict[str, float]:
+    figures: dict[str, float] = {}
     for count, length in PREFILLS:
-        name = f"{count}x{length}"
-        layer = _Layer(count * length, 24, device)
+        layer = _layer(count * length, 24, device)
         segments = Segments.build([length] * count, [0] * count, list(range(1, count + 1)), [0] * count, device)
         repeat = max(4, 8192 // (count * length))
+        figures[f"{count}x{length}"] = _time([partial(launch, layer, segments)] * repeat)
+    count, length = PREFILLS[1]
+    # All 24 layers, saturated.
+    figures["us/token"] = figures[f"{count}x{length}"] * 24 / (count * length)
+    return figures
 
-        def measure(launch: Callable[[], object], repeat: int = repeat) -> float:
-            return _time([launch] * repeat)
 
-        for conv in CONV_PREFILLS:
-            times.setdefault(("conv", conv), {})[name] = measure(partial(layer.conv_prefill, segments, conv))
-        for config in TILES:
-            times.setdefault(("tiles", config), {})[name] = measure(partial(layer.tiles, segments, config))
-        by_terms = {terms: layer.tiles(segments, replace(TILES[0], tile_terms=terms)) for terms in (1, 2)}
-        for config in CHUNKS:
-            launch = partial(layer.scan, segments, by_terms[config.tile_terms], config)
-            times.setdefault(("scan", config), {})[name] = measure(launch)
-        times.setdefault(("norm", (16, 4)), {})[name] = measure(partial(layer.norm, segments))
-        del layer
-    for (what, variant), figures in times.items():
-        more = errors.get(variant, {}) if isinstance(variant, chunk.ChunkConfig) else {}
-        count, length = PREFILLS[1]
-        per_token = figures[f"{count}x{length}"] * 24 / (count * length)
-        rows.append(_row(what, variant, **figures, **{"us/token": per_token}, **more))
-    return rows
+@functools.cache
+def _expected(device: torch.device, alike: float) -> tuple[Tensor, Tensor, Tensor]:
+    layer = _layer(CHECKED, 8, device, alike)
+    start = torch.randn(STATE, device=device)
+    return start, *exact_delta(layer.m, layer.mixed, layer.m.projected, start)
+
+
+def _errors(config: ChunkConfig, device: torch.device) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for name, alike in (("random", 0.0), ("alike", 0.97)):
+        layer = _layer(CHECKED, 8, device, alike)
+        start, expected, final = _expected(device, alike)
+        layer.state[3] = start
+        segments = Segments.build([CHECKED], [9], [3], [0], device)
+        chunk.gated_delta_prefill(
+            layer.mixed, layer.projected, *layer.m.parameters(), layer.state, segments, out=layer.out, config=config
+        )
+        figures |= {f"{name} out": _error(layer.out, expected), f"{name} state": _error(layer.state[3], final)}
+    return figures
+
+
+def _tiles(config: ChunkConfig, device: torch.device) -> dict[str, float]:
+    errors = _errors(config, device)
+    return _prefills(lambda layer, segments: layer.tiles(segments, config), device) | errors
+
+
+def _scan(config: ChunkConfig, device: torch.device) -> dict[str, float]:
+    errors = _errors(config, device)
+    kept: dict[int, Tiles] = {}
+
+    def launch(layer: Layer, segments: Segments) -> None:
+        if id(layer) not in kept:
+            kept[id(layer)] = layer.tiles(segments, config)
+        layer.scan(segments, kept[id(layer)], config)
+
+    return _prefills(launch, device) | errors
+
+
+def _conv_prefill(config: tuple[int, int, int], device: torch.device) -> dict[str, float]:
+    return _prefills(lambda layer, segments: layer.conv_prefill(segments, config), device)
+
+
+def _norm(config: tuple[int, int], device: torch.device) -> dict[str, float]:
+    return _prefills(lambda layer, segments: layer.norm(segments, config), device)
+
+
+_MEASURES: dict[str, Callable[[Any, torch.device], dict[str, float]]] = {
+    "step": _step,
+    "conv_decode": _conv_decode,
+    "pair": _pair,
+    "conv_prefill": _conv_prefill,
+    "norm": _norm,
+    "tiles": _tiles,
+    "scan": _scan,
+}
 
 
 if __name__ == "__main__":
-    assert TILE == 64
     main()

@@ -128,8 +128,8 @@ def conv_decode(
     slots: Tensor,
     *,
     out: Tensor | None = None,
-    block: int = 512,
-    num_warps: int = 4,
+    block: int = 256,
+    num_warps: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """One token of each of B sequences; their states move on by one token, in place.

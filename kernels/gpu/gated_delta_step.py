@@ -37,15 +37,79 @@ def sigmoid(x):
 
 
 @triton.jit
-def advance(s, q, k, v, q_norm, k_norm, overlap, decay, beta):
-    """New state and output of a block of value dimensions.
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
-    Norms are factors of the results, so that no sum waits for another. Sᵀk and Sᵀq are of the old state:
-    o = exp(g) Sᵀq + (k·q) δ needs no second look at the new one.
-    """
-    delta = k_norm * beta * (v - decay * k_norm * tl.sum(s * k[:, None], axis=0))
-    o = q_norm * (decay * tl.sum(s * q[:, None], axis=0) + overlap * delta)
-    return decay * s + k[:, None] * delta[None, :], o
+
+@triton.jit
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _advance(
+    s,
+    row,
+    head,
+    j,
+    mixed,
+    projected,
+    negative_a,
+    dt_bias,
+    scale,
+    mixed_stride,
+    projected_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The new state and the output of the value dimensions j of a head, float32."""
+    key_head = head // (HEADS // KEY_HEADS)
+    i = tl.arange(0, BLOCK_K)
+    vector = mixed + row * mixed_stride + key_head * KEY_DIM + i
+    q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+    k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+    value = mixed + row * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    v = tl.load(value, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
+    gates = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
+    b = tl.load(gates).to(tl.float32)
+    a = tl.load(gates + HEADS).to(tl.float32)
+    decay = tl.exp(log_decay(a, tl.load(negative_a + head), tl.load(dt_bias + head)))
+    # The norms of q and k are factors of the results, and Sᵀk and Sᵀq are of the old state (o = exp(g) Sᵀq + (k·q) δ
+    # needs no second look at the new one), so that no sum waits for another.
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
+    read, o = tl.reduce((s * k[:, None], s * q[:, None]), 0, _add_pairs)
+    k_norm = tl.rsqrt(kk + 1e-6)
+    delta = k_norm * sigmoid(b) * (v - decay * k_norm * read)
+    return decay * s + k[:, None] * delta[None, :], scale * tl.rsqrt(qq + 1e-6) * (decay * o + qk * delta)
+
+
+@triton.jit
+def _store_normed(
+    o,
+    row,
+    head,
+    column,
+    projected,
+    norm_weight,
+    out,
+    eps,
+    projected_stride,
+    out_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """The gated norm of a head's whole output, [blocks, block] float32."""
+    inside = column < VALUE_DIM
+    gate = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM + head * VALUE_DIM + column
+    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + column, mask=inside, other=0.0)
+    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
+    tl.store(out + row * out_stride + head * VALUE_DIM + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -58,6 +122,7 @@ def _gated_delta_step_kernel(
     state,
     slots,
     out,
+    items,
     eps,
     scale,
     mixed_stride,
@@ -71,76 +136,84 @@ def _gated_delta_step_kernel(
     BLOCK_V: tl.constexpr,
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    key_head = head // (HEADS // KEY_HEADS)
-    i = tl.arange(0, BLOCK_K)
+    i = tl.arange(0, BLOCK_K)[:, None]
     j = tl.arange(0, BLOCK_V)
-    # Neither slots nor states are written by the kernel ahead: the state is on its way before that one has finished.
-    slot = tl.load(slots + row).to(tl.int64)
-    places = state + ((slot * HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
-    held = i[:, None] < KEY_DIM
-    if BLOCKS == 1:
-        s = tl.load(places, mask=held & (j[None, :] < VALUE_DIM), other=0.0).to(tl.float32)
-    # All value dimensions, [BLOCKS, BLOCK_V].
-    column = tl.arange(0, BLOCKS)[:, None] * BLOCK_V + j[None, :]
-    inside = column < VALUE_DIM
-    weight = tl.load(norm_weight + column, mask=inside, other=0.0)
-    rate = tl.load(negative_a + head)
-    bias = tl.load(dt_bias + head)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    vector = mixed + row * mixed_stride + key_head * KEY_DIM + i
-    q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    values = mixed + row * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-    gates = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    z = tl.load(gates + head * VALUE_DIM + column, mask=inside, other=0.0).to(tl.float32)
-    beta = sigmoid(tl.load(gates + HEADS * VALUE_DIM + head).to(tl.float32))
-    a = tl.load(gates + HEADS * VALUE_DIM + HEADS + head).to(tl.float32)
-    decay = tl.exp(log_decay(a, rate, bias))
-    k_norm = 1.0 / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
-    q_norm = scale / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6)
-    overlap = tl.sum(q * k, axis=0)
-    if BLOCKS == 1:
-        v = tl.load(values + j, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
-        new, part = advance(s, q, k, v, q_norm, k_norm, overlap, decay, beta)
-        tl.store(places, new.to(state.dtype.element_ty), mask=held & (j[None, :] < VALUE_DIM))
-        o = part[None, :]
+    which = tl.arange(0, BLOCKS)[:, None]
+    column = which * BLOCK_V + j[None, :]
+    first = tl.program_id(0)
+    if STAGES == 1:
+        row = (first // HEADS).to(tl.int64)
+        head = first % HEADS
+        # Neither slots nor states are written by the kernel ahead: the state is on its way before that one is done.
+        slot = tl.load(slots + row).to(tl.int64)
+        places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
+        held = (i < KEY_DIM) & (j[None, :] < VALUE_DIM)
+        s = tl.load(places, mask=held, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        s, o = _advance(
+            s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
+            KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
+        )  # fmt: skip
+        tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy=EVICT)
+        _store_normed(
+            o[None, :], row, head, column, projected, norm_weight, out, eps, projected_stride, out_stride,
+            KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
     else:
-        o = tl.zeros([BLOCKS, BLOCK_V], tl.float32)
-        for block in tl.range(BLOCKS, num_stages=STAGES):
-            here = block * BLOCK_V
-            some = j + here < VALUE_DIM
-            s = tl.load(places + here, mask=held & some[None, :], other=0.0).to(tl.float32)
-            v = tl.load(values + here + j, mask=some, other=0.0).to(tl.float32)
-            new, part = advance(s, q, k, v, q_norm, k_norm, overlap, decay, beta)
-            tl.store(places + here, new.to(state.dtype.element_ty), mask=held & some[None, :])
-            o = tl.where(tl.arange(0, BLOCKS)[:, None] == block, part[None, :], o)
-    inverse = 1.0 / tl.sqrt(tl.sum(tl.sum(o * o, axis=1), axis=0) / VALUE_DIM + eps)
-    y = o * inverse * weight * (z * sigmoid(z))
-    tl.store(out + row * out_stride + head * VALUE_DIM + column, y.to(out.dtype.element_ty), mask=inside)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        whole = tl.zeros([BLOCKS, BLOCK_V], tl.float32)
+        mine = (items - first + tl.num_programs(0) - 1) // tl.num_programs(0)
+        # The next blocks of states, of this head or another, are on their way to shared memory while one is computed.
+        for step in tl.range(0, mine * BLOCKS, num_stages=STAGES):
+            item = first + step // BLOCKS * tl.num_programs(0)
+            block = step % BLOCKS
+            row = tl.cast(item // HEADS, tl.int64)
+            head = item % HEADS
+            here = block * BLOCK_V + j
+            slot = tl.load(slots + row).to(tl.int64)
+            places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + here[None, :]
+            held = (i < KEY_DIM) & (here[None, :] < VALUE_DIM)
+            s = tl.load(places, mask=held, other=0.0, eviction_policy=EVICT).to(tl.float32)
+            s, o = _advance(
+                s, row, head, here, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
+                KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
+            )  # fmt: skip
+            tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy=EVICT)
+            whole = tl.where(which == block, o[None, :], whole)
+            if block == BLOCKS - 1:
+                _store_normed(
+                    whole, row, head, column, projected, norm_weight, out, eps, projected_stride, out_stride,
+                    KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StepConfig:
-    """How one head of one row is computed by its program."""
+    """How heads of rows are dealt to programs."""
 
-    block_v: int
-    """Value dimensions at a time. All: the least latency. Fewer: less to hold, so that the loads of some programs
-    overlap the arithmetic and the stores of others."""
     num_warps: int
     num_stages: int
-    """Blocks in flight."""
+    """1: a program a head, for the least latency. More: programs that stay, with so many blocks of states in flight."""
+    programs: int = 0
+    """Of those that stay."""
+    block_v: int = 128
+    """Value dimensions of a block, in those that stay."""
+    evict_first: bool = True
+    """States pass through the L2 cache without pushing weights out."""
 
 
-FEW = StepConfig(block_v=128, num_warps=8, num_stages=1)
-MANY = StepConfig(block_v=32, num_warps=4, num_stages=4)
-_FEW_ROWS = 8
-"""Up to here all programs run at once."""
+FEW = StepConfig(num_warps=8, num_stages=1)
+MANY = StepConfig(num_warps=4, num_stages=3, programs=4 * 132, block_v=32)
+"""As many programs as 132 multiprocessors hold at 128 registers a thread."""
+_FEW_ROWS = 4
+"""Up to here all heads are computed at once."""
 
 
 def choose(rows: int) -> StepConfig:
@@ -164,7 +237,7 @@ def gated_delta_step(
 ) -> Tensor:
     """One token of each of B sequences; their states move on in place, each element read and written once.
 
-    One program computes one value head of one row. All arithmetic is float32.
+    All arithmetic is float32.
 
     Args:
         mixed: [B, conv_dim], the convolution's output: query | key | value heads.
@@ -193,8 +266,11 @@ def gated_delta_step(
     if rows:
         if config is None:
             config = choose(rows)
-        block_v = min(config.block_v, triton.next_power_of_2(shape.value_dim))
-        _gated_delta_step_kernel[(shape.value_heads, rows)](
+        items = rows * shape.value_heads
+        block_v = triton.next_power_of_2(shape.value_dim)
+        if config.num_stages > 1:
+            block_v = min(block_v, config.block_v)
+        _gated_delta_step_kernel[(items if config.num_stages == 1 else min(items, config.programs),)](
             mixed,
             projected,
             negative_a,
@@ -203,6 +279,7 @@ def gated_delta_step(
             state,
             slots,
             out,
+            items,
             eps,
             shape.key_dim**-0.5,
             mixed.stride(0),
@@ -216,6 +293,7 @@ def gated_delta_step(
             BLOCK_V=block_v,
             BLOCKS=triton.next_power_of_2(triton.cdiv(shape.value_dim, block_v)),
             STAGES=config.num_stages,
+            EVICT="evict_first" if config.evict_first else "",
             PDL=pdl,
             num_warps=config.num_warps,
             launch_pdl=pdl,

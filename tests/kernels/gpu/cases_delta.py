@@ -7,7 +7,6 @@ import torch
 from kernels.gpu import gated_delta_step as step
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.gated_delta_chunk import FEW, MANY, gated_delta_prefill
-from kernels.gpu.gated_delta_decode import gated_delta_decode
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu.delta_support import mixer
 
@@ -17,16 +16,12 @@ def launches() -> None:
     conv_state = torch.zeros(3, 3, m.conv_dim, dtype=torch.bfloat16)
     state = torch.zeros(3, 32, 128, 128)
     slots = torch.ones(2, dtype=torch.int32)
-    readers = torch.zeros(2, 16, dtype=torch.int32)
     segments = Segments.build([64], [0], [2], [0], "cpu", first_row=2)
     for pdl in (False, True):
         mixed = conv_decode(m.projected[:2], m.conv, conv_state, slots, pdl=pdl)
         for pool in (state, state.bfloat16()):
             for few in (step.FEW, step.MANY):
                 step.gated_delta_step(mixed, m.projected[:2], *m.parameters(), pool, slots, config=few, pdl=pdl)
-                gated_delta_decode(
-                    m.projected, m.conv, conv_state, readers, *m.parameters(), pool, slots, config=few, pdl=pdl
-                )
     mixed = conv_prefill(m.projected, m.conv, conv_state, segments)
     for config in (FEW, MANY):
         gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, config=config)
