@@ -34,8 +34,8 @@ def test_prefill_decode_and_mixed_steps() -> None:
     """More than a tile in one prompt, more rows than the products of few rows take, tokens that only the device
     knows."""
     run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, pending=True)
-    run.run(requests(1, 33, 66, 2), arrivals=1)
-    assert run.steps >= 6
+    run.run(requests(1, 66, 5, tokens=2), arrivals=1)
+    assert run.steps == 4
 
 
 def test_adapters_of_a_batch() -> None:
@@ -62,7 +62,7 @@ def test_a_cached_prefix_is_restored() -> None:
 
 
 QUANTIZABLE = replace(
-    TINY, hidden_size=128, intermediate_size=128, num_heads=8, linear_value_heads=8, layer_types=("linear_attention",)
+    TINY, hidden_size=128, intermediate_size=128, linear_value_dim=64, layer_types=("linear_attention",)
 )
 """int4 has groups of 128 inputs."""
 
@@ -72,8 +72,8 @@ def test_fp8_and_int4_matrices() -> None:
     for kind in ("fp8", "int4"):
         fused = random_model(QUANTIZABLE, torch.float32, DEVICE, quantization=kind)
         run = InStep(decoded(fused), fused, LIMITS)
-        run.run(requests(3, 2, tokens=2))
-        assert run.steps == 2
+        run.run(requests(3, 2, tokens=1))
+        assert run.steps == 1
 
 
 def test_fp8_pages() -> None:

@@ -109,7 +109,7 @@ class StepBuffers:
         self._hosts = [stream.host_buffer(capacity) for _ in range(depth)]
         self._copied = [Arrival(None) for _ in range(depth)]
         self._turn = 0
-        self._views: dict[StepShape, StepRows] = {}
+        self._kept: dict[StepShape, tuple[_Sections, StepRows]] = {}
 
     @staticmethod
     def words(shape: StepShape, adapter_slots: int) -> int:
@@ -118,9 +118,9 @@ class StepBuffers:
 
     def keep(self, shape: StepShape) -> StepRows:
         """The views of a shape, built once: what a graph of the shape is captured with."""
-        if shape not in self._views:
-            self._views[shape] = self._view(shape, _Sections(shape, self._adapter_slots))
-        return self._views[shape]
+        if shape not in self._kept:
+            self._kept[shape] = self._placed(shape)
+        return self._kept[shape][1]
 
     def load(
         self,
@@ -141,7 +141,7 @@ class StepBuffers:
             entries: new entries of the block tables.
             extra: int32 words that the caller wants on the device with the step.
         """
-        sections = _Sections(shape, self._adapter_slots)
+        sections, rows = self._kept.get(shape) or self._placed(shape)
         host = self._next_host()
         adapters = _fill(host, sections, shape, chunks, decodes)
 
@@ -161,7 +161,6 @@ class StepBuffers:
         self._send(end)
 
         tails = [self._device[begin:stop] for begin, stop in parts]
-        rows = self._views.get(shape) or self._view(shape, sections)
         return LoadedStep(
             rows=rows,
             has_adapters=adapters,
@@ -190,7 +189,8 @@ class StepBuffers:
         self._device[:words].copy_(self._hosts[self._turn][:words], non_blocking=True)
         self._copied[self._turn] = self._stream.mark()
 
-    def _view(self, shape: StepShape, sections: _Sections) -> StepRows:
+    def _placed(self, shape: StepShape) -> tuple[_Sections, StepRows]:
+        sections = _Sections(shape, self._adapter_slots)
         parts = [self._device[place] for place in sections.places]
         segments = None
         if shape.segments:
@@ -202,7 +202,7 @@ class StepBuffers:
                 tile_segment=parts[9],
                 tile_row=parts[10],
             )
-        return StepRows(
+        return sections, StepRows(
             tokens=parts[0],
             positions=parts[1],
             slots=parts[2],

@@ -148,10 +148,9 @@ class CudaRunner:
         """
         limits = self._limits
         shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget)
-        plans = list(sampling_plans(limits.max_num_seqs))
         with self._stream.active():
-            compile_ahead(lambda: self._launch_all(shapes, plans, self.forward.one_of_each_layer()), compilers)
-            self._launch_all(shapes, plans, self.forward)
+            compile_ahead(lambda: self._launch_all(shapes, self.forward.one_of_each_layer()), compilers)
+            self._launch_all(shapes, self.forward)
         self._stream.synchronize()
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
@@ -160,10 +159,10 @@ class CudaRunner:
             self._run_padding(StepShape.of(0, [limits.token_budget]), self.forward)
         self._stream.synchronize()
 
-    def _launch_all(self, shapes: Sequence[StepShape], plans: Sequence[StepPlan], forward: FusedForward) -> None:
+    def _launch_all(self, shapes: Sequence[StepShape], forward: FusedForward) -> None:
         for shape in shapes:
             self._run_padding(shape, forward)
-        for plan in plans:
+        for plan in sampling_plans(self._limits.max_num_seqs):
             self._launch(plan, forward).result()
 
     def _run_padding(self, shape: StepShape, forward: FusedForward) -> None:
