@@ -286,6 +286,27 @@ def report(rows: list[dict[str, Any]], best: int) -> None:
             print("bad:", {key: value for key, value in row.items() if key != "us"})
 
 
+def table(rows: list[dict[str, Any]]) -> None:
+    """The entries of skinny_configs._MEASURED that these figures make: of each layer, kind and number of rows the
+    fastest variant that is right."""
+    layers = {shape.name: shape for shape in SHAPES}
+    best: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        if "us" in row and row.get("error", 1) < 0.03:
+            by_rows = best.setdefault((row["kind"], row["layer"]), {})
+            if row["rows"] not in by_rows or row["us"] < by_rows[row["rows"]]["us"]:
+                by_rows[row["rows"]] = row
+    fields = ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch")
+    for (kind, layer), by_rows in best.items():
+        shape = layers[layer]
+        micros = "; ".join(f"{row['us']:.1f}" for _, row in sorted(by_rows.items()))
+        print(f"    # {micros}")
+        print(f'    ("{kind}", {shape.outputs}, {shape.inputs}): (')
+        for count, row in sorted(by_rows.items()):
+            print(f"        ({count}, SkinnyConfig({', '.join(repr(row[field]) for field in fields)})),")
+        print("    ),")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", default="none,fp8,int4")
@@ -295,7 +316,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="most time to spend timing")
     parser.add_argument("--count", action="store_true", help="only say how many variants there are")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table's entries from such a --out")
     options = parser.parse_args()
+    if options.table is not None:
+        table(json.loads(options.table.read_text())["rows"])
+        return
     kinds: list[Kind] = [kind for kind in ("none", "fp8", "int4") if kind in options.kinds.split(",")]
     groups = [
         [
