@@ -81,6 +81,9 @@ def _vectors(shape: Shape, kind: Kind) -> Iterator[SkinnyConfig]:
             held = block_n * chunks * 4
             if 36 <= held <= 100 and chunks <= 10 and block_n >= 1 + shape.swiglu:
                 yield SkinnyConfig("vector", block_n, block_k, warps)
+                if kind == "none":
+                    for tiles in (512, 1024):
+                        yield SkinnyConfig("vector", block_n, block_k, warps, prefetch=tiles)
 
 
 def _streams(shape: Shape, kind: Kind, rows: int) -> Iterator[SkinnyConfig]:
@@ -94,6 +97,8 @@ def _streams(shape: Shape, kind: Kind, rows: int) -> Iterator[SkinnyConfig]:
         for ahead in (2, 3, 5):
             if ahead <= steps and 32 <= tile * ahead <= _REGISTERS - 50:
                 yield SkinnyConfig("stream", block_n, block_k, warps, stages=ahead)
+                if block_n == 16 and warps == 4 and ahead == 2 and kind != "int4":
+                    yield SkinnyConfig("stream", block_n, block_k, warps, stages=ahead, prefetch=256)
 
 
 def _dots(shape: Shape, kind: Kind, rows: int) -> Iterator[SkinnyConfig]:

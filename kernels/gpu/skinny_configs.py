@@ -30,7 +30,8 @@ class SkinnyConfig:
     splits: int = 1
     """Programs that share K (dot)."""
     prefetch: int = 0
-    """Bytes of each row asked of L2 before the kernel ahead has ended (dot)."""
+    """What is asked of L2 before the kernel ahead has ended. dot: that many bytes of each row; the others: all of the
+    tile that many tiles further on (not int4)."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)

@@ -21,6 +21,7 @@ from kernels.gpu.skinny_parts import (
     INT4,
     finish,
     prefetch_rows,
+    prefetch_tile,
     unpack,
     unpack_to_float,
     weight_rows,
@@ -46,6 +47,7 @@ def vector_kernel(
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     ENDS: tl.constexpr,
     RANK: tl.constexpr,
@@ -76,6 +78,9 @@ def vector_kernel(
             tail = (chunk * words + c < K // parts)[None, :]
             held = held + (tl.load(w_base + chunk * words, mask=tail, other=0, eviction_policy="evict_first"),)  # noqa: RUF005
     if PDL:
+        if PREFETCH > 0:
+            size: tl.constexpr = 1 if KIND == FP8 else 2
+            prefetch_tile(weight, tile + PREFETCH, tl.num_programs(0), N, K * size, BLOCK_N, SWIGLU)
         gdc_wait()
     for r in tl.static_range(ROWS):
         acc = tl.zeros((BLOCK_N, sums), tl.float32)

@@ -73,6 +73,18 @@ def prefetch_rows(weight, row, start, BYTES_A_ROW: tl.constexpr, ROW_BYTES: tl.c
 
 
 @triton.jit
+def prefetch_tile(weight, tile, tiles, N, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """Asks L2 for all of a later tile. While the kernel ahead ends, programs that hold their weights already wait for
+    x: memory would be idle."""
+    if tile < tiles:
+        row, _ = weight_rows(tile, N, BLOCK_N, SWIGLU)
+        lines: tl.constexpr = (ROW_BYTES + _LINE - 1) // _LINE
+        line = tl.minimum(tl.arange(0, triton.next_power_of_2(lines)), lines - 1) * _LINE
+        base = weight.to(tl.pointer_type(tl.int8)) + row.to(tl.int64)[:, None] * ROW_BYTES
+        prefetch_l2(base + line[None, :])
+
+
+@triton.jit
 def unpack(words, zero, factor, PART: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Number PART of each 16-bit word of a weight, in DTYPE: of two float8, or of four 4-bit numbers less their zero
     point, times their factor if there is one (both of a shape that broadcasts to the words'). In bfloat16 two words at

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.skinny_parts import DENSE, FP8, GROUP, INT4, finish, row_of, unpack, weight_rows
+from kernels.gpu.skinny_parts import DENSE, FP8, GROUP, INT4, finish, prefetch_tile, row_of, unpack, weight_rows
 
 
 @triton.jit
@@ -55,6 +55,7 @@ def stream_kernel(
     BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     ENDS: tl.constexpr,
     RANK: tl.constexpr,
@@ -89,6 +90,9 @@ def stream_kernel(
         if s < steps:
             held = held + (_load_words(weight, at, k, N, s, K, KIND, words, even),)  # noqa: RUF005
     if PDL:
+        if PREFETCH > 0 and KIND != INT4:
+            size: tl.constexpr = 1 if KIND == FP8 else 2
+            prefetch_tile(weight, tile + PREFETCH, tl.num_programs(0), N, K * size, BLOCK_N, SWIGLU)
         gdc_wait()
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((8, blocks, wide, 4), tl.float32)
