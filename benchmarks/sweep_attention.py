@@ -43,8 +43,8 @@ DECODE_CONFIGS = {
 }
 """Keys, warps, stages."""
 PREFILL_CONFIGS = {
-    torch.bfloat16: [(128, 64, 8, 2, 1), (128, 64, 8, 2, 2), (64, 64, 4, 2, 1)],
-    torch.float8_e4m3fn: [(128, 32, 8, 3, 1), (128, 32, 8, 2, 1), (128, 64, 8, 2, 1), (64, 32, 4, 3, 1)],
+    torch.bfloat16: [(128, 64, 8, 2, 1), (128, 64, 8, 2, 2), (64, 64, 4, 2, 1), (64, 64, 4, 2, 2)],
+    torch.float8_e4m3fn: [(128, 32, 8, 3, 1), (128, 32, 8, 4, 1), (128, 64, 8, 2, 1), (64, 32, 4, 3, 1)],
 }
 """Rows, keys, warps, stages, tail stages."""
 ROPE_CONFIGS = [(0, 0, 0), (1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 5, 1), (1, 10, 1)]
@@ -76,6 +76,7 @@ class Bench:
         self.memory = torch.cuda.graph_pool_handle()
         self.rows: list[Row] = []
         self.errors: list[dict[str, Any]] = []
+        self.first: dict[tuple[torch.dtype, int], Tensor] = {}
         blocks = POOL_TOKENS // PAGE
         self.pools = {dtype: self._pool(blocks, dtype) for dtype in DTYPES}
         self.order = (1 + torch.randperm(blocks - 1, device=self.device)).int()
@@ -187,6 +188,7 @@ def check_decode(bench: Bench, dtype: torch.dtype, config: DecodeConfig, splits:
 
 
 def check_prefill(bench: Bench, dtype: torch.dtype, config: PrefillConfig) -> None:
+    torch.manual_seed(1)
     lengths, starts = [129, 300, 1], [1000, 0, 77]
     contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
     kv, tables = bench.pools[dtype], bench.tables(contexts, 1)
@@ -202,6 +204,9 @@ def check_prefill(bench: Bench, dtype: torch.dtype, config: PrefillConfig) -> No
         begin += length
     same = torch.equal(paged_prefill(q, projected, kv, tables, segments, config=config), out)
     report(bench, f"prefill {name_of(dtype)} {describe(config)}", worst, same)
+    # A batch-invariant engine may choose by batch only among configurations that give the same bits.
+    first = bench.first.setdefault((dtype, config.block_keys), out)
+    print(f"    bits of the first configuration with as many keys a step: {torch.equal(first, out)}")
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
