@@ -16,7 +16,7 @@ from services.engine.model.batch import ForwardBatch
 from services.engine.model.config import ModelConfig
 from services.engine.model.loader import query_row_order
 from services.engine.model.lora_binding import BoundAdapter
-from services.engine.model.lora_targets import Group, layer_groups
+from services.engine.model.lora_targets import LORA_GROUPS, Group, layer_groups
 from services.engine.model.upload import Uploader
 
 _STAGING_BYTES = 4 * 2**20
@@ -116,7 +116,10 @@ class LoraSlots:
                 bs = tuple(b[:, :, target.offset : target.offset + target.out_features] for target in group.targets)
                 groups[group.name] = _GroupBuffers(group, a, b, bs, tuple(target.offset for target in group.targets))
             self._layers.append(groups)
-        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # Of each layer and group: an adapter of a few modules costs nothing at the others. Each begins at 16 bytes, so
+        # that all layers run the same variant of a kernel.
+        shape = (config.num_layers, len(LORA_GROUPS), -(-num_slots // 4) * 4)
+        self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         # Loads run beside the steps, not between them: a stream of their own.
         self._stream: torch.cuda.Stream | None = None
         self._uploader: Uploader | None = None
@@ -148,7 +151,27 @@ class LoraSlots:
         with self._beside_the_steps():
             self._zero(slot)
             self._write(slot, adapter)
-            self._ranks[slot] = adapter.max_rank
+            self._ranks[:, :, slot] = self._ranks_of(adapter).to(self._ranks.device)
+
+    def _ranks_of(self, adapter: BoundAdapter) -> Tensor:
+        """[layers, groups] int32: the largest rank of the adapter's targets in each group, 0 where it has none."""
+        return torch.tensor(
+            [
+                [
+                    max(
+                        (
+                            adapter.targets[path].rank
+                            for target in groups[name].group.targets
+                            if (path := f"layers.{index}.{target.module}") in adapter.targets
+                        ),
+                        default=0,
+                    )
+                    for name in LORA_GROUPS
+                ]
+                for index, groups in enumerate(self._layers)
+            ],
+            dtype=torch.int32,
+        )
 
     def _write(self, slot: int, adapter: BoundAdapter) -> None:
         largest = torch.finfo(self._layers[0]["in"].b.dtype).max
@@ -187,7 +210,7 @@ class LoraSlots:
     def _zero(self, slot: int) -> None:
         if not 0 < slot < self.num_slots:
             raise ValueError(f"slot must be between 1 and {self.num_slots - 1}, got {slot}")
-        self._ranks[slot] = 0
+        self._ranks[:, :, slot] = 0
         for groups in self._layers:
             for buffers in groups.values():
                 buffers.a[slot].zero_()
@@ -214,7 +237,8 @@ class LoraSlots:
         """
         buffers = self._layers[layer][group]
         ends = tuple(target.offset + target.out_features for target in buffers.group.targets)
-        return LoraRows(buffers.a, buffers.b, ends, self._ranks, row_adapters, active, self._invariant)
+        ranks = self._ranks[layer, LORA_GROUPS.index(group), : self.num_slots]
+        return LoraRows(buffers.a, buffers.b, ends, ranks, row_adapters, active, self._invariant)
 
     def step(self, batch: ForwardBatch) -> LoraStep | None:
         """The adapters of one batch, or None if no row has one."""

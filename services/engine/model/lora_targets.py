@@ -23,6 +23,10 @@ TARGET_MODULES: tuple[str, ...] = (
 """Last names of all linear layers of the text model: what "all linear layers" means in PEFT's target_modules."""
 
 
+LORA_GROUPS: tuple[str, ...] = ("in", "out", "gate_up", "down")
+"""Names of a layer's groups of linear layers that share an input, see layer_groups()."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One linear layer inside a group of linear layers that share an input and one fused output."""

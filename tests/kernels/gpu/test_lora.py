@@ -155,4 +155,23 @@ def test_the_slots_of_a_model_are_what_the_kernels_read(device: torch.device) ->
             lora = slots.rows(layer, group.name, adapters, active)
             assert [int(rank) for rank in lora.ranks] == [0, 8, 0, 4]
             check(torch.randn(len(numbers), group.in_features, device=device), lora)
+            assert lora.ranks.data_ptr() % 16 == 0
             assert lora.a.data_ptr() == slots.rows(layer, group.name, adapters, active).a.data_ptr()
+
+
+def test_an_adapter_of_a_few_modules_has_no_rank_at_the_others(device: torch.device) -> None:
+    config = ModelConfig.from_directory(Path(__file__).parents[3] / "models" / "tiny")
+    slots = LoraSlots(config, 2, 8, torch.float32, device)
+    params = LoraParams.create(config, LoraSettings(rank=6, target_modules=["q_proj", "down_proj"]))
+    slots.load(1, bind_adapter(params.to_files("tiny"), config, max_rank=8))
+    adapters = active = torch.tensor([1, 1], dtype=torch.int32, device=device)
+    found = {
+        (layer, group): slots.rows(layer, group, adapters, active).ranks.tolist()
+        for layer in (2, 3)
+        for group in ("in", "out", "gate_up", "down")
+    }
+    with_rank = {place for place, ranks in found.items() if ranks == [0, 6]}
+    assert with_rank == {(2, "down"), (3, "in"), (3, "down")}
+    assert all(ranks == [0, 0] for place, ranks in found.items() if place not in with_rank)
+    slots.clear(1)
+    assert slots.rows(3, "in", adapters, active).ranks.tolist() == [0, 0]
