@@ -33,6 +33,7 @@ class Draft:
         """Those whose chunk samples, in the same order."""
         self.plan: StepPlan | None = None
         self._chunks: list[Chunk] = []
+        self._verifying: list[tuple[Sequence, Chunk]] = []
         self._prefills: list[tuple[Sequence, Chunk]] = []
 
     def add(self, sequence: Sequence, end: int) -> None:
@@ -47,19 +48,27 @@ class Draft:
         if chunk.output_count:
             self.decodes_output = True
 
+    def add_verified(self, sequence: Sequence) -> None:
+        """Plans all tokens that an answer lacks, more than one or one and a guess behind it."""
+        chunk = sequence.verify()
+        self.budget -= len(chunk.token_ids)
+        self._verifying.append((sequence, chunk))
+        self.decodes_output = True
+
     def add_snapshot(self, snapshot: Snapshot) -> None:
         self.snapshots.append(snapshot)
         self.prefixes.add(prefix(snapshot.sequence, snapshot.position))
 
     @property
     def has_chunks(self) -> bool:
-        return bool(self._chunks or self._prefills)
+        return bool(self._chunks or self._verifying or self._prefills)
 
     def finish(self) -> StepPlan:
         """The plan, decodes first."""
-        self.sampling = [*self.sequences, *(sequence for sequence, chunk in self._prefills if chunk.samples)]
-        self.sequences += [sequence for sequence, _ in self._prefills]
-        self._chunks += [chunk for _, chunk in self._prefills]
+        others = self._verifying + self._prefills
+        self.sampling = [*self.sequences, *(sequence for sequence, chunk in others if chunk.samples)]
+        self.sequences += [sequence for sequence, _ in others]
+        self._chunks += [chunk for _, chunk in others]
         self.plan = StepPlan(
             chunks=self._chunks,
             copies_before=[restore.copy for restore in self.restores],

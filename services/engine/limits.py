@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.engine.plan import MOST_VERIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class SchedulerConfig:
     """Above 1: prefill chunks end at multiples of this many positions or where the known tokens end, and never leave
     a single token (which would run as a decode). Then a prompt's bits do not depend on how it was cut, where the
     kernels compute in tiles of as many tokens."""
+    speculative: bool = False
+    """The runner guesses tokens, which steps check. A running sequence has two state slots; one plan in flight."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len", "prefill_alignment"):
@@ -44,6 +47,8 @@ class SchedulerConfig:
             raise ValueError(
                 f"token_budget {self.token_budget} is below max_num_seqs {self.max_num_seqs}: decodes would starve"
             )
+        if self.speculative:
+            self._check_speculation()
         if self.token_budget - (self.max_num_seqs - 1) < self.least_prefill:
             raise ValueError(
                 f"token_budget {self.token_budget} leaves less than {self.least_prefill} tokens beside "
@@ -60,6 +65,19 @@ class SchedulerConfig:
             )
         if self.num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is scratch), got {self.num_blocks}")
+
+    def _check_speculation(self) -> None:
+        if self.token_budget < MOST_VERIFIED * self.max_num_seqs:
+            raise ValueError(
+                f"token_budget {self.token_budget} is below {MOST_VERIFIED} times max_num_seqs {self.max_num_seqs}, "
+                "which speculation needs: raise it or lower max_num_seqs"
+            )
+        if self.num_slots <= 2 * self.max_num_seqs:
+            raise ValueError(
+                f"num_slots {self.num_slots} must be above 2 * max_num_seqs {self.max_num_seqs} with speculation"
+            )
+        if self.prefill_alignment > 1:
+            raise ValueError("speculation computes tokens in chunks of any length: it needs prefill_alignment 1")
 
     @property
     def least_tail(self) -> int:
@@ -129,3 +147,6 @@ class Counts:
     slots_total: int
     preemptions: int
     """Since the start."""
+    guesses: int = 0
+    """Guessed tokens that were checked since the start."""
+    guesses_right: int = 0

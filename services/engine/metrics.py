@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -122,6 +122,16 @@ class StateCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+        guesses = counts.guesses
+        counters: dict[str, tuple[str, int]] = {
+            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", guesses),
+            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", guesses),
+            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.guesses_right),
+        }
+        for name, (text, count) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], count)
+            yield counter
         yield from self._adapter_gauges()
 
     def _adapter_gauges(self) -> Iterator[Metric]:

@@ -159,7 +159,7 @@ class Pipeline:
             return self._fail(plan, error)
         self.failures_in_a_row = 0
         self.steps += 1
-        decodes = plan.num_decodes
+        decodes = plan.num_decodes + plan.num_verified
         self._observer.step_done(
             StepStats(
                 seconds=now - max(flight.began, before),

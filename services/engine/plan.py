@@ -5,6 +5,11 @@ model and the sampler, and returns a StepResult with one entry for every chunk t
 
 A plan may be made while the one before it still runs. A sequence whose newest token that step samples then decodes the
 token ``PENDING``: the runner takes it from where the sampler leaves it on the device.
+
+With speculation a chunk may end with a guess of the token that it will sample. The guess is right if the token sampled
+before it is that very token, drawn with the request's own noise as always; then the token sampled behind it counts too.
+So a request's tokens are the same with and without guesses. A chunk with a guess writes its state to another slot than
+it read: if the guess was wrong, the old state is still there, and the tokens that count go in again with the next chunk.
 """
 
 from __future__ import annotations
@@ -15,6 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.engine.request import Request
+
+MOST_VERIFIED = 4
+"""Tokens of a chunk with a guess, the guess included: so often can tokens go in again before a chunk goes without."""
 
 PENDING = -1
 """In ``Chunk.token_ids``: the token that the previous step samples for the same slot, unknown on the host yet."""
@@ -45,6 +53,29 @@ class Chunk(NamedTuple):
     flight."""
     output_count: int
     """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
+    guesses: int = 0
+    """How many of the last ``token_ids`` are guesses: 0 or 1. Each is one more sampled row."""
+    out_slot: int = 0
+    """State slot to write to, if it is not ``slot``; the conv and recurrent state of ``slot`` then stay as they are."""
+    next_id: int = PENDING
+    """The token behind a chunk that does not sample."""
+
+    @property
+    def sampled_rows(self) -> int:
+        return 1 + self.guesses if self.samples else 0
+
+    @property
+    def rows(self) -> list[Chunk]:
+        """One chunk for each sampled row, alike but for the output count."""
+        if not self.guesses:
+            return [self] if self.samples else []
+        return [self, self._replace(output_count=self.output_count + 1)]
+
+    @property
+    def verifies(self) -> bool:
+        """Whether it goes on with an answer, a guess or tokens behind a wrong one in it: a decode of several tokens."""
+        length = len(self.token_ids)
+        return self.samples and 1 < length <= MOST_VERIFIED and self.start >= len(self.request.prompt_token_ids)
 
     @property
     def is_decode(self) -> bool:
@@ -61,7 +92,7 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. Decodes come first in ``chunks``, then prefill chunks."""
+    """One iteration. Decodes come first in ``chunks``, then those that verify, then prefill chunks."""
 
     chunks: SequenceABC[Chunk]
     copies_before: SequenceABC[StateCopy] = ()
@@ -72,6 +103,11 @@ class StepPlan:
     @property
     def num_decodes(self) -> int:
         return bisect_left(self.chunks, True, key=lambda chunk: not chunk.is_decode)
+
+    @property
+    def num_verified(self) -> int:
+        """Tokens of the chunks that verify."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks[self.num_decodes :] if chunk.verifies)
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +131,9 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens in the order of the plan's chunks that have ``samples`` set."""
+    """What the plan's chunks that have ``samples`` set gave, in their order."""
 
     tokens: SequenceABC[SampledToken]
+    """One for each sampled row: two for a chunk with a guess."""
+    guesses: SequenceABC[int] = ()
+    """With speculation, one for each chunk that samples: a guess of the token after those that count, -1 for none."""

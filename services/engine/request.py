@@ -79,6 +79,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits depend on the output so far or are changed token by token: nothing is guessed for these."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterPin:

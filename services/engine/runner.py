@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import secrets
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.engine.guesser import Guesser
 from services.engine.model.batch import CacheBuffers, ForwardBatch
 from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
 from services.engine.ports import CompletedStep
@@ -66,6 +69,7 @@ class ModelRunner:
         lora: stacked adapter slots; slot 0 is the base.
         num_slots: state slots of the cache.
         eos_token_ids: what min_tokens masks.
+        speculative: guess a token for the next step of each request; the model has its mtp layer.
     """
 
     def __init__(
@@ -76,12 +80,16 @@ class ModelRunner:
         *,
         num_slots: int,
         eos_token_ids: Sequence[int],
+        speculative: bool = False,
     ) -> None:
         self._model = model
         self._cache = cache
         self._lora = lora
         self._tables = BlockTables(num_slots)
-        self._sampler = Sampler(eos_token_ids, model.device)
+        salt = secrets.randbits(64)
+        self._sampler = Sampler(eos_token_ids, model.device, salt)
+        # The same noise for the guesses: then they are the tokens that will be drawn, as far as the mtp layer is right.
+        self._guesser = Guesser(model, cache, Sampler(eos_token_ids, model.device, salt)) if speculative else None
 
     @property
     def depth(self) -> int:
@@ -96,12 +104,18 @@ class ModelRunner:
         """Computes all chunks and samples one token for each chunk that asks for it."""
         self._copy(plan.copies_before)
         batch = self._batch(plan.chunks)
-        hidden = self._model.forward(batch, self._cache, self._lora if batch.has_adapters else None)
+        lora = self._lora if batch.has_adapters else None
+        if self._guesser is not None:
+            every, step = self._model.forward_all(batch, self._cache, lora)
+            hidden = every.index_select(0, batch.logit_rows)
+        else:
+            hidden = self._model.forward(batch, self._cache, lora)
         self._copy(plan.copies_after)
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
-        if not sampling:
-            return StepResult(())
-        return StepResult(self._sampler.sample(self._model.logits(hidden), sampling))
+        rows = [row for chunk in plan.chunks for row in chunk.rows]
+        tokens = self._sampler.sample(self._model.logits(hidden), rows) if rows else []
+        if self._guesser is None:
+            return StepResult(tokens)
+        return StepResult(tokens, self._guesser.guess(every, step, plan.chunks, tokens))
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:
         if copies:
@@ -122,9 +136,11 @@ class ModelRunner:
 
         sequences = len(chunks)
         ends = np.cumsum(np.array(lengths, dtype=np.int64))
-        sampled = np.array([chunk.samples for chunk in chunks], dtype=bool)
-        logit_rows = ends[sampled] - 1
-        buffer = np.empty(3 * total + 2 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
+        sampled = np.array([chunk.sampled_rows for chunk in chunks])
+        logit_rows = np.repeat(ends, sampled) - 1
+        if any(chunk.guesses for chunk in chunks):
+            logit_rows -= [back for count in sampled for back in range(count - 1, -1, -1)]
+        buffer = np.empty(3 * total + 3 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
         tokens, positions, kv_slots = buffer[: 3 * total].reshape(3, total)
         tokens[:decodes] = [chunk.token_ids[0] for chunk in chunks[:decodes]]
         positions[:decodes] = starts[:decodes]
@@ -142,24 +158,27 @@ class ModelRunner:
         rest = 3 * total
         buffer[rest : rest + sequences] = slots
         buffer[rest + sequences : rest + 2 * sequences] = adapters
-        rest += 2 * sequences
+        writes = any(chunk.out_slot for chunk in chunks)
+        buffer[rest + 2 * sequences : rest + 3 * sequences] = [chunk.out_slot or chunk.slot for chunk in chunks]
+        rest += 3 * sequences
         buffer[rest : rest + len(logit_rows)] = logit_rows
         buffer[rest + len(logit_rows) :] = tables.reshape(-1)
 
         tensor = torch.from_numpy(buffer)
         if self._model.device.type == "cuda":
             tensor = tensor.pin_memory().to(self._model.device, non_blocking=True)
-        parts = torch.split(tensor, [total] * 3 + [sequences] * 2 + [len(logit_rows), sequences * width])
+        parts = torch.split(tensor, [total] * 3 + [sequences] * 3 + [len(logit_rows), sequences * width])
         return ForwardBatch(
             token_ids=parts[0],
             positions=parts[1],
             kv_slots=parts[2],
-            block_tables=parts[6].view(sequences, width),
+            block_tables=parts[7].view(sequences, width),
             state_slots=parts[3],
             adapter_slots=parts[4],
             has_adapters=any(adapters),
             num_decodes=decodes,
             lengths=lengths,
             starts=starts,
-            logit_rows=parts[5],
+            logit_rows=parts[6],
+            out_slots=parts[5] if writes else None,
         )

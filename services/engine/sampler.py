@@ -41,12 +41,13 @@ class Sampler:
     Args:
         eos_token_ids: what min_tokens masks beside a request's own stop tokens.
         device: where logits come from.
+        salt: with which requests without a seed get one; None: a new one.
     """
 
-    def __init__(self, eos_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], device: torch.device, salt: int | None = None) -> None:
         self._eos = tuple(eos_token_ids)
         self._device = device
-        self._salt = secrets.randbits(64)
+        self._salt = secrets.randbits(64) if salt is None else salt
         self._rows: SamplingRows | None = None
         self._vocabulary = torch.empty(0, dtype=torch.int32, device=device)
 
@@ -83,7 +84,7 @@ class Sampler:
         """[R, V] final logits to [R] int64 tokens."""
         if rows.all_greedy:
             return logits.argmax(dim=-1)
-        counters = np.fromiter((len(chunk.output_ids) for chunk in chunks), dtype=np.uint64, count=len(chunks))
+        counters = np.fromiter((chunk.output_count for chunk in chunks), dtype=np.uint64, count=len(chunks))
         keys = torch.from_numpy(row_keys(rows.seeds, counters)).to(self._device, non_blocking=True)
         if rows.all_plain:
             return self._plain(logits, keys)

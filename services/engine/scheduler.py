@@ -21,7 +21,7 @@ from services.engine.draft import Draft, prefix
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.sequences import SequenceMemory
-from services.engine.plan import SampledToken, StepPlan, StepResult
+from services.engine.plan import MOST_VERIFIED, SampledToken, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
 from services.engine.roster import Roster
 from services.engine.sequence import Sequence
@@ -46,8 +46,8 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
+        if depth < 1 or (config.speculative and depth > 1):
+            raise ValueError(f"depth must be at least 1, and 1 with speculation, got {depth}")
         self.config = config
         self._depth = depth
         self._memory = SequenceMemory(config)
@@ -56,6 +56,8 @@ class Scheduler:
         self._in_flight: deque[Draft] = deque()
         """Oldest first."""
         self._preemptions = 0
+        self._guesses = 0
+        self._guesses_right = 0
 
     @property
     def has_work(self) -> bool:
@@ -64,17 +66,19 @@ class Scheduler:
 
     def counts(self) -> Counts:
         blocks = self._memory.blocks
-        running = len(self._roster.running)
+        running, speculates = len(self._roster.running), self.config.speculative
         return Counts(
             running=running,
             waiting=len(self._roster.waiting),
             blocks_used=blocks.used,
             blocks_cached=blocks.idle,
             blocks_total=blocks.total,
-            slots_used=running,
+            slots_used=sum(1 + (s.spare_slot > 0) for s in self._roster.running) if speculates else running,
             slots_cached=self._memory.num_snapshots,
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
+            guesses=self._guesses,
+            guesses_right=self._guesses_right,
         )
 
     def add(self, request: Request) -> None:
@@ -149,13 +153,18 @@ class Scheduler:
             now: when the result was there, in the clock of ``schedule``.
 
         Raises:
-            ValueError: the plan is not the oldest in flight or the result does not have one token for each sampling
-                chunk; the plan is still in flight then, and ``fail`` ends it.
+            ValueError: the plan is not the oldest in flight or the result does not have one token for each sampled
+                row; the plan is still in flight then, and ``fail`` ends it.
         """
         draft = self._oldest(plan)
-        if len(result.tokens) != len(draft.sampling):
-            raise ValueError(f"the step returned {len(result.tokens)} tokens for {len(draft.sampling)} sampling chunks")
+        rows = len(draft.sampling)
+        if self.config.speculative:
+            rows = sum(chunk.sampled_rows for chunk in plan.chunks)
+        if len(result.tokens) != rows or (self.config.speculative and len(result.guesses) != len(draft.sampling)):
+            raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
         self._land(draft, succeeded=True)
+        if self.config.speculative:
+            return self._append_verified(draft, plan, result, now)
         return [
             self._append(sequence, token, now)
             for sequence, token in zip(draft.sampling, result.tokens, strict=True)
@@ -213,6 +222,8 @@ class Scheduler:
 
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
         """Plans the sequences that lack one token (a decode, or the tail of a prompt); returns those that lack more."""
+        if self.config.speculative:
+            return self._add_answers(draft)
         partial: list[Sequence] = []
         block_size = self.config.block_size
         # Only the end of the list is preempted meanwhile, never what was planned: decodes are planned in rank order.
@@ -222,6 +233,23 @@ class Scheduler:
                 partial.append(sequence)
             elif known < sequence.known_at_end and (known <= len(sequence.blocks) * block_size or self._grow(sequence)):
                 draft.add(sequence, known)
+        return [sequence for sequence in partial if sequence.slot]
+
+    def _add_answers(self, draft: Draft) -> list[Sequence]:
+        """Same, with speculation: guesses go along, and what is behind a wrong one goes in again."""
+        partial: list[Sequence] = []
+        for sequence in self._roster.running:
+            answering = sequence.computed >= len(sequence.request.prompt_token_ids)
+            if sequence.lacking > 1 and not (answering and sequence.lacking <= MOST_VERIFIED):
+                partial.append(sequence)
+            elif self._grow(sequence):
+                # A guess is not worth a preemption.
+                if sequence.takes_guess and not self._memory.grow_for_guess(sequence):
+                    sequence.guess = -1
+                if sequence.lacking > 1 or sequence.takes_guess:
+                    draft.add_verified(sequence)
+                else:
+                    draft.add(sequence, sequence.known)
         return [sequence for sequence in partial if sequence.slot]
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -324,6 +352,26 @@ class Scheduler:
             self._memory.restored(restore)
         for snapshot in draft.snapshots:
             self._memory.end_snapshot(snapshot, taken=succeeded)
+
+    def _append_verified(self, draft: Draft, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
+        """The tokens of a step with speculation: those behind a right guess count too."""
+        updates: list[SequenceUpdate] = []
+        tokens = iter(result.tokens)
+        chunks = (chunk for chunk in plan.chunks if chunk.samples)
+        for sequence, chunk, guess in zip(draft.sampling, chunks, result.guesses, strict=True):
+            token, *more = [next(tokens) for _ in range(chunk.sampled_rows)]
+            self._guesses += chunk.guesses
+            right = bool(more) and token.error is None and token.token_id == chunk.token_ids[-1]
+            self._guesses_right += right
+            if sequence.ended:
+                continue
+            if right:
+                sequence.accept(chunk)
+            sequence.guess = guess if sequence.guessable else -1
+            updates.append(self._append(sequence, token, now))
+            if right and not sequence.ended:
+                updates.append(self._append(sequence, more[0], now))
+        return updates
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
         if token.error is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceABC
 
 from services.common.errors import TemperError
 from services.engine.memory.prefix import Namespace
-from services.engine.plan import PENDING, Chunk, SampledToken
+from services.engine.plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
 from services.engine.request import FinishReason, Request
 from services.engine.updates import Finished, SequenceUpdate
 
@@ -30,6 +30,8 @@ class Sequence:
         "computed",
         "ended",
         "first_token_at",
+        "guess",
+        "guessable",
         "known",
         "known_at_end",
         "max_output",
@@ -42,6 +44,7 @@ class Sequence:
         "sampling_logprobs",
         "scheduled_at",
         "slot",
+        "spare_slot",
         "splits",
     )
 
@@ -57,6 +60,11 @@ class Sequence:
         self.sampling_logprobs = array("f")
         self.blocks: list[int] = []
         self.slot = 0
+        self.spare_slot = 0
+        """With speculation: where a chunk with a guess leaves its state. If the guess is right the two change roles."""
+        self.guess = -1
+        """Of the next token; -1: none."""
+        self.guessable = not sampling.edits_logits
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output
         """What ``known`` reaches if nothing ends the answer before; never fed back."""
@@ -99,12 +107,58 @@ class Sequence:
             samples,
             self.output_ids,
             known - len(self.request.prompt_token_ids),
+            next_id=PENDING if samples else self.tokens(end, end + 1)[0],
         )
         self.computed = end
         if samples:
             self.known = known + 1
             self.pending += 1
         return chunk
+
+    @property
+    def lacking(self) -> int:
+        return self.known - self.computed
+
+    @property
+    def takes_guess(self) -> bool:
+        """Whether there is a guess and a token behind it is still wanted."""
+        return (
+            self.guess >= 0
+            and self.spare_slot > 0
+            and self.lacking < MOST_VERIFIED
+            and self.known + 1 < self.known_at_end
+        )
+
+    def verify(self) -> Chunk:
+        """Plans all tokens that are lacking and, where it is of use, the guess behind them.
+
+        With a guess nothing counts as computed before the results are in: see ``accept``.
+        """
+        end = self.known
+        if not self.takes_guess:
+            return self.advance(end)
+        chunk = Chunk(
+            self.request,
+            [*self.tokens(self.computed, end), self.guess],
+            self.computed,
+            self.blocks,
+            self.slot,
+            True,
+            self.output_ids,
+            len(self.output_ids),
+            guesses=1,
+            out_slot=self.spare_slot,
+        )
+        self.known = end + 1
+        self.pending += 1
+        return chunk
+
+    def accept(self, chunk: Chunk) -> None:
+        """The guess of a chunk is right: its tokens are computed, and one more is sampled."""
+        self.computed = chunk.start + len(chunk.token_ids)
+        self.slot, self.spare_slot = self.spare_slot, self.slot
+        self.known += 1
+        self.pending += 1
 
     def append(self, token: SampledToken, now: float) -> FinishReason | None:
         """Takes in the oldest pending token; returns why it is the last, None if it is not."""

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ByteSize, Field, model_validator
 
 from services.common.settings import CommonSettings
+from services.engine.plan import MOST_VERIFIED
 
 _GIB = 1024**3
 
@@ -29,6 +30,9 @@ class EngineSettings(CommonSettings):
     """Recurrent states of DeltaNet layers on the GPU; bfloat16 halves their memory and traffic and costs accuracy."""
     batch_invariant: bool = False
     """Greedy output of a request does not depend on what else runs on the GPU; costs speed."""
+    speculative: Literal["none", "mtp"] = "none"
+    """mtp: the checkpoint's own mtp layer guesses a token ahead, steps check it; the tokens of a request are those
+    without it. Pays with few requests; costs a second state slot a sequence and the overlap of steps."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
@@ -108,6 +112,11 @@ class EngineSettings(CommonSettings):
                 f"token_budget ({self.token_budget}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence decodes one token a step"
             )
+        if self.speculative != "none" and self.batch_invariant:
+            raise ValueError(
+                "batch_invariant and speculative contradict each other: what a row is computed with would depend on "
+                "what was guessed; set TEMPER_SPECULATIVE=none or TEMPER_BATCH_INVARIANT=false"
+            )
         if self.num_blocks == 1:
             raise ValueError("num_blocks must be 0 (automatic) or at least 2: block 0 is scratch")
         return self
@@ -130,7 +139,8 @@ class EngineSettings(CommonSettings):
         sequences = self.max_num_seqs or (256 if cuda else 64)
         if self.token_budget and not self.max_num_seqs:
             sequences = min(sequences, self.token_budget)
-        budget = self.token_budget or max(sequences, 8192 if cuda else 512)
+        rows = sequences * (MOST_VERIFIED if self.speculative != "none" else 1)
+        budget = self.token_budget or max(rows, 8192 if cuda else 512)
         return self.model_copy(
             update={
                 "max_num_seqs": sequences,

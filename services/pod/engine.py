@@ -115,7 +115,13 @@ def build_engine(
     limits = _limits(settings, memory.num_blocks, max_model_len, codec.eos_ids)
     with ThreadPoolExecutor(1) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
-        model = Qwen3_5.from_directory(settings.model, dtype=dtype, device=device, storage=storage(settings, hardware))
+        model = Qwen3_5.from_directory(
+            settings.model,
+            dtype=dtype,
+            device=device,
+            storage=storage(settings, hardware),
+            mtp=settings.speculative == "mtp",
+        )
         base_digest = digest.result()
     log.info("weights loaded", bytes=model.weights.nbytes(), digest=base_digest)
 
@@ -191,6 +197,7 @@ def _limits(
             prefix_cache=settings.prefix_cache,
             mixed_prefill_tokens=settings.mixed_prefill_tokens,
             prefill_alignment=prefill_alignment(settings),
+            speculative=settings.speculative == "mtp",
         )
     except ValueError as error:
         raise InvalidRequest(f"settings: {error}") from error

@@ -66,6 +66,7 @@ def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, d
         itemsize=dtype.itemsize,
         storage=storage(settings, device),
         head_copy=copies_head(config, dtype, device.torch),
+        mtp=settings.speculative == "mtp",
         kv_float8=settings.kv_cache_dtype == "fp8",
         state_itemsize=2 if settings.state_dtype == "bfloat16" else 4,
     )
@@ -114,8 +115,12 @@ def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, r
 
 
 def state_slots(settings: EngineSettings) -> int:
-    """State slots to allocate: scratch, one a sequence, and the prefix cache's snapshots."""
-    return 1 + settings.max_num_seqs + (settings.state_snapshots if settings.prefix_cache else 0)
+    """State slots to allocate: scratch, one a sequence (two with speculation), and the prefix cache's snapshots."""
+    return 1 + _running_slots(settings) + (settings.state_snapshots if settings.prefix_cache else 0)
+
+
+def _running_slots(settings: EngineSettings) -> int:
+    return settings.max_num_seqs * (1 if settings.speculative == "none" else 2)
 
 
 def plan(
@@ -145,7 +150,7 @@ def plan(
         except DoesNotFit:
             most = count
             continue
-        running = most * made.states // state_slots(chosen)
+        running = _running_slots(chosen) * made.states // state_slots(chosen)
         if 2 * running <= made.unclaimed - (made.states - running):
             return chosen, made
         most = count

@@ -35,10 +35,10 @@ def build_runner(
         settings: those of the device (see EngineSettings.for_device).
         num_blocks: KV blocks, scratch block 0 included.
     """
-    slots = state_slots(settings)
+    slots, speculative = state_slots(settings), settings.speculative == "mtp"
     if model.device.type == "cpu":
         cache = model.allocate_cache(num_blocks, settings.block_size, slots)
-        return ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids)
+        return ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
     # Imported here: a pod without a GPU needs no Triton.
     from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
     from services.engine.model.device_batch import DeviceCache

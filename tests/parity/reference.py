@@ -130,6 +130,13 @@ class Driver:
 
     def run(self, work: Sequence[tuple[Place, Sequence[int]]], *, all_rows: bool = True) -> list[Tensor]:
         """Logits of every row of each chunk (or of the last rows); decodes must come first."""
+        batch = self.batch(work, all_rows=all_rows)
+        logits = self.model.logits(self.model.forward(batch, self.cache, self.lora))
+        for sequence, tokens in work:
+            sequence.done += len(tokens)
+        return list(logits.split(list(batch.lengths) if all_rows else [1] * len(work)))
+
+    def batch(self, work: Sequence[tuple[Place, Sequence[int]]], *, all_rows: bool = True) -> ForwardBatch:
         decodes = 0
         for sequence, tokens in work:
             if len(tokens) != 1 or sequence.done == 0:
@@ -145,7 +152,7 @@ class Driver:
         kv_slots = tables[owner, positions // self.block_size] * self.block_size + positions % self.block_size
         rows = torch.arange(len(positions)) if all_rows else torch.cumsum(torch.tensor(lengths), 0) - 1
         adapters = torch.tensor([sequence.adapter for sequence, _ in work])
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
             positions=positions,
             kv_slots=kv_slots,
@@ -158,10 +165,6 @@ class Driver:
             starts=starts,
             logit_rows=rows,
         )
-        logits = self.model.logits(self.model.forward(batch, self.cache, self.lora))
-        for sequence, tokens in work:
-            sequence.done += len(tokens)
-        return list(logits.split(lengths if all_rows else [1] * len(work)))
 
     def prefill(self, tokens: Sequence[int], chunk: int | None, *, adapter: int = 0) -> tuple[Place, Tensor]:
         """The whole prompt alone, in chunks; logits of all its rows."""

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM
 
 from services.engine.cuda.runner import RunnerOptions
-from services.engine.limits import SchedulerConfig
+from services.engine.limits import Counts, SchedulerConfig
 from services.engine.model.lora import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.plan import StepPlan
@@ -53,7 +53,9 @@ def make_runner(
         return cuda_runner(model, config, lora, largest_graph=8, options=options)
     cache = model.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
     spoil(cache)
-    return ModelRunner(model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS])
+    return ModelRunner(
+        model, cache, lora, num_slots=config.num_slots, eos_token_ids=[EOS], speculative=config.speculative
+    )
 
 
 def serve(
@@ -63,6 +65,7 @@ def serve(
     arrivals: int,
     lora: LoraSlots | None = None,
     options: RunnerOptions | None = None,
+    counts: list[Counts] | None = None,
     **changes: int | bool,
 ) -> tuple[list[Finished], int]:
     """Runs the requests, ``arrivals`` new ones a step; returns the results in the order of requests and how often
@@ -70,6 +73,7 @@ def serve(
 
     Args:
         options: of the runner, on a GPU.
+        counts: gets the scheduler's counts at the end.
         changes: fields of SchedulerConfig.
     """
     limits: dict[str, int | bool] = {
@@ -102,6 +106,8 @@ def serve(
                 if update.finished is not None:
                     finished[update.request_id] = update.finished
         scheduler.check_integrity()
+    if counts is not None:
+        counts.append(scheduler.counts())
     return [finished[request.request_id] for request in requests], scheduler.counts().preemptions
 
 

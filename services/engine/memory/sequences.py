@@ -42,6 +42,7 @@ class SequenceMemory:
         self._unit = math.lcm(config.block_size, config.prefill_alignment)
         """Snapshots are taken at multiples of it."""
         self._least_tail = config.least_tail
+        self._speculative = config.speculative
         self._blocks = BlockPool(config.num_blocks)
         self._slots = SlotPool(config.num_slots)
         self._cache = PrefixCache(self._blocks, self._slots, config.block_size)
@@ -101,6 +102,8 @@ class SequenceMemory:
                 return self.start(sequence, spare_blocks, last_resort=True)
             return False, None
         sequence.slot = slot
+        if self._speculative and sequence.guessable:
+            sequence.spare_slot = self._take_slot() or 0
         sequence.blocks = [*match.blocks, *self._blocks.take(needed)]
         sequence.computed = len(match.blocks) * self._block_size
         branch = match.shared_blocks * self._block_size // self._unit * self._unit
@@ -109,7 +112,14 @@ class SequenceMemory:
 
     def grow(self, sequence: Sequence) -> bool:
         """Gives a sequence the block of its newest token, if it lacks it; False if there is none."""
-        if sequence.known <= len(sequence.blocks) * self._block_size:
+        return self._grow(sequence, sequence.known)
+
+    def grow_for_guess(self, sequence: Sequence) -> bool:
+        """Same, for a guess behind it."""
+        return self._grow(sequence, sequence.known + 1)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        if tokens <= len(sequence.blocks) * self._block_size:
             return True
         if not self._reserve(1):
             return False
@@ -119,11 +129,13 @@ class SequenceMemory:
     def free(self, sequence: Sequence) -> None:
         """Takes everything back."""
         self._blocks.release(sequence.blocks)
-        if sequence.slot:
-            self._slots.release(sequence.slot)
+        for slot in (sequence.slot, sequence.spare_slot):
+            if slot:
+                self._slots.release(slot)
         # A plan in flight may still look at the old list.
         sequence.blocks = []
-        sequence.slot = 0
+        sequence.slot = sequence.spare_slot = 0
+        sequence.guess = -1
         sequence.computed = 0
 
     def restored(self, restore: Restore) -> None:
@@ -159,7 +171,8 @@ class SequenceMemory:
         """
         running = list(sequences)
         self._blocks.check((block for sequence in running for block in sequence.blocks), self._cache.held_blocks())
-        slots = [sequence.slot for sequence in running] + [snapshot.slot for snapshot in snapshots]
+        slots = [slot for sequence in running for slot in (sequence.slot, sequence.spare_slot) if slot]
+        slots += [snapshot.slot for snapshot in snapshots]
         self._slots.check([*slots, *self._cache.held_slots()])
 
     def _reserve(self, count: int) -> bool:

@@ -34,6 +34,8 @@ class ForwardBatch:
     """[S] tokens of each sequence already in the cache. 0: the state slot holds garbage and must be treated as zero."""
     logit_rows: Tensor
     """[R] int64: rows of the flat batch whose hidden state is returned."""
+    out_slots: Tensor | None = None
+    """[S] int64: where the new states go; None: to state_slots. Decodes write where they read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class CacheBuffers:
     """
 
     keys: Sequence[Tensor]
-    """One a full-attention layer: [num_blocks, block_size, kv_heads, head_dim]."""
+    """One a full-attention layer, and one for the mtp layer if it is loaded: [num_blocks, block_size, kv_heads,
+    head_dim]."""
     values: Sequence[Tensor]
     conv_states: Sequence[Tensor]
     """One a DeltaNet layer: [num_slots, conv_dim, kernel - 1], model dtype."""

@@ -99,9 +99,12 @@ class ModelConfig:
 
     def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Shapes [out, in] of a layer's linear maps by module path inside the layer, as transformers names them."""
+        return self._linears(self.layer_types[layer])
+
+    def _linears(self, kind: LayerType) -> dict[str, tuple[int, int]]:
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, int]]
-        if self.layer_types[layer] == "full_attention":
+        if kind == "full_attention":
             shapes = {
                 "self_attn.q_proj": (2 * self.query_size, hidden),
                 "self_attn.k_proj": (self.kv_size, hidden),
@@ -131,22 +134,38 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         for index, kind in enumerate(self.layer_types):
-            layer: dict[str, tuple[int, ...]] = {
-                "input_layernorm.weight": (self.hidden_size,),
-                "post_attention_layernorm.weight": (self.hidden_size,),
-            }
-            layer |= {f"{path}.weight": shape for path, shape in self.linear_shapes(index).items()}
-            if kind == "full_attention":
-                layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
-            else:
-                layer |= {
-                    "linear_attn.conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
-                    "linear_attn.A_log": (self.linear_value_heads,),
-                    "linear_attn.dt_bias": (self.linear_value_heads,),
-                    "linear_attn.norm.weight": (self.linear_value_dim,),
-                }
-            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in self._layer_shapes(kind).items()}
         return shapes
+
+    def mtp_linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes [out, in] of the linear maps of the layer that predicts the token after next."""
+        linears = {f"layers.0.{path}": shape for path, shape in self._linears("full_attention").items()}
+        return {"fc": (self.hidden_size, 2 * self.hidden_size)} | linears
+
+    def mtp_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the layer that predicts the token after next, with its "mtp." prefix."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "mtp.fc.weight": (self.hidden_size, 2 * self.hidden_size),
+            "mtp.norm.weight": (self.hidden_size,),
+            "mtp.pre_fc_norm_embedding.weight": (self.hidden_size,),
+            "mtp.pre_fc_norm_hidden.weight": (self.hidden_size,),
+        }
+        return shapes | {f"mtp.layers.0.{name}": size for name, size in self._layer_shapes("full_attention").items()}
+
+    def _layer_shapes(self, kind: LayerType) -> dict[str, tuple[int, ...]]:
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden_size,),
+            "post_attention_layernorm.weight": (self.hidden_size,),
+        }
+        layer |= {f"{path}.weight": shape for path, shape in self._linears(kind).items()}
+        if kind == "full_attention":
+            return layer | {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+        return layer | {
+            "linear_attn.conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
+            "linear_attn.A_log": (self.linear_value_heads,),
+            "linear_attn.dt_bias": (self.linear_value_heads,),
+            "linear_attn.norm.weight": (self.linear_value_dim,),
+        }
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:

@@ -53,6 +53,8 @@ class Formats:
     head_copy: bool = False
     """A tied head is a second copy of the embedding in another memory order."""
     kv_float8: bool = False
+    mtp: bool = False
+    """With the layer that predicts the token after next."""
     state_itemsize: int = 4
     """Bytes of a number of a recurrent state."""
 
@@ -73,6 +75,10 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
     for layer in range(config.num_layers):
         shapes = config.linear_shapes(layer).values()
         total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
+    if formats.mtp:
+        shapes = config.mtp_linear_shapes().values()
+        total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
+        total += 4 * (5 * config.hidden_size + (config.num_heads + config.num_kv_heads) * config.head_dim)
     delta_net = config.conv_dim * config.conv_kernel * formats.itemsize
     delta_net += 4 * (2 * config.linear_value_heads + config.linear_value_dim)
     attention = 4 * (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -86,9 +92,9 @@ def weight_bytes(config: ModelConfig, formats: Formats) -> int:
 
 
 def block_bytes(config: ModelConfig, block_size: int, formats: Formats) -> int:
-    """Bytes of K and V of one block over all full-attention layers, scales included."""
+    """Bytes of K and V of one block over all full-attention layers and the mtp layer, scales included."""
     head = config.head_dim + 4 if formats.kv_float8 else config.head_dim * formats.itemsize
-    return 2 * config.num_full_layers * block_size * config.num_kv_heads * head
+    return 2 * (config.num_full_layers + formats.mtp) * block_size * config.num_kv_heads * head
 
 
 def slot_bytes(config: ModelConfig, formats: Formats) -> int:

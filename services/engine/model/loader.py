@@ -19,18 +19,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.common.errors import CheckpointRejected
-from services.engine.model.config import ModelConfig
+from services.engine.model.config import LayerType, ModelConfig
 from services.engine.model.footprint import PLAIN, Storage
 from services.engine.model.matrix import Matrix, quantize
 from services.engine.model.upload import Uploader
-from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights, MtpWeights
 
 if TYPE_CHECKING:
     from kernels.gpu.skinny import SplitWorkspace
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Multimodal class, its older spelling, text class."""
-_SKIPPED = ("mtp.", "model.visual.", "visual.", "model.language_model.rotary_emb.", "model.rotary_emb.")
+_MTP = "mtp."
+_SKIPPED = (_MTP, "model.visual.", "visual.", "model.language_model.rotary_emb.", "model.rotary_emb.")
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _HEAD_COPY_BYTES = 64 * 2**20
 """A tied head up to this size gets a copy in the faster memory order; a larger one is not worth the memory."""
@@ -75,9 +76,14 @@ def load_checkpoint(
     dtype: torch.dtype,
     device: torch.device | str,
     storage: Storage = PLAIN,
+    *,
+    mtp: bool = False,
 ) -> ModelWeights:
     """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
     each tensor goes from the mapped file to its place in a fused matrix, which is quantized before the next one comes.
+
+    Args:
+        mtp: load the layer that predicts the token after next, too.
 
     Raises:
         InvalidRequest: the shapes cannot be quantized so.
@@ -85,7 +91,7 @@ def load_checkpoint(
     """
     with ExitStack() as stack:
         storage.check(config)
-        return _Builder(_open(Path(path), stack), config, dtype, torch.device(device), storage).build()
+        return _Builder(_open(Path(path), stack, mtp), config, dtype, torch.device(device), storage, mtp).build()
 
 
 class _Builder:
@@ -98,12 +104,16 @@ class _Builder:
         dtype: torch.dtype,
         device: torch.device,
         storage: Storage,
+        mtp: bool,
     ) -> None:
+        self._mtp = mtp
         self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
         self._storage = storage
         self._uploader = Uploader(device) if device.type == "cuda" else None
         self._workspace = _split_workspace(device) if device.type == "cuda" else None
-        self._shapes = expected = config.tensor_shapes()
+        self._shapes = expected = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
+        if mtp and not any(name.startswith(_MTP) for name in shards):
+            raise CheckpointRejected("the checkpoint has no mtp layer, which TEMPER_SPECULATIVE=mtp needs: use none")
         for name in expected:
             if name not in shards:
                 raise CheckpointRejected(f"tensor {name} is missing from the checkpoint")
@@ -122,9 +132,10 @@ class _Builder:
                 raise CheckpointRejected(f"tensor {full_name} is {view.get_dtype()}: only plain floats are supported")
 
     def build(self) -> ModelWeights:
-        layers = tuple(self._layer(index) for index in range(self._config.num_layers))
+        layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
         embedding = self._copy("embed_tokens.weight", self._dtype)
-        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), self._head(embedding))
+        mtp = self._mtp_layer() if self._mtp else None
+        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), self._head(embedding), mtp)
         if self._uploader is not None:
             self._uploader.finish()
             torch.cuda.empty_cache()  # what quantizing took is free for the caches
@@ -138,9 +149,17 @@ class _Builder:
             embedding = _in_memory_order(embedding)
         return self._stored(embedding, kind)
 
-    def _layer(self, index: int) -> LayerWeights:
-        prefix = f"layers.{index}."
-        full = self._config.layer_types[index] == "full_attention"
+    def _mtp_layer(self) -> MtpWeights:
+        return MtpWeights(
+            embedding_norm=self._norm("mtp.pre_fc_norm_embedding.weight"),
+            hidden_norm=self._norm("mtp.pre_fc_norm_hidden.weight"),
+            fc=self._matrix("mtp.fc.weight"),
+            layer=self._layer("mtp.layers.0.", "full_attention"),
+            final_norm=self._norm("mtp.norm.weight"),
+        )
+
+    def _layer(self, prefix: str, kind: LayerType) -> LayerWeights:
+        full = kind == "full_attention"
         return LayerWeights(
             input_norm=self._norm(prefix + "input_layernorm.weight"),
             mixer=self._attention(prefix + "self_attn.") if full else self._delta_net(prefix + "linear_attn."),
@@ -253,8 +272,8 @@ def _shard_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _open(path: Path, stack: ExitStack) -> dict[str, tuple[str, _Shard]]:
-    """Canonical name → (name in the file, open shard)."""
+def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shard]]:
+    """Canonical name → (name in the file, open shard); names of the mtp layer stay as they are."""
     found: dict[str, tuple[str, _Shard]] = {}
     for file in _shard_files(path):
         try:
@@ -263,7 +282,7 @@ def _open(path: Path, stack: ExitStack) -> dict[str, tuple[str, _Shard]]:
         except (OSError, SafetensorError) as error:
             raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error
         for full_name in names:
-            name = canonical_name(full_name)
+            name = full_name if mtp and full_name.startswith(_MTP) else canonical_name(full_name)
             if name is None:
                 continue
             if name in found:
@@ -275,7 +294,7 @@ def _open(path: Path, stack: ExitStack) -> dict[str, tuple[str, _Shard]]:
 def checkpoint_digest(path: str | Path) -> str:
     """sha256 (hex) of the text model: its ModelConfig and each tensor's name, dtype, shape and bytes, in name order.
 
-    Neither sharding nor the class prefix nor vision weights change it. Tensors are hashed on several threads.
+    Neither sharding nor the class prefix nor vision weights nor the mtp layer change it. Tensors are hashed on several threads.
 
     Raises:
         CheckpointRejected: a file that cannot be read.

@@ -67,12 +67,14 @@ class Qwen3_5:  # noqa: N801
         dtype: torch.dtype | str,
         device: torch.device | str,
         storage: Storage = PLAIN,
+        mtp: bool = False,
     ) -> Qwen3_5:
         """Loads a checkpoint directory (config.json and safetensors).
 
         Args:
             dtype: a torch dtype or a name for resolve_dtype().
             storage: quantization of the weight matrices.
+            mtp: load the layer that predicts the token after next, too.
 
         Raises:
             InvalidRequest: the shapes cannot be quantized so.
@@ -80,11 +82,15 @@ class Qwen3_5:  # noqa: N801
         """
         config = ModelConfig.from_directory(path)
         chosen = resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
-        return cls(config, load_checkpoint(path, config, chosen, device, storage))
+        return cls(config, load_checkpoint(path, config, chosen, device, storage, mtp=mtp))
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """Bytes of K and V of one block over all full-attention layers."""
-        return 2 * self.config.num_full_layers * block_size * self.config.kv_size * self.dtype.itemsize
+        return 2 * self._kv_layers * block_size * self.config.kv_size * self.dtype.itemsize
+
+    @property
+    def _kv_layers(self) -> int:
+        return self.config.num_full_layers + (self.weights.mtp is not None)
 
     def state_bytes_per_slot(self) -> int:
         """Bytes of convolution and recurrent state of one sequence over all DeltaNet layers."""
@@ -101,7 +107,7 @@ class Qwen3_5:  # noqa: N801
 
         pages = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         states = (num_slots, config.linear_value_heads, config.linear_key_dim, config.linear_value_dim)
-        full, linear = range(config.num_full_layers), range(config.num_linear_layers)
+        full, linear = range(self._kv_layers), range(config.num_linear_layers)
         return CacheBuffers(
             keys=[zeros(*pages) for _ in full],
             values=[zeros(*pages) for _ in full],
@@ -128,6 +134,38 @@ class Qwen3_5:  # noqa: N801
         Returns:
             [R, hidden]: final hidden states, normed, of batch.logit_rows.
         """
+        x, _ = self._layers(batch, cache, lora)
+        return self._final_norm(x.index_select(0, batch.logit_rows))
+
+    @torch.inference_mode()
+    def forward_all(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> tuple[Tensor, Step]:
+        """Same, of all rows, [T, hidden], with what guess() needs of the step."""
+        x, step = self._layers(batch, cache, lora)
+        return self._final_norm(x), step
+
+    @torch.inference_mode()
+    def guess(self, hidden: Tensor, next_ids: Tensor, step: Step, cache: CacheBuffers) -> Tensor:
+        """Runs the mtp layer behind forward_all(): row by row, one token further; adapters play no part.
+
+        Args:
+            hidden: [T, hidden], what forward_all() returned.
+            next_ids: [T] int64, the token behind each row's.
+
+        Returns:
+            [T, hidden]: for logits() of the token after that.
+        """
+        mtp, eps = self.weights.mtp, self.config.rms_norm_eps
+        if mtp is None:
+            raise ValueError("the mtp layer is not loaded")
+        embedded = rms_norm(F.embedding(next_ids, self.weights.embedding), mtp.embedding_norm, eps)
+        x = F.linear(torch.cat((embedded, rms_norm(hidden, mtp.hidden_norm, eps)), dim=-1), mtp.fc.dense())
+        x = decoder_layer(x, mtp.layer, self.config, step, (cache.keys[-1], cache.values[-1]), None)
+        return rms_norm(x, mtp.final_norm, eps)
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def _layers(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> tuple[Tensor, Step]:
         config, weights = self.config, self.weights
         step = Step.build(batch, cache, config, self._inverse)
         adapters = lora.step(batch) if lora is not None and batch.has_adapters else None
@@ -141,7 +179,7 @@ class Qwen3_5:  # noqa: N801
                 pools = cache.keys[full], cache.values[full]
                 full += 1
             x = decoder_layer(x, layer, config, step, pools, adapters.layer(index) if adapters else None)
-        return rms_norm(x.index_select(0, batch.logit_rows), weights.final_norm, config.rms_norm_eps)
+        return x, step
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

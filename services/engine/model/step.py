@@ -79,6 +79,7 @@ class PrefillPart:
     """The other sequences, packed."""
 
     states: StateRows
+    new_states: StateRows
     conv: ConvLayout
     chunks: ChunkLayout
     segments: Sequence[Segment]
@@ -149,8 +150,10 @@ def _prefill_part(batch: ForwardBatch, block_size: int, config: ModelConfig) -> 
         table = batch.block_tables[index, : -(-(start + length) // block_size)]
         segments.append(Segment(begin, begin + length, start, table))
         begin += length
+    states = StateRows.of(batch.state_slots[count:])
     return PrefillPart(
-        states=StateRows.of(batch.state_slots[count:]),
+        states=states,
+        new_states=states if batch.out_slots is None else StateRows.of(batch.out_slots[count:]),
         conv=ConvLayout.build(lengths, config.conv_kernel, device),
         chunks=ChunkLayout.build(lengths, device),
         segments=segments,

@@ -56,6 +56,20 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """The layer that predicts the token after next (multi-token prediction), with the model's embedding and head."""
+
+    embedding_norm: Tensor
+    """[hidden] float32, as all norms here."""
+    hidden_norm: Tensor
+    fc: Matrix
+    """[hidden, 2 · hidden], over the normed embedding of the next token | the normed hidden state."""
+    layer: LayerWeights
+    """Full attention, with keys and values of its own."""
+    final_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Everything the text model needs."""
 
@@ -65,13 +79,20 @@ class ModelWeights:
     final_norm: Tensor
     head: Matrix
     """[vocab, hidden]; the embedding itself when tied and not quantized."""
+    mtp: MtpWeights | None = None
+    """None: not there, or not asked for."""
 
     def nbytes(self) -> int:
         """Bytes of all weights, a tied head counted once."""
         tensors = [self.embedding, self.final_norm]
         tied = isinstance(self.head, DenseMatrix) and self.head.weight.data_ptr() == self.embedding.data_ptr()
         matrices = [] if tied else [self.head]
-        for layer in self.layers:
+        layers = self.layers
+        if self.mtp is not None:
+            tensors += [self.mtp.embedding_norm, self.mtp.hidden_norm, self.mtp.final_norm]
+            matrices.append(self.mtp.fc)
+            layers = (*layers, self.mtp.layer)
+        for layer in layers:
             tensors += [layer.input_norm, layer.post_norm]
             matrices += [layer.gate_up, layer.down, layer.mixer.in_proj, layer.mixer.out_proj]
             if isinstance(layer.mixer, DeltaNetWeights):

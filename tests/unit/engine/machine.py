@@ -29,7 +29,9 @@ def reference(prompt: tuple[int, ...], count: int) -> list[int]:
 
 def request(name: str, prompt: tuple[int, ...], **changes: object) -> Request:
     sampling = {
-        key: changes.pop(key) for key in ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids") if key in changes
+        key: changes.pop(key)
+        for key in ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty")
+        if key in changes
     }
     return Request(name, prompt, SamplingParams(**sampling), **changes)
 
@@ -65,7 +67,9 @@ class ToyRunner:
         assert len(plan.chunks) <= self.config.max_num_seqs
         decodes = [chunk.is_decode for chunk in plan.chunks]
         assert decodes == sorted(decodes, reverse=True), "decodes come first"
-        slots = [chunk.slot for chunk in plan.chunks]
+        verifying = [chunk.verifies for chunk in plan.chunks[sum(decodes) :]]
+        assert verifying == sorted(verifying, reverse=True) or not self.config.speculative
+        slots = [slot for chunk in plan.chunks for slot in (chunk.slot, chunk.out_slot) if slot]
         ids = [chunk.request.request_id for chunk in plan.chunks]
         assert len(set(slots)) == len(slots)
         assert len(set(ids)) == len(ids)
@@ -77,20 +81,33 @@ class ToyRunner:
         written: set[int] = set()
         for copy in plan.copies_before:
             self.states[copy.target] = self.states[copy.source]
-        tokens = [self._run(chunk, written) for chunk in plan.chunks]
+        ran = [self._run(chunk, written) for chunk in plan.chunks]
         for copy in plan.copies_after:
             assert copy.source in slots
             assert copy.target not in slots
             self.states[copy.target] = self.states[copy.source]
-        return StepResult([token for token in tokens if token is not None])
+        sampled = [histories for histories in ran if histories]
+        tokens = [SampledToken(next_token(history), -0.5) for histories in sampled for history in histories]
+        if not self.config.speculative:
+            return StepResult(tokens)
+        return StepResult(tokens, [self._guess(histories) for histories in sampled])
+
+    def _guess(self, histories: list[tuple[int, ...]]) -> int:
+        """Right about every other time, sometimes none."""
+        history = histories[0]
+        for behind in histories[1:]:
+            history = behind if behind[-1] == next_token(history) else history
+        guess = next_token((*history, next_token(history)))
+        return (guess, guess, guess + 1, 1, -1)[hash((history, "guess")) % 5]
 
     def _check_prefill(self, plan: StepPlan) -> None:
         """The setting that bounds the time between tokens."""
         answers = any(chunk.is_decode and chunk.output_count for chunk in plan.chunks)
         if answers and self.config.mixed_prefill_tokens is not None:
-            assert plan.num_tokens - plan.num_decodes <= self.config.mixed_prefill_tokens
+            assert plan.num_tokens - plan.num_decodes - plan.num_verified <= self.config.mixed_prefill_tokens
 
-    def _run(self, chunk: Chunk, written: set[int]) -> SampledToken | None:
+    def _run(self, chunk: Chunk, written: set[int]) -> list[tuple[int, ...]]:
+        """The histories behind which tokens are sampled."""
         size = self.config.block_size
         end = chunk.start + len(chunk.token_ids)
         output = list(chunk.output_ids)
@@ -106,7 +123,16 @@ class ToyRunner:
         else:
             assert chunk.output_count == len(output)
             token_ids = tuple(chunk.token_ids)
+        assert chunk.guesses <= self.config.speculative
+        assert (chunk.guesses > 0) == (chunk.out_slot > 0)
         known = (*chunk.request.prompt_token_ids, *output)
+        if chunk.guesses:
+            assert chunk.verifies
+            assert not chunk.request.sampling.edits_logits
+            assert len(output) + 2 <= min(
+                chunk.request.sampling.max_tokens, self.config.max_model_len - len(chunk.request.prompt_token_ids)
+            )
+            known = (*known, token_ids[-1])
         namespace = (chunk.request.pin.digest, chunk.request.cache_salt)
         assert 0 not in chunk.blocks
         assert 0 < chunk.slot < self.config.num_slots
@@ -131,9 +157,10 @@ class ToyRunner:
             written.add(block)
         others = set(chunk.blocks[chunk.start // size : -(-end // size)])
         assert others <= written
-        self.states[chunk.slot] = (namespace, known[:end])
+        self.states[chunk.out_slot or chunk.slot] = (namespace, known[:end])
         self.computed_tokens += len(chunk.token_ids)
         if not chunk.samples:
-            return None
+            assert chunk.next_id == known[end]
+            return []
         self.last_tokens[chunk.slot] = chunk.request.request_id, next_token(known)
-        return SampledToken(next_token(known), -0.5)
+        return [known[: len(known) - back] for back in range(chunk.guesses, -1, -1)]

@@ -26,7 +26,7 @@ PINS = [AdapterPin(), AdapterPin("a@1", "digest-a", 1)]
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5),
-        depth=st.sampled_from([1, 2, 2, 3]),
+        depth=st.sampled_from([0, 0, 1, 2, 2, 3]),
         extra_budget=st.integers(0, 20),
         alignment=st.sampled_from([1, 1, 2, 4]),
         mixed=st.none() | st.integers(0, 9),
@@ -49,6 +49,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         prefix_cache: bool,
     ) -> None:
+        speculative = depth == 0
+        if speculative:
+            depth, alignment = 1, 1
+            extra_budget += 3 * max_num_seqs
+            extra_slots += max_num_seqs
         least = 1 if alignment == 1 else alignment + 1
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -61,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({7, 13}),
             prefix_cache=prefix_cache,
+            speculative=speculative,
         )
         self.depth = depth
         self.scheduler = Scheduler(self.config, depth)
@@ -78,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.sampled_from([0, 3, 12, 12, 24]),
         tail=st.lists(st.integers(1, 3), max_size=6),
         max_tokens=st.integers(1, 12),
-        min_tokens=st.integers(0, 3),
+        min_tokens=st.sampled_from([0, 0, 0, 1, 3]),
         ignore_eos=st.booleans(),
         stop=st.sets(st.integers(1, 49), max_size=3),
         priority=st.integers(-1, 1),
@@ -86,9 +92,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         pin=st.sampled_from(PINS),
         salt=st.sampled_from(["", "x"]),
         copies=st.integers(1, 4),
+        presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     )
     def add(
-        self, family, shared, tail, max_tokens, min_tokens, ignore_eos, stop, priority, patience, pin, salt, copies
+        self,
+        family,
+        shared,
+        tail,
+        max_tokens,
+        min_tokens,
+        ignore_eos,
+        stop,
+        priority,
+        patience,
+        pin,
+        salt,
+        copies,
+        presence_penalty,
     ):
         prompt = (*(family * 10 + position % 4 for position in range(shared)), *tail) or (1,)
         for _ in range(copies):
@@ -99,6 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 min_tokens=min(min_tokens, max_tokens),
                 ignore_eos=ignore_eos,
+                presence_penalty=presence_penalty,
                 stop_token_ids=frozenset(stop),
                 priority=priority,
                 deadline=None if patience is None else self.now + patience,
@@ -193,7 +214,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = {s.request.request_id: s for s in self.scheduler._roster.running}
         prompts = {s.request.request_id: len(s.request.prompt_token_ids) for s in before.values()}
         decoding = [
-            s for name, s in before.items() if prompts[name] < s.known < s.known_at_end and s.known - s.computed == 1
+            s
+            for name, s in before.items()
+            if prompts[name] < s.known < s.known_at_end and (s.lacking == 1 or (s.lacking <= 4 and self._answers(s)))
         ]
         preemptions = self.scheduler.counts().preemptions
         plan = self.scheduler.schedule(self.now)
@@ -209,6 +232,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions)
         return plan
+
+    def _answers(self, sequence: Sequence) -> bool:
+        return self.config.speculative and sequence.computed >= len(sequence.request.prompt_token_ids)
 
     def _check_fairness(
         self, plan: StepPlan, before: Set[str], decoding: list[Sequence], preemptions_before: int

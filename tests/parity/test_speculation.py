@@ -1,0 +1,165 @@
+"""Speculation with the mtp layer: the tokens are those without it, whatever is guessed, batched, split or preempted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.tiny.recipe.train_mtp import Mtp
+from services.common.errors import CheckpointRejected
+from services.engine.guesser import Guesser
+from services.engine.limits import Counts
+from services.engine.model.loader import checkpoint_digest
+from services.engine.model.lora import LoraSlots
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.plan import Chunk
+from services.engine.request import AdapterPin, Request, SamplingParams
+from services.engine.updates import Finished
+from tests.parity.conftest import Pair
+from tests.parity.fused_models import random_adapters
+from tests.parity.reference import Driver, make_checkpoint
+from tests.parity.test_scheduled_generation import EOS, MAX_TOKENS, prompts, serve
+
+ROOM = {"token_budget": 64, "num_slots": 40, "speculative": True}
+
+
+def random_mtp(reference: Mtp, seed: int = 5) -> dict[str, Tensor]:
+    """Fills the layer and returns it as a checkpoint has it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            scale = 0.2 if "norm" in name else 0.7 * parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return {f"mtp.{name}": value.contiguous() for name, value in reference.state_dict().items()}
+
+
+@pytest.fixture(scope="module", params=["grouped", "odd-heads"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Mtp]:
+    path = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(request.param, path)
+    layer = Mtp(reference).eval()
+    save_file(random_mtp(layer), path / "model-mtp.safetensors")
+    model = Qwen3_5.from_directory(path, dtype="float32", device="cpu", mtp=True)
+    return Pair(path, reference, model), layer
+
+
+@torch.no_grad()
+def test_the_layer_is_transformers_layer(pair: tuple[Pair, Mtp]) -> None:
+    """Over a prompt in chunks of every size: logits of the token after next."""
+    reference, model, layer = pair[0].reference, pair[0].model, pair[1]
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 211, (70,), generator=generator)
+    hidden = reference.model(input_ids=tokens[None]).last_hidden_state
+    rotation = reference.model.rotary_emb(hidden, torch.arange(69)[None])
+    expected = reference.lm_head(layer(reference.model.embed_tokens(tokens[None, 1:]), hidden[:, :-1], rotation))[0]
+    for size in (1, 3, 69):
+        driver = Driver(model)
+        place = driver.open()
+        rows = []
+        for begin in range(0, 69, size):
+            end = min(begin + size, 69)
+            batch = driver.batch([(place, tokens[begin:end].tolist())])
+            states, step = model.forward_all(batch, driver.cache, None)
+            rows.append(model.logits(model.guess(states, tokens[begin + 1 : end + 1], step, driver.cache)))
+            place.done = end
+        assert (torch.cat(rows) - expected).abs().max() < 2e-4
+
+
+class Oracle:
+    """Replaces what the layer guessed by the token that will be sampled, about every other time."""
+
+    def __init__(self, known: list[Finished]) -> None:
+        self._known = {result.request.request_id: list(result.output_ids) for result in known}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = Guesser.guess
+
+        def guess(guesser: Guesser, hidden: Tensor, step: object, chunks: list[Chunk], tokens: list) -> list[int]:
+            guesses = plain(guesser, hidden, step, chunks, tokens)
+            sampled = iter(tokens)
+            ours = []
+            for chunk, guessed in zip((c for c in chunks if c.samples), guesses, strict=True):
+                drawn = [next(sampled).token_id for _ in range(chunk.sampled_rows)]
+                right = chunk.guesses and drawn[0] == chunk.token_ids[-1]
+                count = chunk.output_count + 1 + right
+                output = self._known[chunk.request.request_id]
+                use = guessed >= 0 and count < len(output) and hash((count, chunk.request.arrival)) % 5 < 3
+                ours.append(output[count] if use else guessed)
+            return ours
+
+        monkeypatch.setattr(Guesser, "guess", guess)
+
+
+def requests(**sampling: object) -> list[Request]:
+    """Greedy, seeded, filtered and penalised ones, some with an adapter and with tokens to stop at."""
+    made = []
+    for n, prompt in enumerate(prompts()):
+        changes = (
+            {"temperature": 0.0},
+            {"seed": n},
+            {"seed": n, "top_p": 0.8, "top_k": 20},
+            {"seed": n, "presence_penalty": 0.5},
+            {"temperature": 0.0, "top_logprobs": 2},
+            {"seed": n, "min_tokens": 5},
+            {"temperature": 0.0, "stop_token_ids": frozenset(range(60, 70))},
+        )[n % 7]
+        pin = AdapterPin(f"a@{n % 3}", f"digest {n % 3}", n % 3) if n % 3 else AdapterPin()
+        limit = MAX_TOKENS if n % 4 else 7
+        made.append(Request(f"r{n}", prompt, SamplingParams(max_tokens=limit, **changes), pin, arrival=n))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "changes"),
+    [
+        (13, {}),
+        (1, {}),
+        (2, {"token_budget": 32, "mixed_prefill_tokens": 8}),
+        (13, {"num_blocks": 10}),
+        (3, {"num_blocks": 34, "block_size": 4, "num_slots": 18}),
+    ],
+    ids=["at once", "one by one", "small chunks", "few blocks", "few small blocks"],
+)
+@pytest.mark.parametrize("oracle", [True, False])
+def test_tokens_are_the_same(
+    pair: tuple[Pair, Mtp], arrivals: int, changes: dict[str, int], oracle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair[0].model
+    expected, _ = serve(model, requests(), arrivals=arrivals, lora=random_adapters(model, 2))
+    if oracle:
+        Oracle(expected).install(monkeypatch)
+    counts: list[Counts] = []
+    results, preemptions = serve(
+        model, requests(), arrivals=arrivals, lora=random_adapters(model, 2), counts=counts, **(ROOM | changes)
+    )
+    for result, wanted in zip(results, expected, strict=True):
+        assert list(result.output_ids) == list(wanted.output_ids), result.request.request_id
+        assert result.finish_reason == wanted.finish_reason
+        close = torch.tensor(result.sampling_logprobs) - torch.tensor(wanted.sampling_logprobs)
+        assert close.abs().max() < 1e-3
+    assert counts[0].guesses > 20
+    assert (preemptions > 0) == ("num_blocks" in changes)
+    if oracle:
+        assert 0.4 < counts[0].guesses_right / counts[0].guesses < 0.8
+
+
+def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
+    """It serves without speculation and says what is missing with it; the layer is not part of the digest."""
+    reference = make_checkpoint("grouped", tmp_path)
+    with pytest.raises(CheckpointRejected, match="no mtp layer"):
+        Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
+    digest = checkpoint_digest(tmp_path)
+    tensors = random_mtp(Mtp(reference))
+    save_file(tensors, tmp_path / "model-mtp.safetensors")
+    assert checkpoint_digest(tmp_path) == digest
+    assert Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu").weights.mtp is None
+    model = Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
+    assert model.weights.nbytes() > 4 * sum(value.numel() for value in tensors.values())
+    tensors["mtp.fc.weight"] = torch.zeros(3, 3)
+    save_file(tensors, tmp_path / "model-mtp.safetensors")
+    with pytest.raises(CheckpointRejected, match=r"mtp.fc.weight has shape"):
+        Qwen3_5.from_directory(tmp_path, dtype="float32", device="cpu", mtp=True)
