@@ -33,9 +33,7 @@ class Guesser:
     def __init__(self, model: Qwen3_5, cache: CacheBuffers, sampler: Sampler) -> None:
         self._model, self._cache, self._sampler = model, cache, sampler
 
-    def guess(
-        self, hidden: Tensor, step: Step, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]
-    ) -> list[int]:
+    def guess(self, hidden: Tensor, step: Step, chunks: Sequence[Chunk], tokens: Sequence[SampledToken]) -> list[int]:
         """One guess for each chunk that samples, -1 for requests that none are made for.
 
         Args:

@@ -7,9 +7,10 @@ A plan may be made while the one before it still runs. A sequence whose newest t
 token ``PENDING``: the runner takes it from where the sampler leaves it on the device.
 
 With speculation a chunk may end with a guess of the token that it will sample. The guess is right if the token sampled
-before it is that very token, drawn with the request's own noise as always; then the token sampled behind it counts too.
-So a request's tokens are the same with and without guesses. A chunk with a guess writes its state to another slot than
-it read: if the guess was wrong, the old state is still there, and the tokens that count go in again with the next chunk.
+before it, drawn with the request's own noise as always, is that very token; then the token sampled behind it counts
+too. So a request's tokens are the same with and without guesses. A chunk with a guess writes its state to another slot
+than it read: if the guess was wrong, the old state is still there, and the tokens that count go in again with the next
+chunk.
 """
 
 from __future__ import annotations

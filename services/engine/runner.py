@@ -6,10 +6,9 @@ rows of one table, by state slot, so that a decode step writes only the blocks t
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import secrets
 
 import numpy as np
 import numpy.typing as npt

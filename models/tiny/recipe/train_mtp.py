@@ -1,10 +1,10 @@
-"""Trains the mtp layer: `python -m models.tiny.recipe.train_mtp [--out models/tiny] [--minutes 1]`, on a GPU or a CPU.
+"""Trains the mtp layer: `python -m models.tiny.recipe.train_mtp [--out DIR] [--minutes 1]`, on a GPU or a CPU.
 
-The layer guesses the token after next, for speculative decoding. The model is frozen and is the teacher: the loss is the
-cross entropy of the guess to the model's own distribution one token later, over the replies, because what counts is how
-often the guess is the token that the model will choose. Names and order of the tensors are those of Qwen's checkpoints
-(see vLLM's qwen3_next_mtp): fc over [norm(embedding of token t + 1), norm(normed hidden state t)], one full-attention
-layer, norm, the model's head.
+The layer guesses the token after next, for speculative decoding. The model is frozen and is the teacher: the loss is
+the cross entropy of the guess to the model's own distribution one token later, over the replies, because what counts is
+how often the guess is the token that the model will choose. Names and order of the tensors are those of Qwen's
+checkpoints (see vLLM's qwen3_next_mtp): fc over [norm(embedding of token t + 1), norm(normed hidden state t)], one
+full-attention layer, norm, the model's head.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DIRECTORY)
     parser.add_argument("--out", type=Path, default=DIRECTORY)
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=0, help="tokens a step with padding; 0: 65536 on a GPU, else 8192")
-    parser.add_argument("--batches", type=int, default=0, help="go through this many again and again; 0: always fresh ones")
+    parser.add_argument("--tokens", type=int, default=0, help="a step, padding included; 0: 65536 on a GPU, else 3072")
+    parser.add_argument("--batches", type=int, default=0, help="go through so many again and again; 0: fresh ones")
     parser.add_argument("--muon", type=float, default=4e-3)
     parser.add_argument("--adam", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=2)
@@ -117,14 +117,16 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(options.seed)
     modeling_qwen3_5.torch_chunk_gated_delta_rule = gated_delta_rule
-    model = Qwen3_5ForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval().requires_grad_(False)
+    model = (
+        Qwen3_5ForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).eval().requires_grad_(False)
+    )
     for module in model.modules():
         if hasattr(module, "chunk_gated_delta_rule"):
             module.chunk_gated_delta_rule = gated_delta_rule
     layer = Mtp(model).to(device).train()
     steppers = optimizers(layer, options.muon, options.adam)
     rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
-    size = options.tokens or (65536 if device.type == "cuda" else 8192)
+    size = options.tokens or (65536 if device.type == "cuda" else 3072)
     source = ahead(batches(options.seed, tokens_per_batch=size, workers=options.workers))
     next(source)
 

@@ -294,7 +294,8 @@ def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shar
 def checkpoint_digest(path: str | Path) -> str:
     """sha256 (hex) of the text model: its ModelConfig and each tensor's name, dtype, shape and bytes, in name order.
 
-    Neither sharding nor the class prefix nor vision weights nor the mtp layer change it. Tensors are hashed on several threads.
+    Neither sharding nor the class prefix nor vision weights nor the mtp layer change it. Tensors are hashed on several
+    threads.
 
     Raises:
         CheckpointRejected: a file that cannot be read.
