@@ -140,7 +140,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self, compilers: Executor | None = None) -> None:
-        """Compiles every kernel, captures the graphs and reserves the memory of the largest step. Before the first
+        """Compiles every kernel, reserves the memory of the largest step and captures the graphs. Before the first
         request: what it leaves in the caches means nothing.
 
         Args:
@@ -154,9 +154,6 @@ class CudaRunner:
         self._stream.synchronize()
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
-        with self._stream.active():
-            # Capturing gives unused memory back.
-            self._run_padding(StepShape.of(0, [limits.token_budget]), self.forward)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: FusedForward) -> None:
