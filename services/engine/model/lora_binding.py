@@ -11,11 +11,10 @@ from typing import Any
 
 import re2
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from services.common.errors import AdapterRejected
+from services.engine.model.adapter_file import read_tensors
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora_targets import target_shapes
 
@@ -127,10 +126,9 @@ def bind_adapter(files: Mapping[str, bytes], config: ModelConfig, *, max_rank: i
     if not expected:
         raise AdapterRejected(f"{CONFIG_FILE}: target_modules matches no linear layer of this model")
     try:
-        tensors = load_safetensors(files[WEIGHTS_FILE])
-    except (SafetensorError, ValueError, KeyError) as error:
+        tensors = read_tensors(files[WEIGHTS_FILE])
+    except (ValueError, RecursionError) as error:
         raise AdapterRejected(f"{WEIGHTS_FILE} is corrupt: {error}") from error
-    _refuse_repeated_keys(files[WEIGHTS_FILE])
     halves = _sort_tensors(tensors, expected.keys())
     targets: dict[str, BoundTarget] = {}
     for path, (out_features, in_features) in expected.items():
@@ -290,20 +288,6 @@ def _layers(value: Any) -> frozenset[int] | None:
     if not all(isinstance(number, int) for number in numbers):
         raise AdapterRejected(f"{CONFIG_FILE}: layers_to_transform must be layer numbers, got {value!r}")
     return frozenset(numbers)
-
-
-def _refuse_repeated_keys(data: bytes) -> None:
-    """safetensors takes the last of two entries of one name. ``data``: a file that it has read."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> None:
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise AdapterRejected(f"{WEIGHTS_FILE} is corrupt: its header has {key} twice")
-            seen.add(key)
-
-    end = 8 + int.from_bytes(data[:8], "little")
-    json.loads(data[8:end], object_pairs_hook=unique)
 
 
 def _sort_tensors(tensors: Mapping[str, Tensor], expected: Any) -> dict[tuple[str, str], tuple[str, Tensor]]:
