@@ -9,8 +9,6 @@ gated_rms_norm}`. Formula: Yang et al., Gated Delta Networks, arXiv 2412.06464, 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -87,32 +85,6 @@ def _advance(
 
 
 @triton.jit
-def _store_normed(
-    o,
-    row,
-    head,
-    column,
-    projected,
-    norm_weight,
-    out,
-    eps,
-    projected_stride,
-    out_stride,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
-    """The gated norm of a head's whole output, [blocks, block] float32."""
-    inside = column < VALUE_DIM
-    gate = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM + head * VALUE_DIM + column
-    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + column, mask=inside, other=0.0)
-    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
-    tl.store(out + row * out_stride + head * VALUE_DIM + column, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _gated_delta_step_kernel(
     mixed,
     projected,
@@ -122,7 +94,6 @@ def _gated_delta_step_kernel(
     state,
     slots,
     out,
-    items,
     eps,
     scale,
     mixed_stride,
@@ -134,91 +105,32 @@ def _gated_delta_step_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK_K)[:, None]
     j = tl.arange(0, BLOCK_V)
-    which = tl.arange(0, BLOCKS)[:, None]
-    column = which * BLOCK_V + j[None, :]
-    first = tl.program_id(0)
-    if STAGES == 1:
-        row = (first // HEADS).to(tl.int64)
-        head = first % HEADS
-        # Neither slots nor states are written by the kernel ahead: the state is on its way before that one is done.
-        slot = tl.load(slots + row).to(tl.int64)
-        places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
-        held = (i < KEY_DIM) & (j[None, :] < VALUE_DIM)
-        s = tl.load(places, mask=held, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        s, o = _advance(
-            s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
-            KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
-        )  # fmt: skip
-        tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy=EVICT)
-        _store_normed(
-            o[None, :], row, head, column, projected, norm_weight, out, eps, projected_stride, out_stride,
-            KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
-        )  # fmt: skip
-    else:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        whole = tl.zeros([BLOCKS, BLOCK_V], tl.float32)
-        mine = (items - first + tl.num_programs(0) - 1) // tl.num_programs(0)
-        # The next blocks of states, of this head or another, are on their way to shared memory while one is computed.
-        for step in tl.range(0, mine * BLOCKS, num_stages=STAGES):
-            item = first + step // BLOCKS * tl.num_programs(0)
-            block = step % BLOCKS
-            row = tl.cast(item // HEADS, tl.int64)
-            head = item % HEADS
-            here = block * BLOCK_V + j
-            slot = tl.load(slots + row).to(tl.int64)
-            places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + here[None, :]
-            held = (i < KEY_DIM) & (here[None, :] < VALUE_DIM)
-            s = tl.load(places, mask=held, other=0.0, eviction_policy=EVICT).to(tl.float32)
-            s, o = _advance(
-                s, row, head, here, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
-                KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
-            )  # fmt: skip
-            tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy=EVICT)
-            whole = tl.where(which == block, o[None, :], whole)
-            if block == BLOCKS - 1:
-                _store_normed(
-                    whole, row, head, column, projected, norm_weight, out, eps, projected_stride, out_stride,
-                    KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
-                )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class StepConfig:
-    """How heads of rows are dealt to programs."""
-
-    num_warps: int
-    num_stages: int
-    """1: a program a head, for the least latency. More: programs that stay, with so many blocks of states in flight."""
-    programs: int = 0
-    """Of those that stay."""
-    block_v: int = 128
-    """Value dimensions of a block, in those that stay."""
-    evict_first: bool = True
-    """States pass through the L2 cache without pushing weights out."""
-
-
-FEW = StepConfig(num_warps=8, num_stages=1)
-MANY = StepConfig(num_warps=4, num_stages=3, programs=4 * 132, block_v=32)
-"""As many programs as 132 multiprocessors hold at 128 registers a thread."""
-_FEW_ROWS = 4
-"""Up to here all heads are computed at once."""
-
-
-def choose(rows: int) -> StepConfig:
-    """The fastest measured at the 4B shape."""
-    return FEW if rows <= _FEW_ROWS else MANY
+    row = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    # Neither slots nor states are written by the kernel ahead: the state is on its way before that one is done. It
+    # passes through the L2 cache without pushing weights out.
+    slot = tl.load(slots + row).to(tl.int64)
+    places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
+    held = (i < KEY_DIM) & (j[None, :] < VALUE_DIM)
+    s = tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    s, o = _advance(
+        s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
+        KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
+    )  # fmt: skip
+    tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
+    inside = j < VALUE_DIM
+    gate = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM + head * VALUE_DIM + j
+    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + j, mask=inside, other=0.0)
+    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
+    tl.store(out + row * out_stride + head * VALUE_DIM + j, y.to(out.dtype.element_ty), mask=inside)
 
 
 def gated_delta_step(
@@ -232,7 +144,7 @@ def gated_delta_step(
     slots: Tensor,
     *,
     out: Tensor | None = None,
-    config: StepConfig | None = None,
+    num_warps: int = 4,
     pdl: bool = False,
 ) -> Tensor:
     """One token of each of B sequences; their states move on in place, each element read and written once.
@@ -249,7 +161,8 @@ def gated_delta_step(
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous.
         slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
         out: [B, value_size], where to write.
-        config: None chooses by B.
+        num_warps: of a program, which computes one head of one row. 4 was the fastest on an H200 at 1 to 256 rows, also
+            beside programs that stay and stream blocks of states through shared memory.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch). ``state`` and ``slots`` are
             then read early: the kernel ahead must not be the one that writes them.
 
@@ -264,13 +177,7 @@ def gated_delta_step(
     if out is None:
         out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows:
-        if config is None:
-            config = choose(rows)
-        items = rows * shape.value_heads
-        block_v = triton.next_power_of_2(shape.value_dim)
-        if config.num_stages > 1:
-            block_v = min(block_v, config.block_v)
-        _gated_delta_step_kernel[(items if config.num_stages == 1 else min(items, config.programs),)](
+        _gated_delta_step_kernel[(rows * shape.value_heads,)](
             mixed,
             projected,
             negative_a,
@@ -279,7 +186,6 @@ def gated_delta_step(
             state,
             slots,
             out,
-            items,
             eps,
             shape.key_dim**-0.5,
             mixed.stride(0),
@@ -290,12 +196,9 @@ def gated_delta_step(
             KEY_DIM=shape.key_dim,
             VALUE_DIM=shape.value_dim,
             BLOCK_K=triton.next_power_of_2(shape.key_dim),
-            BLOCK_V=block_v,
-            BLOCKS=triton.next_power_of_2(triton.cdiv(shape.value_dim, block_v)),
-            STAGES=config.num_stages,
-            EVICT="evict_first" if config.evict_first else "",
+            BLOCK_V=triton.next_power_of_2(shape.value_dim),
             PDL=pdl,
-            num_warps=config.num_warps,
+            num_warps=num_warps,
             launch_pdl=pdl,
         )
     return out

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.gpu import gated_delta_chunk, gated_delta_step
+from kernels.gpu import gated_delta_chunk
 from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, paged_decode
 from kernels.gpu.attention_prefill import paged_prefill
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.gated_delta_chunk import ChunkConfig
-from kernels.gpu.gated_delta_step import StepConfig
+from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.lora_rows import LoraRows
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
@@ -74,12 +74,10 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
-        self._step: StepConfig | None = None
         self._chunk: ChunkConfig | None = None
         self._rope = (0, 0, 0)
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
-            self._step = gated_delta_step.MANY
             exact = weights.embedding.dtype == torch.float32
             self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.MANY
             self._rope = (4, 1, 4)
@@ -184,14 +182,13 @@ class FusedForward:
         if decodes:
             here, slots = projected[:decodes], rows.slots[:decodes]
             conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=self._pdl)
-            gated_delta_step.gated_delta_step(
+            gated_delta_step(
                 mixed[:decodes],
                 here,
                 *parameters,
                 recurrent,
                 slots,
                 out=out[:decodes],
-                config=self._step,
                 pdl=self._pdl,
             )
         if rows.segments is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu import gated_delta_step as step
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.gated_delta_chunk import FEW, MANY, gated_delta_prefill
+from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu.delta_support import mixer
 
@@ -20,8 +20,7 @@ def launches() -> None:
     for pdl in (False, True):
         mixed = conv_decode(m.projected[:2], m.conv, conv_state, slots, pdl=pdl)
         for pool in (state, state.bfloat16()):
-            for few in (step.FEW, step.MANY):
-                step.gated_delta_step(mixed, m.projected[:2], *m.parameters(), pool, slots, config=few, pdl=pdl)
+            gated_delta_step(mixed, m.projected[:2], *m.parameters(), pool, slots, pdl=pdl)
     mixed = conv_prefill(m.projected, m.conv, conv_state, segments)
     for config in (FEW, MANY):
         gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, config=config)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.gated_delta_step import StepConfig, gated_delta_step
+from kernels.gpu.gated_delta_step import gated_delta_step
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta_support import exact_delta, mixer
 
 SHAPES = [(2, 4, 16, 16), (3, 3, 12, 10), (1, 5, 8, 24)]
 
 
-@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("key_heads", "heads", "key_dim", "value_dim"), SHAPES)
 def test_step(
-    device: torch.device, key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, stages: int
+    device: torch.device, key_heads: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
     shape = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
     m = mixer(3, device, dtype=dtype, **shape)
@@ -24,8 +23,7 @@ def test_step(
     state = torch.randn(5, heads, key_dim, value_dim, device=device)
     before = state.clone()
     slots = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
-    config = StepConfig(num_warps=4, num_stages=stages, programs=5, block_v=8)
-    out = gated_delta_step(mixed, m.projected, *m.parameters(), state, slots, config=config)
+    out = gated_delta_step(mixed, m.projected, *m.parameters(), state, slots)
     assert out.dtype == dtype
     limits = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-3, "rtol": 2**-7}
     for row, slot in enumerate(slots.tolist()):
