@@ -11,8 +11,8 @@ _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024)
 """Up to here a step's launches would take the host longer than its kernels take the device."""
 _MIXED_DECODES = (8, 32, 64, 128, 256)
-_MIXED_TOKENS = 128
-"""Beside the most that a mixed step may prefill: short prompts and what is left of long ones."""
+_MIXED_TOKENS = (128, 512)
+"""Short prompts and what is left of long ones; more keep the device busy for longer than their launches take."""
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
 _SEGMENTS = (2, 16)
@@ -44,7 +44,7 @@ def captured_shapes(largest_batch: int, max_num_seqs: int, token_budget: int, mi
     prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
     held = sorted({min(segments, max_num_seqs) for segments in _SEGMENTS})
     shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
-    mixed = sorted({min(_MIXED_TOKENS, mixed_tokens), mixed_tokens} & set(prefills))
+    mixed = sorted({min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS} & set(prefills))
     shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
     return sorted(shapes, key=lambda shape: -shape.rows)
 
