@@ -27,6 +27,8 @@ from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 
 _L2_TIMES_FOUR = 240e6
 _SHARED = 224 * 1024
+_OTHERS = ("torch.mm", "apart")
+"""Not cuts of skinny_linear."""
 _REGISTERS = 150
 
 
@@ -144,6 +146,8 @@ class Surroundings:
     x: Tensor
     gain: Tensor
     residual: Tensor
+    scratch: Tensor
+    """As large as the residual."""
     workspace: Any
 
     @classmethod
@@ -156,6 +160,7 @@ class Surroundings:
             make(rows, shape.inputs, device=device).to(torch.bfloat16),
             make(shape.inputs, device=device).mul(0.1).add(1) if device.type == "cuda" else make(shape.inputs),
             make(rows, width, device=device).to(torch.bfloat16),
+            torch.empty(rows, width, dtype=torch.bfloat16, device=device),
             SplitWorkspace.allocate(device),
         )
 
@@ -269,6 +274,11 @@ def measure(cases: list[Case], device: torch.device, deadline: float) -> list[di
     return rows
 
 
+def _bound(row: dict[str, Any]) -> float:
+    """The largest error that is rounding. Two variants of float8 round x to float8 too."""
+    return 0.06 if row["kind"] == "fp8" and row["variant"] in ("tma", "apart") else 0.03
+
+
 def report(rows: list[dict[str, Any]], best: int) -> None:
     """The best variants of each layer, kind and number of rows."""
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
@@ -276,8 +286,8 @@ def report(rows: list[dict[str, Any]], best: int) -> None:
         if "us" in row:
             groups.setdefault((row["kind"], row["layer"], row["rows"]), []).append(row)
     for (kind, layer, count), members in sorted(groups.items()):
-        for row in sorted(members, key=lambda r: r["us"])[:best] + [r for r in members if r["variant"] == "torch.mm"]:
-            wrong = "  WRONG" if row.get("error", 0) > 0.03 else ""
+        for row in sorted(members, key=lambda r: r["us"])[:best] + [r for r in members if r["variant"] in _OTHERS]:
+            wrong = "  WRONG" if row.get("error", 0) > _bound(row) else ""
             cut = " ".join(
                 f"{key}={row[key]}"
                 for key in ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch")
@@ -287,7 +297,7 @@ def report(rows: list[dict[str, Any]], best: int) -> None:
             speed = f"{row['us']:8.2f} us {row.get('tb_s', 0):5.2f} TB/s"
             print(f"{kind:<5}{layer:<9} M={count:<3}{speed}  {cut}{alone}{wrong}")
     for row in rows:
-        if "failed" in row or row.get("error", 0) > 0.03:
+        if "failed" in row or row.get("error", 0) > _bound(row):
             print("bad:", {key: value for key, value in row.items() if key != "us"})
 
 
@@ -297,7 +307,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     layers = {shape.name: shape for shape in SHAPES}
     best: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
-        if "us" in row and row.get("error", 1) < 0.03:
+        if "us" in row and row["variant"] not in _OTHERS and row.get("error", 1) < _bound(row):
             by_rows = best.setdefault((row["kind"], row["layer"]), {})
             if row["rows"] not in by_rows or row["us"] < by_rows[row["rows"]]["us"]:
                 by_rows[row["rows"]] = row
@@ -320,11 +330,18 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="most time to spend timing")
     parser.add_argument("--count", action="store_true", help="only say how many variants there are")
+    parser.add_argument("--focus", action="store_true", help="a minute for what matters most (sweep_focus.py)")
+    parser.add_argument("--resume", action="store_true", help="with --focus: leave out what --out has already")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table's entries from such a --out")
     options = parser.parse_args()
     if options.table is not None:
         table(json.loads(options.table.read_text())["rows"])
+        return
+    if options.focus:
+        from benchmarks import sweep_focus
+
+        sweep_focus.run(options)
         return
     kinds: list[Kind] = [kind for kind in ("none", "fp8", "int4") if kind in options.kinds.split(",")]
     groups = [

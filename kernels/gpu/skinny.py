@@ -13,11 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.gpu.fp8 import quantize_rows
 from kernels.gpu.lora import LoraRows, shrink
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
 from kernels.gpu.skinny_kernels import dot_kernel, vector_kernel
 from kernels.gpu.skinny_parts import Adapters
 from kernels.gpu.skinny_stream import stream_kernel
+from kernels.gpu.skinny_tma import normed, tile_descriptor, tma_kernel
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
 
 Weight = Tensor | Fp8Weight | Int4Weight
@@ -73,8 +75,8 @@ def skinny_linear(
 ) -> Tensor:
     """``activation(norm(x) Wᵀ + adapters) + residual``, sums in float32.
 
-    The norm is folded in: ``norm(x) Wᵀ = (x ∘ w) Wᵀ / sqrt(mean(x²) + eps)``, both sums in one pass. Nothing of the
-    result depends on how programs are scheduled.
+    The norm is folded in: ``norm(x) Wᵀ = (x ∘ w) Wᵀ / sqrt(mean(x²) + eps)``, both sums in one pass; the tma variant
+    norms x first, and in float8 quantizes it too. Nothing of the result depends on how programs are scheduled.
 
     Args:
         x: [M, K] bfloat16 or float32, last dimension contiguous.
@@ -86,7 +88,7 @@ def skinny_linear(
         out: where to write.
         out_dtype: x's dtype if None.
         config: how to cut the product up; chosen from the table if None.
-        block_m: rows of x a program takes (dot variant); the least power of two that holds them, at most 64, if None.
+        block_m: rows of x a program takes (not vector); the least power of two that holds them, at most 64, if None.
         workspace: for configs that split K; a fresh one if None, which costs a fill.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
@@ -113,7 +115,15 @@ def skinny_linear(
     chosen = config or choose(rows, outputs, inputs, kind, swiglu)
     if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")
+    x_scale = None
+    if chosen.variant == "tma":
+        if kind == "int4":
+            raise ValueError("skinny_linear: int4 has no tma variant")
+        if norm is not None and (kind == "none" or lora is not None):
+            x, norm = normed(x, norm.weight, norm.eps, pdl=pdl), None
     adapters = None if lora is None else _adapters(x, lora, norm, pdl)
+    if chosen.variant == "tma" and kind == "fp8":
+        x, x_scale = quantize_rows(x, *(() if norm is None else (norm.weight, norm.eps)), pdl=pdl)
     lora_shape: tuple[tuple[int, ...], int, int] = ((), 0, 0)
     if lora is not None and adapters is not None:
         lora_shape = (lora.ends, lora.b.shape[1], adapters.hidden.shape[0])
@@ -202,6 +212,41 @@ def skinny_linear(
         if space.partials.numel() < sums or space.counters.numel() < tiles * row_tiles:
             raise ValueError(f"skinny_linear: the workspace must hold {sums} sums and {tiles * row_tiles} counters")
         partials, counters = space.partials, space.counters
+    if chosen.variant == "tma":
+        raw = weight.values if isinstance(weight, Fp8Weight) else weight
+        tma_kernel[(tiles, chosen.splits, row_tiles)](
+            tile_descriptor(x, block, chosen.block_k),
+            x_scale,
+            tile_descriptor(raw, chosen.block_n // (2 if swiglu else 1), chosen.block_k),
+            raw,
+            scale,
+            residual,
+            out,
+            adapters,
+            partials,
+            counters,
+            rows,
+            outputs,
+            residual_stride,
+            out.stride(0),
+            K=inputs,
+            KIND=_KINDS[kind],
+            BLOCK_M=block,
+            BLOCK_N=chosen.block_n,
+            BLOCK_K=chosen.block_k,
+            SPLITS=chosen.splits,
+            STAGES=chosen.stages,
+            PREFETCH=chosen.prefetch,
+            SWIGLU=swiglu,
+            ENDS=ends,
+            RANK=rank,
+            LORA_SPLITS=lora_splits,
+            INTERPRETED=interpreted,
+            PDL=pdl,
+            num_warps=chosen.warps,
+            launch_pdl=pdl,
+        )
+        return out
     dot_kernel[(tiles, chosen.splits, row_tiles)](
         x,
         values,

@@ -17,28 +17,28 @@ class SkinnyConfig:
         ValueError: sizes that the kernels do not have.
     """
 
-    variant: Literal["vector", "stream", "dot"]
-    """Products in registers, all of K in one program; tensor cores fed from registers, likewise, warps sharing K; or
-    tensor cores fed from shared memory."""
+    variant: Literal["vector", "stream", "dot", "tma"]
+    """Products in registers, all of K in one program; tensor cores fed from registers, likewise, warps sharing K;
+    tensor cores fed from shared memory, through registers; or that without (a kernel before it norms x)."""
     block_n: int
     """Rows of the weight a program reads."""
     block_k: int
     """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says."""
     warps: int
     stages: int = 1
-    """Loads in flight (stream, dot)."""
+    """Loads in flight (not vector)."""
     splits: int = 1
-    """Programs that share K (dot)."""
+    """Programs that share K (dot, tma)."""
     prefetch: int = 0
-    """What is asked of L2 before the kernel ahead has ended. dot: that many bytes of each row; the others: all of the
-    tile that many tiles further on (not int4)."""
+    """What is asked of L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
+    the tile that many tiles further on (not int4)."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
             raise ValueError(f"block sizes, warps and prefetch are powers of two, stages and splits at least 1: {self}")
-        if self.variant != "dot" and self.splits > 1:
-            raise ValueError("only the dot variant splits K between programs")
+        if self.variant not in ("dot", "tma") and self.splits > 1:
+            raise ValueError("only the dot and tma variants split K between programs")
 
 
 def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:

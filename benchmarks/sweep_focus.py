@@ -1,0 +1,251 @@
+"""What decides the speed of 1 to 64 rows, in a minute: the most important cuts first, the result written after each.
+
+Run by ``python -m benchmarks.sweep_linear --focus --out FILE``. Every figure contains what surrounds the product (norm,
+activation, residual), whatever the number of kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import sweep_linear as sweep
+from benchmarks.environment import environment
+from benchmarks.precompile import Launch, precompile
+from kernels.gpu.skinny_configs import Kind, SkinnyConfig
+
+_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
+_FREE = 110 * 1024
+"""Bytes of shared memory for each of two programs of a multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One figure."""
+
+    urgency: int
+    """Lower comes first."""
+    shape: sweep.Shape
+    kind: Kind
+    rows: int
+    config: SkinnyConfig | None
+    """None: a kernel for each of norm, product and activation, the product torch's or fp8_linear."""
+
+    def key(self) -> dict[str, Any]:
+        cut: dict[str, Any] = {"variant": "apart"} if self.config is None else asdict(self.config)
+        return {"layer": self.shape.name, "kind": self.kind, "rows": self.rows, **cut}
+
+
+def entries() -> list[Entry]:
+    """All of them, the most important first."""
+    found = [*_dense(), *_fp8(), *_int4()]
+    return sorted(found, key=lambda entry: entry.urgency)
+
+
+def _cuts(shape: sweep.Shape, rows: int, size: int) -> Iterator[tuple[int, SkinnyConfig]]:
+    """The tma variant's, each with how likely it is to win (0 is best)."""
+    tall = ((128, 4), (256, 8)) if shape.swiglu else ((64, 4), (128, 4))
+    for block_n, warps in tall:
+        if block_n > tall[0][0] and rows < 64:
+            continue
+        tiles = -(-shape.outputs // block_n)
+        for splits in (1, 2, 3, 4, 6, 8, 12):
+            if not 96 <= tiles * splits <= 400:
+                continue
+            for block_k, stages in ((128, 3), (128, 4), (64, 4), (64, 6), (128, 2), (256, 2)):
+                narrow = max(16, rows)
+                shared = stages * (block_n + narrow) * block_k * size
+                share = shape.inputs // block_k / splits
+                if shared > 2 * _FREE or share < stages or shared < 40 * 1024 or (block_k == 256) != (size == 1):
+                    continue
+                resident = min(4, 2 * _FREE // shared) * 132
+                unlikely = int(tiles * splits > resident) + int(shape.inputs % (splits * block_k) != 0)
+                likely = unlikely + int(block_k != 128) + int(tiles * splits < 132)
+                yield likely, SkinnyConfig("tma", block_n, block_k, warps, stages, splits)
+                if likely == 0:
+                    yield 1, SkinnyConfig("tma", block_n, block_k, warps, stages, splits, prefetch=512)
+
+
+def _dense() -> Iterator[Entry]:
+    for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
+        for rows in (16, 8, 64):
+            yield Entry(0, shape, "none", rows, None)
+            for likely, config in _cuts(shape, rows, 2):
+                if rows != 8 or likely < 2:
+                    yield Entry({0: 0, 1: 2}.get(likely, 5) + (rows == 64) + (rows == 8), shape, "none", rows, config)
+    for rows in (16, 64):
+        for splits in (1, 2):
+            yield Entry(4, _HEAD, "none", rows, SkinnyConfig("tma", 128 * splits, 128 // splits, 4 * splits, 3))
+        yield Entry(4, _HEAD, "none", rows, None)
+    for block_n, block_k, warps in ((4, 512, 2), (8, 1024, 4), (4, 1024, 4), (8, 512, 2)):
+        yield Entry(3, _HEAD, "none", 1, SkinnyConfig("vector", block_n, block_k, warps))
+
+
+def _fp8() -> Iterator[Entry]:
+    for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
+        yield Entry(4, shape, "fp8", 64, None)
+        for rows in (64, 8):
+            for likely, config in _cuts(shape, rows, 1):
+                if likely < 2:
+                    yield Entry(3 + likely, shape, "fp8", rows, config)
+        for block_n, block_k, warps in ((4, 1024, 2), (2, 1024, 2), (4, 2048, 4), (8, 1024, 2), (2, 2048, 4)):
+            if shape.inputs >= 4096 or block_k == 1024:
+                yield Entry(3, shape, "fp8", 1, SkinnyConfig("vector", block_n, block_k, warps))
+        yield from _streams(shape, "fp8", 8, ((16, 512, 4, 3), (16, 1024, 4, 2), (32, 512, 4, 2)))
+
+
+def _int4() -> Iterator[Entry]:
+    for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
+        cuts = ((16, 1024, 4, 2), (16, 512, 2, 4), (16, 512, 4, 4), (32, 512, 4, 3), (16, 512, 4, 2))
+        for rows in (1, 8):
+            yield from _streams(shape, "int4", rows, cuts)
+
+
+def _streams(shape: sweep.Shape, kind: Kind, rows: int, cuts: tuple[tuple[int, int, int, int], ...]) -> Iterator[Entry]:
+    for order, (block_n, block_k, warps, stages) in enumerate(cuts):
+        yield Entry(3 + (order > 1), shape, kind, rows, SkinnyConfig("stream", block_n, block_k, warps, stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one shape and kind, more than L2 holds."""
+
+    copies: list[Any]
+    dense: Tensor
+    nbytes: int
+
+    @classmethod
+    def make(cls, shape: sweep.Shape, kind: Kind, device: torch.device) -> Layer:
+        from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4
+
+        dense = torch.randn(shape.outputs, shape.inputs, device=device, dtype=torch.bfloat16).mul_(0.02)
+        weight = sweep.weight_of(shape, kind, device, dense)
+        if isinstance(weight, Fp8Weight):
+            dense = dequantize_fp8(weight, torch.bfloat16)
+        elif isinstance(weight, Int4Weight):
+            dense = dequantize_int4(weight, torch.bfloat16)
+        parts = (weight,) if isinstance(weight, Tensor) else weight.tensors()
+        nbytes = sum(part.numel() * part.element_size() for part in parts)
+        copies = [weight]
+        while len(copies) * nbytes < 240e6:
+            clones = [part.clone() for part in parts]
+            copies.append(clones[0] if isinstance(weight, Tensor) else type(weight)(*clones))
+        return cls(copies, dense, nbytes)
+
+
+def launch(entry: Entry, around: sweep.Surroundings, weight: Any) -> Tensor:
+    """One product as the engine calls it."""
+    if entry.config is not None:
+        return around.launch(sweep.Case(entry.shape, entry.kind, entry.rows, entry.config), weight)
+    from kernels.gpu.fp8 import fp8_linear, quantize_rows
+    from kernels.gpu.products import many_rows
+    from kernels.gpu.skinny import Norm
+
+    def product(inputs: Tensor, into: Tensor | None) -> Tensor:
+        if entry.kind == "fp8":
+            values, scale = quantize_rows(inputs, pdl=True)
+            return fp8_linear(values, scale, weight, residual=into, out=into, pdl=True)
+        return torch.mm(inputs, weight.t()) if into is None else into.addmm_(inputs, weight.t())
+
+    norm = Norm(around.gain, 1e-6) if entry.shape.norm else None
+    residual = None if entry.shape.norm else around.residual
+    # The engine adds to its residual in place; here that would change the reference's.
+    out = None if residual is None else around.scratch
+    return many_rows(around.x, product, norm, residual, entry.shape.swiglu, None, out, pdl=True)
+
+
+def compile_only(chosen: list[Entry], device: torch.device) -> None:
+    """Launches with tensors of no contents (benchmarks/precompile.py runs nothing)."""
+    cases = [sweep.Case(e.shape, e.kind, e.rows, e.config) for e in chosen if e.config is not None]
+    sweep.compile_only(cases, device)
+
+
+class Recorder:
+    """Rows of the result, on disk at any time."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        before = json.loads(path.read_text()) if resume else {"environment": environment(), "rows": []}
+        self._all: dict[str, Any] = before
+        self.rows: list[dict[str, Any]] = before["rows"]
+
+    def done(self, entry: Entry) -> bool:
+        key = entry.key()
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(self._all, indent=1))
+        part.replace(self._path)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Times all entries, in order, until the seconds are over."""
+    chosen = entries()
+    print(f"{len(chosen)} entries", flush=True)
+    if options.count:
+        return
+    different = list({(e.shape, e.kind, max(16, e.rows), e.config): e for e in chosen}.values())
+    launches: list[Launch] = [partial(compile_only, different[start::64]) for start in range(64)]
+    print(f"compiled in {precompile(launches):.0f} s", flush=True)
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    recorder = Recorder(options.out, options.resume)
+    layers: dict[tuple[str, str], Layer] = {}
+    arounds: dict[tuple[str, str, int], tuple[sweep.Surroundings, Tensor]] = {}
+    deadline = time.monotonic() + options.seconds
+    for entry in chosen:
+        if time.monotonic() > deadline:
+            print("out of time", flush=True)
+            break
+        if recorder.done(entry):
+            continue
+        row = entry.key()
+        try:
+            place = (entry.shape.name, entry.kind)
+            if place not in layers:
+                layers[place] = Layer.make(entry.shape, entry.kind, device)
+            layer = layers[place]
+            if (*place, entry.rows) not in arounds:
+                around = sweep.Surroundings.make(entry.shape, entry.rows, device)
+                case = sweep.Case(entry.shape, entry.kind, entry.rows, SkinnyConfig("dot", 64, 128, 4))
+                arounds[(*place, entry.rows)] = (around, sweep.reference(case, around, layer.dense))
+            row |= _time(entry, layer, *arounds[(*place, entry.rows)], device)
+        except Exception as error:  # one variant that does not fit must not end the sweep
+            row["failed"] = f"{type(error).__name__}: {error}"[:300]
+        recorder.add(row)
+        if "failed" in row:
+            _carry_on_or_start_again()
+    sweep.report(recorder.rows, options.best)
+
+
+def _time(
+    entry: Entry, layer: Layer, around: sweep.Surroundings, want: Tensor, device: torch.device
+) -> dict[str, float]:
+    out = launch(entry, around, layer.copies[0]).float()
+    error = float((out - want).abs().max() / want.abs().max())
+    repeats = -(-12 // len(layer.copies)) if layer.nbytes < 3e8 else 2
+    micros = sweep.time_graph([partial(launch, entry, around, copy) for copy in layer.copies] * repeats, device)
+    return {"error": error, "us": micros, "tb_s": layer.nbytes / micros / 1e6}
+
+
+def _carry_on_or_start_again() -> None:
+    """A kernel that died takes the CUDA context with it: the process starts again behind it."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        again = [argument for argument in sys.argv[1:] if argument != "--resume"] + ["--resume"]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.sweep_linear", *again])

@@ -1,0 +1,176 @@
+"""The kernel of `skinny_linear` for 2 to 64 rows: weights and x go from memory to shared memory by the bulk copy engine
+and from there to the tensor cores (wgmma), and no thread touches them.
+
+A row of the weight is a row of the accumulator, the rows of x are its columns. x comes in the form that is multiplied:
+normed, and in float8 where the weight is (`normed`, kernels.gpu.fp8). All programs are resident at once, each
+with many tiles on their way, so memory decides how fast each gets on, and it does not matter that some multiprocessors
+have more programs than others.
+"""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.gpu.skinny_parts import FP8, finish, prefetch_rows, weight_rows
+
+
+@triton.jit
+def norm_kernel(
+    x,
+    norm,
+    out,
+    eps,
+    x_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: a row of x through its norm, into contiguous rows. Lets the product start before x is there, so that
+    it asks for its weights in the meantime."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+    gain = tl.load(norm + k, mask=k < K, other=0.0)
+    if PDL:
+        gdc_wait()
+    value = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / K + eps)
+    tl.store(out + row * K + k, (value * inverse * gain).to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _dot(left, right, acc, INTERPRETED: tl.constexpr, PROMOTE: tl.constexpr):
+    if PROMOTE > 0:
+        if INTERPRETED:
+            return tl.dot(left.to(tl.float32), right.to(tl.float32), acc, input_precision="ieee")
+        else:  # noqa: RET505 (Triton compiles what follows a return)
+            # The tensor cores add float8 products with about 14 bits: sums of PROMOTE of them are added in float32.
+            return tl.dot(left, right, acc, max_num_imprecise_acc=PROMOTE)
+    else:
+        return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["M"])
+def tma_kernel(
+    x,
+    x_scale,
+    weight,
+    values,
+    scale,
+    residual,
+    out,
+    lora,
+    partials,
+    counters,
+    M,
+    N,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ENDS: tl.constexpr,
+    RANK: tl.constexpr,
+    LORA_SPLITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N rows of the weight (with SWIGLU half of them gate rows), a SPLITS-th of K, BLOCK_M rows of
+    x. ``x`` and ``weight`` are descriptors of tiles of BLOCK_K columns, ``values`` is the weight itself."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    share: tl.constexpr = (steps + SPLITS - 1) // SPLITS
+    high: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
+    promote: tl.constexpr = BLOCK_K if KIND == FP8 else 0
+    first = split * share
+    if PDL:
+        gdc_launch_dependents()
+        if PREFETCH > 0:
+            size: tl.constexpr = 1 if KIND == FP8 else 2
+            prefetch_rows(values, row, first * BLOCK_K * size, PREFETCH, K * size)
+        gdc_wait()
+    m0 = tl.program_id(2) * BLOCK_M
+    n0 = tile * high
+    acc = tl.zeros((high, BLOCK_M), tl.float32)
+    if SWIGLU:
+        other = tl.zeros((high, BLOCK_M), tl.float32)
+        for step in tl.range(0, share, num_stages=STAGES):
+            k = (first + step) * BLOCK_K
+            gate = weight.load([n0, k])
+            up = weight.load([N // 2 + n0, k])
+            right = tl.trans(x.load([m0, k]))
+            acc = _dot(gate, right, acc, INTERPRETED, promote)
+            other = _dot(up, right, other, INTERPRETED, promote)
+        # [BLOCK_M, gate rows | up rows], as finish() wants them.
+        both = tl.permute(tl.join(tl.trans(acc), tl.trans(other)), [0, 2, 1])
+        total = tl.reshape(both, [BLOCK_M, BLOCK_N])
+    else:
+        for step in tl.range(0, share, num_stages=STAGES):
+            k = (first + step) * BLOCK_K
+            acc = _dot(weight.load([n0, k]), tl.trans(x.load([m0, k])), acc, INTERPRETED, promote)
+        total = tl.trans(acc)
+    m = m0 + tl.arange(0, BLOCK_M)
+    mine = True
+    if SPLITS > 1:
+        # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
+        block = tl.program_id(2) * tl.num_programs(0) + tile
+        area: tl.constexpr = BLOCK_N * BLOCK_M
+        i = tl.arange(0, BLOCK_N)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        base = partials + block.to(tl.int64) * SPLITS * area
+        tl.store(base + split * area + i, total)
+        tl.debug_barrier()
+        mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if mine:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for s in tl.static_range(SPLITS):
+                total += tl.load(base + s * area + i, cache_modifier=".cg")
+            tl.store(counters + block, 0)
+    if mine:
+        if KIND == FP8:
+            total *= tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
+        finish(
+            total, None, tile, row, inside, m, M, N, scale, None, lora, residual, out, 0.0, residual_stride, out_stride,
+            K, KIND, BLOCK_N, BLOCK_M, SWIGLU, ENDS, RANK, LORA_SPLITS,
+        )  # fmt: skip
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, *, pdl: bool) -> Tensor:
+    """``x / sqrt(mean(x²) + eps) · weight`` [M, K] in x's dtype. Reference: `kernels.rms_norm.rms_norm`."""
+    rows, inputs = x.shape
+    out = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(inputs)
+    warps = max(1, min(16, block // 256))
+    norm_kernel[(rows,)](
+        x, weight, out, eps, x.stride(0), K=inputs, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
+    )
+    return out
+
+
+def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How the copy engine finds tiles [rows, columns] of a matrix; past its end they are zero.
+
+    A matrix whose rows do not begin at multiples of 16 bytes is copied first.
+    """
+    size = matrix.element_size()
+    if matrix.data_ptr() % 16 or matrix.stride(0) * size % 16:
+        if matrix.shape[1] * size % 16:
+            raise ValueError(f"skinny_linear: the tma variant needs rows of a multiple of 16 bytes, got {matrix.shape}")
+        matrix = matrix.clone(memory_format=torch.contiguous_format)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
