@@ -64,6 +64,7 @@ def _conv_prefill_kernel(
     begins,
     starts,
     slots,
+    out_slots,
     tile_segment,
     tile_row,
     out,
@@ -118,7 +119,8 @@ def _conv_prefill_kernel(
         old = kept & (origin < begin) & cached
         kept_past = tl.load(history + (origin - begin + (KERNEL - 1)) * channels, mask=old, other=0.0)
         tl.debug_barrier()
-        tl.store(history + place * channels, tl.where(origin < begin, kept_past, kept_now), mask=kept)
+        target = state + tl.load(out_slots + segment).to(tl.int64) * (KERNEL - 1) * channels + channel
+        tl.store(target + place * channels, tl.where(origin < begin, kept_past, kept_now), mask=kept)
 
 
 def conv_decode(
@@ -186,7 +188,8 @@ def conv_prefill(
     num_warps: int = 4,
     pdl: bool = False,
 ) -> Tensor:
-    """Packed segments: nothing leaks from one into the next; each goes on from its state and leaves its new one.
+    """Packed segments: nothing leaks from one into the next; each goes on from the state of its slot and leaves its new
+    one in its out_slot.
 
     Args:
         projected: [T, width ≥ conv_dim], the whole flat batch; rows contiguous.
@@ -215,6 +218,7 @@ def conv_prefill(
             segments.begin,
             segments.start,
             segments.slot,
+            segments.out_slot,
             segments.tile_segment,
             segments.tile_row,
             out,

@@ -59,6 +59,7 @@ def _scan_kernel(
     begins,
     starts,
     slots,
+    out_slots,
     out,
     tokens,
     eps,
@@ -140,6 +141,8 @@ def _scan_kernel(
             o = o * inverse[:, None] * weight[None, :] * (z * sigmoid(z))
         places_out = out + row[:, None] * OUT_STRIDE + head * VALUE_DIM + j[None, :]
         tl.store(places_out, o.to(out.dtype.element_ty), mask=value_mask)
+    target = tl.load(out_slots + segment).to(tl.int64)
+    places = state + ((target * HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     tl.store(places, s.to(state.dtype.element_ty), mask=held)
 
 
@@ -193,7 +196,7 @@ def gated_delta_prefill(
     config: ChunkConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Packed segments: each goes on from its state and leaves its new one in place.
+    """Packed segments: each goes on from the state of its slot and leaves its new one in its out_slot.
 
     Args:
         mixed: [T, conv_dim], the convolution's output, query | key | value heads, over the whole flat batch.
@@ -273,6 +276,7 @@ def scan_tiles(
         segments.begin,
         segments.start,
         segments.slot,
+        segments.out_slot,
         out,
         mixed.shape[0],
         eps,

@@ -45,7 +45,7 @@ def _add_triples(a, b, c, d, e, f):
 
 
 @triton.jit
-def _advance(
+def advance(
     s,
     row,
     head,
@@ -85,6 +85,32 @@ def _advance(
 
 
 @triton.jit
+def store_normed(
+    o,
+    row,
+    head,
+    j,
+    projected,
+    norm_weight,
+    out,
+    eps,
+    projected_stride,
+    out_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """The gated norm of a head's output, [value dimensions] float32."""
+    inside = j < VALUE_DIM
+    gate = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM + head * VALUE_DIM + j
+    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + j, mask=inside, other=0.0)
+    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
+    tl.store(out + row * out_stride + head * VALUE_DIM + j, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _gated_delta_step_kernel(
     mixed,
     projected,
@@ -120,17 +146,15 @@ def _gated_delta_step_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    s, o = _advance(
+    s, o = advance(
         s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
         KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
     )  # fmt: skip
     tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
-    inside = j < VALUE_DIM
-    gate = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM + head * VALUE_DIM + j
-    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + j, mask=inside, other=0.0)
-    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
-    tl.store(out + row * out_stride + head * VALUE_DIM + j, y.to(out.dtype.element_ty), mask=inside)
+    store_normed(
+        o, row, head, j, projected, norm_weight, out, eps, projected_stride, out_stride,
+        KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
 
 
 def gated_delta_step(

@@ -36,13 +36,16 @@ class Segments:
     """[C]: segment of each tile, -1 for padding."""
     tile_row: Tensor
     """[C]: first row of each tile in the flat batch. A tile ends TILE rows later or with its segment."""
+    out_slot: Tensor
+    """[S]: state slot to write to: ``slot``, or another one if the state of ``slot`` must stay as it is."""
 
     def __post_init__(self) -> None:
         count = self.start.shape[0]
-        shapes = [tuple(x.shape) for x in (self.begin, self.slot, self.adapter)]
-        if shapes != [(count + 1,), (count,), (count,)] or self.tile_segment.shape != self.tile_row.shape:
-            raise ValueError(f"{count} segments with begin, slot, adapter of shapes {shapes}")
-        if any(x.dtype != torch.int32 for x in (self.begin, self.start, self.slot, self.tile_segment, self.tile_row)):
+        shapes = [tuple(x.shape) for x in (self.begin, self.slot, self.adapter, self.out_slot)]
+        if shapes != [(count + 1,), (count,), (count,), (count,)] or self.tile_segment.shape != self.tile_row.shape:
+            raise ValueError(f"{count} segments with begin, slot, adapter, out_slot of shapes {shapes}")
+        integers = (self.begin, self.start, self.slot, self.out_slot, self.tile_segment, self.tile_row)
+        if any(x.dtype != torch.int32 for x in integers):
             raise ValueError("segments are int32")
 
     @property
@@ -65,11 +68,13 @@ class Segments:
         first_row: int = 0,
         max_segments: int = 0,
         max_tiles: int = 0,
+        out_slots: Sequence[int] | None = None,
     ) -> Segments:
         """For segments of these lengths, in order and without gaps, from row ``first_row`` on.
 
         Args:
             max_segments, max_tiles: capacity to pad to; 0: none.
+            out_slots: where states are written; None: to ``slots``.
         """
         begin = [first_row]
         tile_segment: list[int] = []
@@ -92,4 +97,5 @@ class Segments:
             adapter=buffer(adapters, 0, spare),
             tile_segment=buffer(tile_segment, -1, tiles),
             tile_row=buffer(tile_row, begin[-1], tiles),
+            out_slot=buffer(slots if out_slots is None else out_slots, 0, spare),
         )

@@ -137,10 +137,10 @@ class EngineSettings(CommonSettings):
         """The same settings with every 0 that means "by device" filled in."""
         cuda = device == "cuda"
         sequences = self.max_num_seqs or (256 if cuda else 64)
+        rows = MOST_VERIFIED if self.speculative != "none" else 1
         if self.token_budget and not self.max_num_seqs:
-            sequences = min(sequences, self.token_budget)
-        rows = sequences * (MOST_VERIFIED if self.speculative != "none" else 1)
-        budget = self.token_budget or max(rows, 8192 if cuda else 512)
+            sequences = min(sequences, max(1, self.token_budget // rows))
+        budget = self.token_budget or max(rows * sequences, 8192 if cuda else 512)
         return self.model_copy(
             update={
                 "max_num_seqs": sequences,

@@ -103,8 +103,6 @@ def _check_gpu(settings: EngineSettings, device: Device) -> None:
             f"{device.triton or 'none'}: install temper[gpu], or use TEMPER_DEVICE=cpu",
             param="device",
         )
-    if settings.speculative != "none":
-        raise InvalidRequest("TEMPER_SPECULATIVE=mtp runs on the CPU only: use none", param="speculative")
     if device.has_float8:
         return
     if settings.quantization == "fp8":

@@ -13,6 +13,7 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
 from services.engine.model.loader import copies_head
 from services.engine.model.lora import LoraSlots
+from services.engine.plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 
@@ -76,22 +77,24 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
     """Bytes the model needs of each thing; the settings are those of the device (for_device)."""
     stored = formats(config, settings, dtype, device)
     logits = 4 * config.vocab_size
+    # With speculation two rows of a sequence are sampled, and more are computed.
+    sampled, answers = settings.max_num_seqs, settings.max_num_seqs
+    if settings.speculative != "none":
+        sampled, answers = 2 * sampled, MOST_VERIFIED * answers
     weights, block = weight_bytes(config, stored), block_bytes(config, settings.block_size, stored)
     slot = slot_bytes(config, stored)
     adapter_slot = LoraSlots.bytes_per_slot(config, settings.max_lora_rank, dtype)
     if device.kind == "cpu":
         widest = max(out for layer in range(config.num_layers) for out, _ in config.linear_shapes(layer).values())
         activations = 4 * _ACTIVATION_COPIES * settings.token_budget * widest
-        return Footprint(
-            weights, block, slot, adapter_slot, _LOGIT_COPIES * settings.max_num_seqs * logits + activations
-        )
+        return Footprint(weights, block, slot, adapter_slot, _LOGIT_COPIES * sampled * logits + activations)
     row = widest_output(config) * dtype.itemsize
     rows, slots = settings.max_num_seqs, state_slots(settings)
     context = settings.max_model_len or config.max_position_embeddings
     decoded = 0
     if settings.quantization != "none":  # of a long prefill and of training, one at a time
         decoded = config.hidden_size * max(widest_output(config), config.vocab_size) * dtype.itemsize
-    partial = rows * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
+    partial = answers * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
     tables = slots * -(-context // settings.block_size) * 4
     activations = _ACTIVATION_COPIES * settings.token_budget * row
     captured = min(settings.cuda_graphs, rows)
@@ -100,9 +103,9 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
         block=block,
         slot=slot,
         adapter_slot=adapter_slot,
-        workspace=rows * logits * _LOGIT_COPIES + activations + decoded + partial + tables,
+        workspace=sampled * logits * _LOGIT_COPIES + activations + decoded + partial + tables,
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary.
-        sampler=rows * (2 * logits + _SAMPLER_ROW),
+        sampler=sampled * (2 * logits + _SAMPLER_ROW),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
     )
 
@@ -110,6 +113,9 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
 def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, row: int) -> int:
     """What graphs keep: the tensors of the largest captured step, a decoded matrix where its prefill needs one."""
     rows = max(captured + settings.mixed_prefill_tokens, min(_CAPTURED_PREFILL, settings.token_budget))
+    if settings.speculative != "none":
+        # Outputs of two graphs a shape, which nothing shares.
+        rows = 2 * max(rows, MOST_VERIFIED * captured)
     decoded = config.hidden_size * row if settings.quantization == "int4" else 0
     return _GRAPH_FIXED + rows * _GRAPH_COPIES * row + decoded
 

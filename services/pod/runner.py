@@ -52,6 +52,7 @@ def build_runner(
         num_slots=slots,
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
         state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
+        mtp=speculative,
     )
     runner = CudaRunner(
         model,
@@ -63,6 +64,7 @@ def build_runner(
             max_model_len,
             largest_graph=settings.cuda_graphs,
             mixed_tokens=settings.mixed_prefill_tokens,
+            speculative=speculative,
         ),
         RunnerOptions(
             batch_invariant=settings.batch_invariant,

@@ -21,7 +21,7 @@ from services.engine.model.device_batch import DeviceCache
 from services.engine.model.lora import BoundAdapter, LoraParams, LoraSlots, bind_adapter
 from services.engine.model.matrix import DenseMatrix, Matrix, quantize
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights, MtpWeights
 from services.engine.plan import PENDING, Chunk, StepPlan
 from services.engine.request import Request
 from services.engine.runner import ModelRunner
@@ -51,7 +51,12 @@ TINY = ModelConfig(
 
 
 def random_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", *, quantization: str = "none"
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    quantization: str = "none",
+    mtp: bool = False,
 ) -> Qwen3_5:
     """The same numbers on every device, as they are or quantized.
 
@@ -93,6 +98,15 @@ def random_model(
             down=matrix(hidden, config.intermediate_size),
         )
 
+    def mtp_weights() -> MtpWeights:
+        return MtpWeights(
+            embedding_norm=norm(config.hidden_size),
+            hidden_norm=norm(config.hidden_size),
+            fc=matrix(config.hidden_size, 2 * config.hidden_size),
+            layer=layer(config.layer_types.index("full_attention")),
+            final_norm=norm(config.hidden_size),
+        )
+
     embedding = normal(config.vocab_size, config.hidden_size, scale=0.15)
     head = embedding if config.tie_word_embeddings else normal(config.vocab_size, config.hidden_size, scale=0.3)
     weights = ModelWeights(
@@ -100,6 +114,7 @@ def random_model(
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=norm(config.hidden_size),
         head=quantize(head, "none" if quantization == "none" else "fp8"),
+        mtp=mtp_weights() if mtp else None,
     )
     return Qwen3_5(config, weights)
 
@@ -183,6 +198,7 @@ def cuda_runner(
         num_slots=limits.num_slots,
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
+        mtp=limits.speculative,
     )
     runner = CudaRunner(
         model,
@@ -194,6 +210,7 @@ def cuda_runner(
             limits.max_model_len,
             largest_graph=largest_graph,
             mixed_tokens=limits.mixed_prefill_tokens or 0,
+            speculative=limits.speculative,
         ),
         options or RunnerOptions(),
         eos_token_ids=sorted(limits.eos_token_ids),
@@ -235,7 +252,14 @@ class InStep:
         spoil(cache)
         eos = sorted(limits.eos_token_ids)
         self.plain_lora = random_adapters(model, adapters)
-        self.plain = ModelRunner(model, cache, self.plain_lora, num_slots=limits.num_slots, eos_token_ids=eos)
+        self.plain = ModelRunner(
+            model,
+            cache,
+            self.plain_lora,
+            num_slots=limits.num_slots,
+            eos_token_ids=eos,
+            speculative=limits.speculative,
+        )
         self.lora = random_adapters(fused, adapters)
         self.runner = cuda_runner(
             fused,
@@ -248,8 +272,9 @@ class InStep:
         )
         self._expected: list[Tensor] = []
         self._ours: list[Tensor] = []
-        _record(model, self._expected)
-        _record(self.runner.forward, self._ours)
+        _record(model, "logits", self._expected)
+        _record(self.runner.forward, "logits", self._ours)
+        _record(self.runner.forward, "guess_logits", self._ours)
         self.steps = 0
         self.errors: list[float] = []
 
@@ -269,18 +294,23 @@ class InStep:
         return results
 
     def _step(self, plan: StepPlan) -> Any:
+        self._expected.clear()
+        self._ours.clear()
         result = self.plain.launch(plan).result()
         ours = self.runner.launch(self._hidden(plan) if self._pending else plan).result()
         self.steps += 1
         assert len(ours.tokens) == len(result.tokens)
-        if result.tokens:
-            error = float((self._ours[-1].float().cpu() - self._expected[-1].float().cpu()).abs().max())
+        for logits, expected in zip(self._ours, self._expected, strict=True):
+            error = float((logits.float().cpu() - expected.float().cpu()).abs().max())
             assert error <= self.tolerance, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks]
             self.errors.append(error)
         for mine, theirs in zip(ours.tokens, result.tokens, strict=True):
             assert mine.error is None
             if self.tolerance < 1e-3:
                 assert mine.token_id == theirs.token_id
+        assert len(ours.guesses) == len(result.guesses)
+        if self.tolerance < 1e-3:
+            assert list(ours.guesses) == list(result.guesses)
         return result
 
     @staticmethod
@@ -292,13 +322,13 @@ class InStep:
         return replace(plan, chunks=[hidden(chunk) for chunk in plan.chunks])
 
 
-def _record(target: Any, into: list[Tensor]) -> None:
-    """Keeps what target.logits() returns."""
-    logits = target.logits
+def _record(target: Any, name: str, into: list[Tensor]) -> None:
+    """Keeps what a method that computes logits returns."""
+    logits = getattr(target, name)
 
     def recording(x: Tensor) -> Tensor:
         out: Tensor = logits(x)
-        into[:] = [out]
+        into.append(out)
         return out
 
-    target.logits = recording
+    setattr(target, name, recording)

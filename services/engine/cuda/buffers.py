@@ -36,6 +36,8 @@ class StepShape:
     rows: int
     segments: int = 0
     tiles: int = 0
+    short: bool = False
+    """All segments have a few tokens and are computed as decodes are (see StepRows.short)."""
 
     def __post_init__(self) -> None:
         prefill = self.rows - self.decodes
@@ -45,15 +47,16 @@ class StepShape:
             raise ValueError(f"{self}: a prefill needs segments and tiles")
 
     @classmethod
-    def of(cls, decodes: int, lengths: Sequence[int]) -> StepShape:
+    def of(cls, decodes: int, lengths: Sequence[int], *, short: bool = False) -> StepShape:
         """What fits exactly these decodes and segment lengths."""
         tiles = sum(-(-length // TILE) for length in lengths)
-        return cls(decodes, decodes + sum(lengths), len(lengths), tiles)
+        return cls(decodes, decodes + sum(lengths), len(lengths), tiles, short)
 
     def holds(self, other: StepShape) -> bool:
         """Whether a step of the other shape can run in this one."""
         return (
-            (self.decodes > 0) == (other.decodes > 0)
+            self.short == other.short
+            and (self.decodes > 0) == (other.decodes > 0)
             and (self.segments > 0) == (other.segments > 0)
             and self.decodes >= other.decodes
             and self.rows - self.decodes >= other.rows - other.decodes
@@ -65,11 +68,13 @@ class StepShape:
 class _Sections:
     """Where the parts of a step of one shape lie in the buffer, in words."""
 
-    def __init__(self, shape: StepShape, adapter_slots: int) -> None:
+    def __init__(self, shape: StepShape, adapter_slots: int, next_ids: bool) -> None:
         rows, segments = shape.rows, shape.segments
         sizes = [rows] * 4 + [1 + min(rows, adapter_slots)]
         if segments:
-            sizes += [segments + 1, segments, segments, segments, shape.tiles, shape.tiles]
+            sizes += [segments + 1, segments, segments, segments, shape.tiles, shape.tiles, segments]
+        if next_ids:
+            sizes.append(rows)
         ends = list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes))
         self.places = [slice(begin, begin + size) for begin, size in zip([0, *ends], sizes, strict=False)]
         self.words = ends[-1]
@@ -100,10 +105,14 @@ class StepBuffers:
         capacity: words: of the largest step and everything beside it.
         depth: steps that may be in flight.
         adapter_slots: LoRA slots, the base's included.
+        next_ids: steps have the token behind each row, for the mtp layer.
     """
 
-    def __init__(self, stream: EngineStream, *, capacity: int, depth: int, adapter_slots: int) -> None:
+    def __init__(
+        self, stream: EngineStream, *, capacity: int, depth: int, adapter_slots: int, next_ids: bool = False
+    ) -> None:
         self._stream = stream
+        self._next_ids = next_ids
         self._adapter_slots = adapter_slots
         self._device = torch.zeros(capacity, dtype=torch.int32, device=stream.device)
         self._hosts = [stream.host_buffer(capacity) for _ in range(depth)]
@@ -114,7 +123,7 @@ class StepBuffers:
     @staticmethod
     def words(shape: StepShape, adapter_slots: int) -> int:
         """Size of a step without what varies."""
-        return _Sections(shape, adapter_slots).words
+        return _Sections(shape, adapter_slots, next_ids=True).words
 
     def keep(self, shape: StepShape) -> StepRows:
         """The views of a shape, built once: what a graph of the shape is captured with."""
@@ -144,11 +153,13 @@ class StepBuffers:
         sections, rows = self._kept.get(shape) or self._placed(shape)
         host = self._next_host()
         adapters = _fill(host, sections, shape, chunks, decodes)
+        if self._next_ids:
+            _fill_next(host[sections.places[-1]], chunks, decodes, shape.decodes)
 
         end = sections.words
         parts: list[tuple[int, int]] = []
         prefills = len(chunks) > decodes
-        sampled = _sampled_rows(chunks, decodes, shape.decodes)
+        sampled = sampled_rows(chunks, decodes, shape.decodes)
         logits: Words = np.array(sampled if prefills else (), dtype=np.int32)
         pairs_before: Words = np.array([(copy.source, copy.target) for copy in copies_before], dtype=np.int32)
         pairs_after: Words = np.array([(copy.source, copy.target) for copy in copies_after], dtype=np.int32)
@@ -190,7 +201,7 @@ class StepBuffers:
         self._copied[self._turn] = self._stream.mark()
 
     def _placed(self, shape: StepShape) -> tuple[_Sections, StepRows]:
-        sections = _Sections(shape, self._adapter_slots)
+        sections = _Sections(shape, self._adapter_slots, self._next_ids)
         parts = [self._device[place] for place in sections.places]
         segments = None
         if shape.segments:
@@ -201,6 +212,7 @@ class StepBuffers:
                 adapter=parts[8],
                 tile_segment=parts[9],
                 tile_row=parts[10],
+                out_slot=parts[11],
             )
         return sections, StepRows(
             tokens=parts[0],
@@ -210,18 +222,31 @@ class StepBuffers:
             active_adapters=parts[4],
             decodes=shape.decodes,
             segments=segments,
+            short=shape.short,
+            next_ids=parts[-1] if self._next_ids else None,
         )
 
 
-def _sampled_rows(chunks: Sequence[Chunk], decodes: int, first_row: int) -> list[int]:
+def sampled_rows(chunks: Sequence[Chunk], decodes: int, first_row: int) -> list[int]:
     """Rows of the batch that are sampled, in the order of the chunks."""
     rows = list(range(decodes))
     end = first_row
     for chunk in chunks[decodes:]:
         end += len(chunk.token_ids)
-        if chunk.samples:
-            rows.append(end - 1)
+        rows += range(end - chunk.sampled_rows, end)
     return rows
+
+
+def _fill_next(next_ids: Words, chunks: Sequence[Chunk], decodes: int, first_row: int) -> None:
+    """The token behind each row; whatever, where the step samples it."""
+    next_ids[:first_row] = 0
+    at = first_row
+    for chunk in chunks[decodes:]:
+        end = at + len(chunk.token_ids)
+        next_ids[at : end - 1] = chunk.token_ids[1:]
+        next_ids[end - 1] = max(chunk.next_id, 0)
+        at = end
+    next_ids[at:] = 0
 
 
 def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[Chunk], decodes: int) -> bool:
@@ -240,7 +265,7 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     if not shape.segments:
         return bool(distinct)
 
-    begin, start, slot, adapter, tile_segment, tile_row = (host[place] for place in sections.places[5:])
+    begin, start, slot, adapter, tile_segment, tile_row, out_slot = (host[place] for place in sections.places[5:12])
     prefills = chunks[decodes:]
     count = len(prefills)
     at, tile = shape.decodes, 0
@@ -259,9 +284,10 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     start[:count] = [chunk.start for chunk in prefills]
     slot[:count] = [chunk.slot for chunk in prefills]
     adapter[:count] = [chunk.request.pin.slot for chunk in prefills]
+    out_slot[:count] = [chunk.out_slot or chunk.slot for chunk in prefills]
     for column in (tokens, positions, slots, adapters):
         column[at:] = 0
-    for column in (start, slot, adapter):
+    for column in (start, slot, adapter, out_slot):
         column[count:] = 0
     begin[count:] = at
     tile_segment[tile:] = -1

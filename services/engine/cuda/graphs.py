@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ class StepGraphs:
 
     Args:
         run: launches kernels only: nothing in it may wait for the device.
+        beside: graphs whose memory these share, but for the outputs.
     """
 
-    def __init__(self, stream: EngineStream, run: Run) -> None:
+    def __init__(self, stream: EngineStream, run: Run, beside: StepGraphs | None = None) -> None:
         self._stream = stream
         self._run = run
-        self._pool = torch.cuda.graph_pool_handle() if stream.stream is not None else None
+        self._pool: Any = None
+        if stream.stream is not None:
+            self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._graphs: dict[tuple[StepShape, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._shapes: dict[StepShape, None] = {}
         self.captures = 0
@@ -65,6 +69,10 @@ class StepGraphs:
     def find(self, wanted: StepShape) -> StepShape | None:
         """The captured shape that a step should run in; None: it runs uncaptured."""
         return smallest(self._shapes, wanted)
+
+    def output(self, shape: StepShape, adapters: bool) -> Tensor:
+        """Where a captured step leaves its result, for what is captured behind it."""
+        return self._graphs[shape, adapters][1]
 
     def replay(self, shape: StepShape, adapters: bool) -> Tensor:
         """Queues a captured step.

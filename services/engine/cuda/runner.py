@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +20,11 @@ from kernels.gpu.block_tables import write_tables
 from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
-from services.engine.cuda.buffers import StepBuffers, StepShape
+from services.engine.cuda.buffers import LoadedStep, StepBuffers, StepShape, sampled_rows
 from services.engine.cuda.compile_ahead import compile_ahead
 from services.engine.cuda.graphs import StepGraphs
-from services.engine.cuda.sampler import CudaSampler
+from services.engine.cuda.guesser import GuessRows, fill_next_ids, sample_guesses
+from services.engine.cuda.sampler import CudaSampler, SampleRows
 from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets
 from services.engine.cuda.stream import Arrival, EngineStream
 from services.engine.cuda.tables import TableShadow
@@ -32,7 +33,7 @@ from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.fused import DecodeAttention, FusedForward
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import SampledToken, StepPlan, StepResult
+from services.engine.plan import MOST_VERIFIED, StepPlan, StepResult
 from services.engine.ports import StepHandle
 
 _INVARIANT_BATCH = 64
@@ -52,6 +53,8 @@ class RunnerLimits:
     """Largest decode batch to capture as a CUDA graph; 0: capture nothing."""
     mixed_tokens: int = 0
     """Prefill tokens of a step that also decodes, to capture; 0: capture none."""
+    speculative: bool = False
+    """Guess a token for the next step of each request; the model and the cache have its mtp layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,9 @@ class CudaRunner:
         cache: the scheduler owns which blocks and slots mean what.
         lora: stacked adapter slots; slot 0 is the base.
         eos_token_ids: what min_tokens masks.
-    """
 
-    depth = 2
+    With speculation one step is in flight at a time: where the next one starts depends on what this one accepts.
+    """
 
     def __init__(
         self,
@@ -88,19 +91,24 @@ class CudaRunner:
     ) -> None:
         device, config = model.device, model.config
         self._limits = limits
+        self.depth = 1 if limits.speculative else 2
+        sampled = limits.max_num_seqs * (2 if limits.speculative else 1)
         self._cache = cache
         self._has_adapters = lora.num_slots > 1
         self._stream = EngineStream(device)
         max_blocks = -(-limits.max_model_len // cache.block_size)
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
-        self._sampler = CudaSampler(
-            eos_token_ids, cache.num_slots, config.vocab_size, limits.max_num_seqs, device, pdl=options.pdl
-        )
-        self._results = [self._stream.host_buffer(limits.max_num_seqs * ROW_WORDS) for _ in range(self.depth)]
+        self._sampler = CudaSampler(eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl)
+        # With speculation the second is for the guesses.
+        self._results = [self._stream.host_buffer(sampled * ROW_WORDS) for _ in range(2)]
         self._turn = 0
         self._shapes = captured_shapes(
-            limits.largest_graph, limits.max_num_seqs, limits.token_budget, limits.mixed_tokens
+            limits.largest_graph,
+            limits.max_num_seqs,
+            limits.token_budget,
+            limits.mixed_tokens,
+            speculative=limits.speculative,
         )
         self._attention = _attention(model, cache, limits, options)
         self.forward = FusedForward(
@@ -122,16 +130,21 @@ class CudaRunner:
             limits.token_budget // TILE + limits.max_num_seqs,
         )
         words = max(StepBuffers.words(shape, adapter_slots) for shape in (*self._shapes, largest))
-        extra = 16 * limits.max_num_seqs + 2 * _ENTRIES_A_COPY
+        extra = 32 * limits.max_num_seqs + 2 * _ENTRIES_A_COPY
         self._buffers = StepBuffers(
-            self._stream, capacity=words + extra + 64, depth=self.depth, adapter_slots=adapter_slots
+            self._stream,
+            capacity=words + extra + 64,
+            depth=self.depth,
+            adapter_slots=adapter_slots,
+            next_ids=limits.speculative,
         )
         self._graphs = StepGraphs(self._stream, self._run_shape)
+        self._guess_graphs = StepGraphs(self._stream, self._guess_shape, beside=self._graphs)
 
     @property
     def captures(self) -> int:
         """CUDA graphs captured since the start: none after warm_up()."""
-        return self._graphs.captures
+        return self._graphs.captures + self._guess_graphs.captures
 
     @property
     def replays(self) -> int:
@@ -147,13 +160,15 @@ class CudaRunner:
             compilers: from compiler_pool(), to compile on; None: a pool for this call, if anything is not compiled yet.
         """
         limits = self._limits
-        shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget)
+        shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget, speculative=limits.speculative)
         with self._stream.active():
             compile_ahead(lambda: self._launch_all(shapes, self.forward.one_of_each_layer()), compilers)
             self._launch_all(shapes, self.forward)
         self._stream.synchronize()
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
+            if limits.speculative:
+                self._guess_graphs.capture(self._shapes, adapters=self._has_adapters)
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: FusedForward) -> None:
@@ -168,6 +183,8 @@ class CudaRunner:
         if self._has_adapters:
             x = self._layers(rows, forward, adapters=True)
         forward.logits(x[: self._limits.max_num_seqs])
+        if self._limits.speculative:
+            forward.guess_logits(self._guess(x, rows, forward)[: self._limits.max_num_seqs])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -185,14 +202,23 @@ class CudaRunner:
         decodes = 0
         while decodes < len(chunks) and chunks[decodes].is_decode:
             decodes += 1
-        wanted = StepShape.of(decodes, [len(chunk.token_ids) for chunk in chunks[decodes:]])
+        short = self._limits.speculative and decodes < len(chunks)
+        short = short and all(chunk.verifies for chunk in chunks[decodes:])
+        if short:  # decodes are segments of one row among those of a few
+            decodes = 0
+        wanted = StepShape.of(decodes, [len(chunk.token_ids) for chunk in chunks[decodes:]], short=short)
         captured = self._graphs.find(wanted)
         entries = self._shadow.entries(chunks)
         while len(entries) > _ENTRIES_A_COPY:
             write_tables(self._tables, self._buffers.send_entries(entries[:_ENTRIES_A_COPY]))
             entries = entries[_ENTRIES_A_COPY:]
-        sampled = [chunk for chunk in chunks if chunk.samples]
+        sampled = [row for chunk in chunks for row in chunk.rows]
         sampling = self._sampler.prepare(sampled)
+        extra = sampling.step
+        guessing: GuessRows | None = None
+        if self._limits.speculative and not all(chunk.request.sampling.edits_logits for chunk in chunks):
+            guessing = GuessRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
+            extra = np.concatenate((extra.reshape(-1), guessing.words.reshape(-1)))
         step = self._buffers.load(
             captured or wanted,
             chunks,
@@ -200,7 +226,7 @@ class CudaRunner:
             entries=entries,
             copies_before=plan.copies_before,
             copies_after=plan.copies_after,
-            extra=sampling.step,
+            extra=extra,
         )
         write_tables(self._tables, step.table_entries)
         self._cache.copy_states(step.copies_before)
@@ -210,21 +236,76 @@ class CudaRunner:
             else self._layers(step.rows, forward, step.has_adapters)
         )
         self._cache.copy_states(step.copies_after)
-        if not sampled:
+        words = None
+        if sampled:
+            chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
+            words = self._sampler.launch(
+                forward.logits(chosen), sampling, step.extra[: sampling.step.size].view(2, -1)
+            ).words
+        if guessing is not None:
+            return self._launch_guesses(step, captured, x, words, sampling, guessing, forward)
+        if words is None:
             return LaunchedStep(self._stream.mark(), None)
-        x = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
-        words = self._sampler.launch(forward.logits(x), sampling, step.extra.view(2, -1)).words
+        host = self._fetch(words)
+        # Requests whose logits are edited only: nothing is guessed.
+        none = [-1] * sum(chunk.samples for chunk in chunks) if self._limits.speculative else ()
+        return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none))
+
+    def _launch_guesses(
+        self,
+        step: LoadedStep,
+        captured: StepShape | None,
+        x: Tensor,
+        words: Tensor | None,
+        sampling: SampleRows,
+        guessing: GuessRows,
+        forward: FusedForward,
+    ) -> StepHandle:
+        """The mtp layer over all rows of a step, and a guess for each request whose token it sampled.
+
+        Args:
+            x: what the layers returned.
+            words: what the sampler left; None: nothing was sampled.
+        """
+        if words is not None and step.rows.next_ids is not None:
+            fill_next_ids(step.rows.next_ids, step.logit_rows, words[:, 0])
+        replay = self._guess_graphs.replay
+        out = replay(captured, step.has_adapters) if captured else self._guess(x, step.rows, forward)
+        if words is None:
+            return LaunchedStep(self._stream.mark(), None)
+        host = self._fetch(words)
+        if not guessing.places:
+            guesses = guessing.read(())
+            return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), guesses))
+        tail = step.extra[sampling.step.size :].view(guessing.words.shape)
+        drawn = self._fetch(sample_guesses(forward, self._sampler, out, tail, words[:, 0], sampling).words)
+        return LaunchedStep(
+            self._stream.mark(),
+            lambda: StepResult(self._sampler.read(host), guessing.read(self._sampler.read(drawn))),
+        )
+
+    def _fetch(self, words: Tensor) -> Tensor:
+        """Queues the copy of results to the host."""
         self._turn = (self._turn + 1) % len(self._results)
         host = self._results[self._turn][: words.numel()].view(words.shape)
         host.copy_(words, non_blocking=True)
-        return LaunchedStep(self._stream.mark(), partial(self._sampler.read, host))
+        return host
 
     def _run_shape(self, shape: StepShape, adapters: bool) -> Tensor:
         return self._layers(self._buffers.keep(shape), self.forward, adapters)
 
+    def _guess_shape(self, shape: StepShape, adapters: bool) -> Tensor:
+        return self._guess(self._graphs.output(shape, adapters), self._buffers.keep(shape), self.forward)
+
     def _layers(self, rows: StepRows, forward: FusedForward, adapters: bool) -> Tensor:
-        attention = self._attention[decode_bucket(rows.decodes)] if rows.decodes else None
-        return forward.layers(rows, attention, adapters=adapters)
+        return forward.layers(rows, self._attention_of(rows), adapters=adapters)
+
+    def _guess(self, x: Tensor, rows: StepRows, forward: FusedForward) -> Tensor:
+        return forward.guess(x, rows, self._attention_of(rows))
+
+    def _attention_of(self, rows: StepRows) -> DecodeAttention | None:
+        count = rows.tokens.shape[0] if rows.short else rows.decodes
+        return self._attention[decode_bucket(count)] if count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +313,13 @@ class LaunchedStep:
     """A step on its way. The result is read once."""
 
     arrival: Arrival
-    read: Callable[[], Sequence[SampledToken]] | None
+    read: Callable[[], StepResult] | None
     """Reads the tokens on the host once they are there; None: the step sampled nothing."""
 
     def result(self) -> StepResult:
         """Waits for the device."""
         self.arrival.wait()
-        return StepResult(self.read() if self.read is not None else ())
+        return self.read() if self.read is not None else StepResult(())
 
 
 def _attention(
@@ -247,7 +328,7 @@ def _attention(
     """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
     config, device = model.config, model.device
     processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    buckets = decode_buckets(limits.max_num_seqs)
+    buckets = decode_buckets(limits.max_num_seqs * (MOST_VERIFIED if limits.speculative else 1))
     # An invariant row is cut as in a large batch whatever batch it is in.
     alike = max(buckets[-1], _INVARIANT_BATCH)
     splits = {

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from kernels.gpu.segments import TILE
 from services.engine.cuda.buffers import StepShape
+from services.engine.plan import MOST_VERIFIED
 
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _PREFILL_TOKENS = (64, 128, 256, 512, 1024)
@@ -20,6 +21,12 @@ _SEGMENTS = (2, 16)
 than the last together are long enough to run uncaptured."""
 
 
+_VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Answers of a step that checks guesses."""
+_FEW_VERIFIED = 4
+"""Up to here the products of all its rows take as long as one row's, so that the rows need not be counted closely."""
+
+
 def decode_bucket(decodes: int) -> int:
     """The smallest captured batch size that holds this many; beyond the largest, a multiple of 64."""
     return next((bucket for bucket in _DECODES if bucket >= decodes), -(-decodes // 64) * 64)
@@ -30,12 +37,15 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
 
 
-def captured_shapes(largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int) -> list[StepShape]:
+def captured_shapes(
+    largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int, *, speculative: bool = False
+) -> list[StepShape]:
     """The shapes to capture, in the order of capture: the largest first, whose memory the others then share.
 
     Args:
         largest_batch: decodes; 0: none.
         mixed_tokens: prefill tokens of a step that also decodes.
+        speculative: with steps that check guesses.
     """
     if largest_batch == 0:
         return []
@@ -46,7 +56,16 @@ def captured_shapes(largest_batch: int, max_num_seqs: int, token_budget: int, mi
     shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
     mixed = sorted({min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS} & set(prefills))
     shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
+    if speculative:
+        for answers in (count for count in _VERIFIED if count <= most):
+            least = MOST_VERIFIED if answers <= _FEW_VERIFIED else 2
+            shapes += [short_shape(answers, tokens) for tokens in range(least, MOST_VERIFIED + 1)]
     return sorted(shapes, key=lambda shape: -shape.rows)
+
+
+def short_shape(answers: int, tokens: int) -> StepShape:
+    """A step that checks guesses, of so many tokens an answer on average, at most."""
+    return StepShape(0, answers * tokens, answers, answers, short=True)
 
 
 def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernels.gpu.segments import TILE
 from services.engine.cuda.buffers import StepShape
+from services.engine.cuda.shapes import short_shape
 from services.engine.plan import Chunk, StepPlan
 from services.engine.request import Request, SamplingParams
 
@@ -15,12 +16,16 @@ _ROWS = (1, 3, 16)
 """Triton compiles variants for the integer 1 and for multiples of 16."""
 
 
-def warm_up_shapes(shapes: Sequence[StepShape], max_num_seqs: int, token_budget: int) -> list[StepShape]:
+def warm_up_shapes(
+    shapes: Sequence[StepShape], max_num_seqs: int, token_budget: int, *, speculative: bool = False
+) -> list[StepShape]:
     """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
     memory of the largest step: sizes of one, odd ones, multiples of 16."""
     sizes = sorted({size for size in (1, 7, 33, TILE, token_budget - 1, token_budget) if 0 < size <= token_budget})
     extra = [StepShape.of(0, [size]) for size in sizes]
     extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
+    if speculative:
+        extra += [short_shape(answers, 2) for answers in _ROWS if answers <= max_num_seqs]
     return [*shapes, *extra]
 
 

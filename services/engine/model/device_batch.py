@@ -35,6 +35,10 @@ class StepRows:
     """The first rows: one token each, of sequences that continue from the cache."""
     segments: Segments | None
     """The other rows; None: there are none."""
+    short: bool = False
+    """The segments have a few tokens each, answers with guesses in them: they are computed as decodes are."""
+    next_ids: Tensor | None = None
+    """[T]: the token behind each row's, for the mtp layer; what the step samples itself is filled in later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class DeviceCache:
     Preallocated and updated in place. Block 0 and slot 0 are scratch: padding writes there and nobody reads it."""
 
     pages: Sequence[KvPages]
-    """One a full-attention layer."""
+    """One a full-attention layer, and one for the mtp layer if it is used."""
     conv: Tensor
     """[linear layers, num_slots, kernel - 1, conv_dim], model dtype."""
     recurrent: Tensor
@@ -67,12 +71,14 @@ class DeviceCache:
         num_slots: int,
         kv_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
+        mtp: bool = False,
     ) -> DeviceCache:
         """Zeroed caches. Both numbers count the scratch block and slot.
 
         Args:
             dtype: of the model.
             kv_dtype: of the pages: float8_e4m3fn, or None for the model's.
+            mtp: with pages for the mtp layer.
         """
         linear = config.num_linear_layers
         heads, key_dim, value_dim = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
@@ -81,7 +87,7 @@ class DeviceCache:
                 KvPages.allocate(
                     num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype or dtype, device
                 )
-                for _ in range(config.num_full_layers)
+                for _ in range(config.num_full_layers + mtp)
             ),
             conv=torch.zeros(linear, num_slots, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device),
             recurrent=torch.zeros(linear, num_slots, heads, key_dim, value_dim, dtype=state_dtype, device=device),

@@ -20,14 +20,16 @@ from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.gated_delta_chunk import ChunkConfig
 from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.gated_delta_verify import gated_delta_verify
 from kernels.gpu.lora_rows import LoraRows
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.skinny import Norm
 from services.engine.model.config import ModelConfig
 from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.lora_slots import LoraSlots
-from services.engine.model.weights import AttentionWeights, DeltaNetWeights, ModelWeights
+from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights, MtpWeights
 
 _GROUPS = ("in", "out", "gate_up", "down")
 """Linear layers that share an input; see lora_targets.layer_groups()."""
@@ -106,24 +108,61 @@ class FusedForward:
         for index, layer in enumerate(self._weights.layers):
             lora = self._adapters(index, rows) if adapters else {}
             mixer = layer.mixer
-            norm = Norm(layer.input_norm, eps)
-            projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), pdl=pdl)
+            projected = mixer.in_proj.project(x, norm=Norm(layer.input_norm, eps), lora=lora.get("in"), pdl=pdl)
             if isinstance(mixer, DeltaNetWeights):
                 mixed = self._delta_net(projected, mixer, rows, self._cache.conv[linear], self._cache.recurrent[linear])
                 linear += 1
             else:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
                 full += 1
-            mixer.out_proj.project(mixed, residual=x, lora=lora.get("out"), out=x, pdl=pdl)
-            norm = Norm(layer.post_norm, eps)
-            active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
-            layer.down.project(active, residual=x, lora=lora.get("down"), out=x, pdl=pdl)
+            self._rest_of_layer(x, mixed, layer, lora)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """What layers() returned for the rows to sample, [R, hidden], to logits [R, vocab] in the model's dtype."""
         norm = Norm(self._weights.final_norm, self._config.rms_norm_eps)
         return self._weights.head.project(x, norm=norm, pdl=self._pdl)
+
+    def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
+
+        Returns:
+            [T, hidden], for guess_logits().
+        """
+        mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
+        if rows.next_ids is None:
+            raise ValueError("a step without the tokens behind its rows")
+        embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding, pdl=pdl)
+        both = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
+        rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : x.shape[1]], pdl=pdl)
+        hidden = rms_norm(x, self._weights.final_norm, eps, pdl=pdl)
+        rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, x.shape[1] :], pdl=pdl)
+        y = mtp.fc.project(both, pdl=pdl)
+        mixer = mtp.layer.mixer
+        projected = mixer.in_proj.project(y, norm=Norm(mtp.layer.input_norm, eps), pdl=pdl)
+        if isinstance(mixer, DeltaNetWeights):
+            raise ValueError("the mtp layer is one of full attention")
+        mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[-1])
+        self._rest_of_layer(y, mixed, mtp.layer, {})
+        return y
+
+    def guess_logits(self, y: Tensor) -> Tensor:
+        """What guess() returned for some rows, [R, hidden], to logits [R, vocab] of the tokens after the next."""
+        return self._weights.head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
+
+    @property
+    def _mtp(self) -> MtpWeights:
+        if self._weights.mtp is None:
+            raise ValueError("the mtp layer is not loaded")
+        return self._weights.mtp
+
+    def _rest_of_layer(self, x: Tensor, mixed: Tensor, layer: LayerWeights, lora: Mapping[str, LoraRows]) -> None:
+        """What follows a layer's mixer; x, the residual stream, changes in place."""
+        eps, pdl = self._config.rms_norm_eps, self._pdl
+        layer.mixer.out_proj.project(mixed, residual=x, lora=lora.get("out"), out=x, pdl=pdl)
+        norm = Norm(layer.post_norm, eps)
+        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
+        layer.down.project(active, residual=x, lora=lora.get("down"), out=x, pdl=pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
         return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}
@@ -136,7 +175,9 @@ class FusedForward:
         attention: DecodeAttention | None,
         pages: KvPages,
     ) -> Tensor:
-        eps, tables, decodes = self._config.rms_norm_eps, self._tables, rows.decodes
+        eps, tables = self._config.rms_norm_eps, self._tables
+        # Each row of a short segment sees the rows before it in the pages, where they have been written by then.
+        decodes = len(projected) if rows.short else rows.decodes
         q = qk_norm_rope_write(
             projected,
             weights.qk_norm,
@@ -168,7 +209,7 @@ class FusedForward:
                 out=out[:decodes],
                 pdl=self._pdl,
             )
-        if rows.segments is not None:
+        if rows.segments is not None and not rows.short:
             paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
         return out
 
@@ -193,6 +234,9 @@ class FusedForward:
             )
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
+        if rows.segments is not None and rows.short:
+            gated_delta_verify(mixed, projected, *parameters, recurrent, rows.segments, out=out, pdl=self._pdl)
+        elif rows.segments is not None:
             gated_delta_chunk.gated_delta_prefill(
                 mixed, projected, *parameters, recurrent, rows.segments, out=out, config=self._chunk, pdl=self._pdl
             )

@@ -7,6 +7,7 @@ import torch
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.gated_delta_chunk import FEW, MANY, gated_delta_prefill
 from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.gated_delta_verify import gated_delta_verify
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu.delta_support import mixer
 
@@ -24,3 +25,6 @@ def launches() -> None:
     mixed = conv_prefill(m.projected, m.conv, conv_state, segments)
     for config in (FEW, MANY):
         gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, config=config)
+    for pdl in (False, True):
+        for pool in (state, state.bfloat16()):
+            gated_delta_verify(mixed, m.projected, *m.parameters(), pool, segments, pdl=pdl)

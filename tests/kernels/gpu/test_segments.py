@@ -26,7 +26,8 @@ def test_tiles_cover_each_segment_once_and_padding_is_empty() -> None:
 
 def test_contradicting_shapes_are_refused() -> None:
     good = Segments.build([2], [0], [1], [0], "cpu")
+    rest = (good.start, good.slot, good.adapter, good.tile_segment, good.tile_row, good.out_slot)
     with pytest.raises(ValueError, match="1 segments"):
-        Segments(good.start, good.start, good.slot, good.adapter, good.tile_segment, good.tile_row)
+        Segments(good.start, *rest)
     with pytest.raises(ValueError, match="int32"):
-        Segments(good.begin.to(torch.int64), good.start, good.slot, good.adapter, good.tile_segment, good.tile_row)
+        Segments(good.begin.to(torch.int64), *rest)

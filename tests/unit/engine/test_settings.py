@@ -47,6 +47,13 @@ def test_what_is_given_stays(given: dict[str, int], device: Literal["cpu", "cuda
     assert filled.token_budget >= filled.max_num_seqs > 0
 
 
+def test_speculation_checks_several_tokens_a_sequence() -> None:
+    assert EngineSettings(speculative="mtp", max_num_seqs=1024).for_device("cpu").token_budget == 4096
+    assert EngineSettings(speculative="mtp", token_budget=40).for_device("cpu").max_num_seqs == 10
+    with pytest.raises(ValidationError, match="batch_invariant and speculative contradict"):
+        EngineSettings(speculative="mtp", batch_invariant=True)
+
+
 def test_the_kernel_cache_is_a_full_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert EngineSettings().kernel_cache_dir == tmp_path / ".cache/temper/triton"

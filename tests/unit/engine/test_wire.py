@@ -55,7 +55,7 @@ def test_an_update_on_the_wire() -> None:
 def test_the_gauges_that_routers_read() -> None:
     counts = Counts(
         running=2, waiting=1, blocks_used=25, blocks_cached=5, blocks_total=100, slots_used=2, slots_cached=1,
-        slots_total=9, preemptions=0,
+        slots_total=9, preemptions=0, guesses=10, guesses_right=7,
     )  # fmt: skip
     snapshot = AdapterSnapshot(
         "a@2", (LoadedAdapter(AdapterPin("a@1", "d", 1), 2), LoadedAdapter(AdapterPin("a@2", "e", 2), 0))
@@ -70,6 +70,9 @@ def test_the_gauges_that_routers_read() -> None:
         'vllm:num_requests_waiting{model_name="qwen"} 4.0',
         'vllm:kv_cache_usage_perc{model_name="qwen"} 0.25',
         'vllm:lora_requests_info{max_lora="8",running_lora_adapters="a@1",waiting_lora_adapters=""} 1.0',
+        'vllm:spec_decode_num_drafts_total{model_name="qwen"} 10.0',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="qwen"} 10.0',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="qwen"} 7.0',
         'temper_engine_adapter_requests{adapter="a@1"} 2.0',
         'temper_engine_attached_adapter{adapter="a@2"} 1.0',
         "temper_engine_training 1.0",

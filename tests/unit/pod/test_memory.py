@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,34 @@ def test_counts_what_quantizing_leaves(quantization: Quantization) -> None:
     assert weight_bytes(model.config, Formats(2, kept)) == model.weights.nbytes()
     assert isinstance(model.weights.head, Fp8Matrix)
     assert isinstance(model.weights.layers[0].gate_up, Fp8Matrix if quantization == "fp8" else Int4Matrix)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def test_counts_the_mtp_layer(quantization: Quantization) -> None:
+    from services.engine.model.device_batch import DeviceCache
+    from tests.parity.fused_models import TINY as SMALL
+    from tests.parity.fused_models import random_model
+
+    config = replace(SMALL, hidden_size=128, intermediate_size=128, linear_value_dim=64, num_heads=8)
+    model = random_model(config, torch.float32, quantization=quantization, mtp=True)
+    stored = Formats(4, Storage(quantization, float8_head=quantization != "none"), mtp=True)
+    assert weight_bytes(config, stored) == model.weights.nbytes()
+    cache = model.allocate_cache(3, 8, 5)
+    kv = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
+    assert kv == 3 * block_bytes(config, 8, stored) == 3 * model.cache_bytes_per_block(8)
+    device_cache = DeviceCache.allocate(
+        config, torch.float32, model.device, num_blocks=3, block_size=8, num_slots=5, mtp=True
+    )
+    assert sum(page.keys.nbytes + page.values.nbytes for page in device_cache.pages) == kv
+
+
+def test_speculation_takes_two_states_a_sequence() -> None:
+    plain, mtp = (settings(speculative=kind).for_device("cuda") for kind in ("none", "mtp"))
+    assert state_slots(mtp) == state_slots(plain) + plain.max_num_seqs
+    assert formats(QWEN_4B, mtp, BF16, H200).mtp
+    more, less = (footprint(QWEN_4B, given, BF16, H200) for given in (mtp, plain))
+    assert more.weights - less.weights == pytest.approx(241e6, rel=0.01)
+    assert more.block == less.block * 9 // 8
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

@@ -1,0 +1,76 @@
+"""Speculation on the GPU's runner: the plain runner's tokens and guesses, and the tokens of a run without guesses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tests.kernels.gpu.interpreter  # noqa: F401
+from services.engine.plan import StepPlan
+from services.engine.request import Request, SamplingParams
+from tests.parity.fused_models import TINY, InStep, random_model
+from tests.parity.test_fused import DEVICE, LIMITS, requests
+
+SPECULATIVE = replace(LIMITS, speculative=True, num_slots=20)
+
+
+class Steered(InStep):
+    """Every other guess is the token that will be sampled: it is known from a run without guesses."""
+
+    def __init__(self, *args: Any, outputs: dict[str, list[int]], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._outputs = outputs
+        self.kinds: set[str] = set()
+
+    def _step(self, plan: StepPlan) -> Any:
+        result = super()._step(plan)
+        self.kinds |= {"decode" if c.is_decode else "guess" if c.guesses else "other" for c in plan.chunks}
+        sampled = iter(result.tokens)
+        guesses = []
+        for chunk, guess in zip((c for c in plan.chunks if c.samples), result.guesses, strict=True):
+            first, *_ = [next(sampled) for _ in range(chunk.sampled_rows)]
+            right = chunk.guesses and first.token_id == chunk.token_ids[-1]
+            output = self._outputs[chunk.request.request_id]
+            at = chunk.output_count + 1 + right
+            guesses.append(output[at] if guess >= 0 and at < len(output) and at % 3 else guess)
+        return replace(result, guesses=guesses)
+
+
+def steered(made: list[Request], *, graphs: int = 0, adapters: int = 0, arrivals: int = 99) -> Steered:
+    plain, fused = (random_model(TINY, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))
+    without = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS)
+    if adapters:
+        without = InStep(
+            random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, adapters=adapters
+        )
+    expected = {name: list(done.output_ids) for name, done in without.run(made, arrivals=arrivals).items()}
+    run = Steered(plain, fused, SPECULATIVE, outputs=expected, largest_graph=graphs, adapters=adapters)
+    results = run.run(made, arrivals=arrivals)
+    assert {name: list(done.output_ids) for name, done in results.items()} == expected
+    assert run.steps < without.steps
+    counts = run.scheduler.counts()
+    assert 0 < counts.guesses_right < counts.guesses
+    return run
+
+
+def test_guesses_right_and_wrong() -> None:
+    """Prompts beside answers, one answer that nothing is guessed for, greedy and with noise."""
+    made = requests(3, 5, tokens=6)
+    made[1] = replace(made[1], sampling=SamplingParams(seed=4, temperature=0.8, max_tokens=6, ignore_eos=True))
+    edited = SamplingParams(temperature=0.0, presence_penalty=0.5, max_tokens=4, ignore_eos=True)
+    made.append(replace(requests(2, 2, 4)[2], sampling=edited))
+    run = steered(made, arrivals=2)
+    assert run.kinds == {"decode", "guess", "other"}
+
+
+@pytest.mark.cuda
+def test_graphs() -> None:
+    lengths = [1 + 13 * n % 90 for n in range(12)]
+    run = steered(requests(*lengths, tokens=20, adapters=(0, 1, 2) * 4), graphs=4, adapters=2, arrivals=3)
+    captured = run.runner.captures
+    run.run(requests(7, 9, tokens=1))
+    assert run.runner.captures == captured
+    assert run.runner.replays > run.steps // 2
