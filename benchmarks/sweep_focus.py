@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from benchmarks.precompile import Launch, precompile
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 
 _GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
-_FREE = 110 * 1024
-"""Bytes of shared memory for each of two programs of a multiprocessor."""
+_SHARED = 228 * 1024
+"""Bytes of shared memory of a multiprocessor."""
+_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,54 +55,53 @@ def entries() -> list[Entry]:
 
 
 def _cuts(shape: sweep.Shape, rows: int, size: int) -> Iterator[tuple[int, SkinnyConfig]]:
-    """The tma variant's, each with how likely it is to win (0 is best)."""
-    tall = ((128, 4), (256, 8)) if shape.swiglu else ((64, 4), (128, 4))
-    for block_n, warps in tall:
-        if block_n > tall[0][0] and rows < 64:
-            continue
+    """Cuts of the tma variant whose programs are resident all at once, with as many stages as then fit; and how
+    unlikely each is to win (0 to 2)."""
+    for block_n, warps in ((128, 4), (256, 8)) if shape.swiglu else ((64, 4), (128, 4)):
         tiles = -(-shape.outputs // block_n)
         for splits in (1, 2, 3, 4, 6, 8, 12):
-            if not 96 <= tiles * splits <= 400:
+            programs = tiles * splits
+            if not 72 <= programs <= 400:
                 continue
-            for block_k, stages in ((128, 3), (128, 4), (64, 4), (64, 6), (128, 2), (256, 2)):
-                narrow = max(16, rows)
-                shared = stages * (block_n + narrow) * block_k * size
-                share = shape.inputs // block_k / splits
-                if shared > 2 * _FREE or share < stages or shared < 40 * 1024 or (block_k == 256) != (size == 1):
+            neighbours = -(-programs // _MULTIPROCESSORS)
+            for block_k in (64, 128) if size == 2 else (128, 256):
+                steps = -(-shape.inputs // block_k)
+                most = (_SHARED // neighbours - 2048) // ((block_n + max(16, rows)) * block_k * size)
+                stages = min(most, -(-steps // splits) + 1, 8)
+                if stages < 2:
                     continue
-                resident = min(4, 2 * _FREE // shared) * 132
-                unlikely = int(tiles * splits > resident) + int(shape.inputs % (splits * block_k) != 0)
-                likely = unlikely + int(block_k != 128) + int(tiles * splits < 132)
-                yield likely, SkinnyConfig("tma", block_n, block_k, warps, stages, splits)
-                if likely == 0:
-                    yield 1, SkinnyConfig("tma", block_n, block_k, warps, stages, splits, prefetch=512)
+                unlikely = int(steps % splits != 0) + int(programs < 96 or stages == 2)
+                yield min(2, unlikely), SkinnyConfig("tma", block_n, block_k, warps, stages, splits)
 
 
 def _dense() -> Iterator[Entry]:
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        for rows in (16, 8, 64):
-            yield Entry(0, shape, "none", rows, None)
-            for likely, config in _cuts(shape, rows, 2):
-                if rows != 8 or likely < 2:
-                    yield Entry({0: 0, 1: 2}.get(likely, 5) + (rows == 64) + (rows == 8), shape, "none", rows, config)
+        for rows, begin in ((16, 0), (64, 1), (8, 3)):
+            yield Entry(min(begin, 1), shape, "none", rows, None)
+            for unlikely, config in _cuts(shape, rows, 2):
+                yield Entry(begin + 3 * unlikely, shape, "none", rows, config)
+                if rows > 8 and not unlikely:
+                    yield Entry(begin + 1, shape, "none", rows, replace(config, prefetch=1024))
+                    yield Entry(begin + 3, shape, "none", rows, replace(config, prefetch=512))
     for rows in (16, 64):
         for splits in (1, 2):
-            yield Entry(4, _HEAD, "none", rows, SkinnyConfig("tma", 128 * splits, 128 // splits, 4 * splits, 3))
-        yield Entry(4, _HEAD, "none", rows, None)
+            yield Entry(3, _HEAD, "none", rows, SkinnyConfig("tma", 128 * splits, 128 // splits, 4 * splits, 3))
+        yield Entry(3, _HEAD, "none", rows, None)
     for block_n, block_k, warps in ((4, 512, 2), (8, 1024, 4), (4, 1024, 4), (8, 512, 2)):
-        yield Entry(3, _HEAD, "none", 1, SkinnyConfig("vector", block_n, block_k, warps))
+        yield Entry(2, _HEAD, "none", 1, SkinnyConfig("vector", block_n, block_k, warps))
 
 
 def _fp8() -> Iterator[Entry]:
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        yield Entry(4, shape, "fp8", 64, None)
-        for rows in (64, 8):
-            for likely, config in _cuts(shape, rows, 1):
-                if likely < 2:
-                    yield Entry(3 + likely, shape, "fp8", rows, config)
+        yield Entry(1, shape, "fp8", 64, None)
+        for unlikely, config in _cuts(shape, 64, 1):
+            yield Entry(1 + 3 * unlikely, shape, "fp8", 64, config)
+            if not unlikely:
+                yield Entry(3, shape, "fp8", 64, replace(config, prefetch=512))
+                yield Entry(5, shape, "fp8", 8, config)
         for block_n, block_k, warps in ((4, 1024, 2), (2, 1024, 2), (4, 2048, 4), (8, 1024, 2), (2, 2048, 4)):
             if shape.inputs >= 4096 or block_k == 1024:
-                yield Entry(3, shape, "fp8", 1, SkinnyConfig("vector", block_n, block_k, warps))
+                yield Entry(2, shape, "fp8", 1, SkinnyConfig("vector", block_n, block_k, warps))
         yield from _streams(shape, "fp8", 8, ((16, 512, 4, 3), (16, 1024, 4, 2), (32, 512, 4, 2)))
 
 
@@ -114,7 +114,7 @@ def _int4() -> Iterator[Entry]:
 
 def _streams(shape: sweep.Shape, kind: Kind, rows: int, cuts: tuple[tuple[int, int, int, int], ...]) -> Iterator[Entry]:
     for order, (block_n, block_k, warps, stages) in enumerate(cuts):
-        yield Entry(3 + (order > 1), shape, kind, rows, SkinnyConfig("stream", block_n, block_k, warps, stages))
+        yield Entry(2 + (order > 1), shape, kind, rows, SkinnyConfig("stream", block_n, block_k, warps, stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,10 @@ class Recorder:
 
     def __init__(self, path: Path, resume: bool) -> None:
         self._path = path
-        before = json.loads(path.read_text()) if resume else {"environment": environment(), "rows": []}
-        self._all: dict[str, Any] = before
-        self.rows: list[dict[str, Any]] = before["rows"]
+        self._all: dict[str, Any] = {"environment": environment(), "rows": []}
+        if resume:
+            self._all = json.loads(path.read_text())
+        self.rows: list[dict[str, Any]] = self._all["rows"]
 
     def done(self, entry: Entry) -> bool:
         key = entry.key()

@@ -213,7 +213,7 @@ def skinny_linear(
             raise ValueError(f"skinny_linear: the workspace must hold {sums} sums and {tiles * row_tiles} counters")
         partials, counters = space.partials, space.counters
     if chosen.variant == "tma":
-        raw = weight.values if isinstance(weight, Fp8Weight) else weight
+        raw = weight.values if isinstance(weight, Fp8Weight) else values
         tma_kernel[(tiles, chosen.splits, row_tiles)](
             tile_descriptor(x, block, chosen.block_k),
             x_scale,
