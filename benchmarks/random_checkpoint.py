@@ -83,8 +83,9 @@ def random_tensors(
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * scale
 
     embedding = 1.2 * config.hidden_size**-0.5
-    for name, shape in config.tensor_shapes().items():
-        full = "lm_head.weight" if name == "lm_head.weight" else f"model.{name}"
+    # The mtp layer comes last, so that the rest is the same with and without it.
+    for name, shape in (config.tensor_shapes() | config.mtp_shapes()).items():
+        full = name if name == "lm_head.weight" or name.startswith("mtp.") else f"model.{name}"
         if name.endswith("A_log"):
             tensor = torch.rand(shape, generator=generator, device=device) * 5.5 - 4.0
         elif name.endswith("dt_bias"):

@@ -120,6 +120,9 @@ def main() -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="timeline of a decode (.json or .json.gz) per case"
     )
+    parser.add_argument(
+        "--acceptance", type=float, metavar="SHARE", help="with --set speculative=mtp: so many guesses are right"
+    )
     parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this")
     parser.add_argument("--out", type=Path, help="directory for serving.jsonl")
     options = parser.parse_args()
@@ -136,6 +139,7 @@ def run(options: argparse.Namespace) -> None:
     directory = checkpoint(options.model, options.scratch)
     written = time.perf_counter() - began
     # Imported after Triton's cache is chosen.
+    from benchmarks.acceptance import ChosenAcceptance
     from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
     from benchmarks.swaps import measure_swaps
     from benchmarks.timeline import prepare, profile_decode
@@ -155,6 +159,9 @@ def run(options: argparse.Namespace) -> None:
     if options.profile:
         prepare()
     engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
+    pipeline = engine.engine.loop._pipeline
+    if options.acceptance is not None:
+        pipeline._runner = ChosenAcceptance(pipeline._runner, options.acceptance)
     common = {
         "model": options.model,
         "lora": options.lora,
@@ -171,7 +178,12 @@ def run(options: argparse.Namespace) -> None:
             if time.perf_counter() - began > options.seconds:
                 sys.stderr.write(f"no time left for {case}\n")
                 break
+            before = pipeline.scheduler.counts()
             report = common | measure(engine, case)
+            after = pipeline.scheduler.counts()
+            if after.guesses > before.guesses:
+                right = after.guesses_right - before.guesses_right
+                report["acceptance"] = round(right / (after.guesses - before.guesses), 4)
             if options.swaps:
                 report["swaps"] = measure_swaps(engine, case, options.swaps)
             if options.profile:
