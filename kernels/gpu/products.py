@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def streams(x: Tensor, weight: Weight, invariant: bool) -> bool:
     """Whether the product of these rows goes through `skinny_linear`."""
-    return invariant or x.shape[0] <= most_rows(weight_kind(weight))
+    outputs, inputs = weight.shape
+    return invariant or x.shape[0] <= most_rows(outputs, inputs, weight_kind(weight))
 
 
 def few_rows(

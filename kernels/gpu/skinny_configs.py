@@ -62,8 +62,12 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
     return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=4, splits=splits, prefetch=512)
 
 
-def most_rows(kind: Kind) -> int:
-    """Up to how many rows `skinny_linear` beats a plain matrix product with the rest in kernels of its own."""
+def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
+    """Up to how many rows `skinny_linear` beats a plain matrix product with the rest in kernels of its own: as many as
+    were measured, else by rule."""
+    measured = _MEASURED.get((kind, outputs, inputs))
+    if measured is not None:
+        return measured[-1][0]
     return 16 if kind == "none" else 64
 
 
@@ -74,7 +78,7 @@ def invariant() -> tuple[SkinnyConfig, int]:
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]
-"""Ascending: most rows, and the variant up to there."""
+"""Ascending: most rows, and the variant up to there. More than the last go to the plain product."""
 
 
 def _dot(block_n: int, block_k: int, warps: int, stages: int, splits: int = 1) -> SkinnyConfig:

@@ -139,7 +139,9 @@ def tma_kernel(
         mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if mine:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for s in tl.static_range(SPLITS):
+            # As many loads in flight as there are registers for.
+            together: tl.constexpr = 8 if area <= 2048 else (16384 // area if area <= 16384 else 1)
+            for s in tl.range(0, SPLITS, num_stages=1, loop_unroll_factor=together):
                 total += tl.load(base + s * area + i, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear
-from kernels.gpu.skinny_configs import SkinnyConfig
+from kernels.gpu.skinny_configs import SkinnyConfig, choose, most_rows
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
 from tests.kernels.gpu import interpreter  # noqa: F401
 
@@ -110,6 +110,24 @@ def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind
 def test_the_table_serves_every_number_of_rows(device: torch.device, rows: int) -> None:
     x, weight = inputs((rows, 80, 256), "none", torch.float32, device)
     check(skinny_linear(x, weight), exact(x, weight, None, None, False), torch.float32)
+
+
+def test_measured_shapes_say_up_to_how_many_rows_they_stream() -> None:
+    limit = most_rows(18432, 2560, "none")
+    assert limit >= 16
+    assert choose(1, 18432, 2560, "none", True).variant == "vector"
+    assert choose(limit, 18432, 2560, "none", True).variant != "vector"
+    assert (most_rows(80, 256, "none"), most_rows(80, 256, "int4")) == (16, 64)
+
+
+def test_rows_that_the_copy_engine_cannot_find_are_copied(device: torch.device) -> None:
+    x, weight = inputs((5, 64, 256), "none", torch.bfloat16, device)
+    wide = torch.zeros(5, 263, dtype=torch.bfloat16, device=device)
+    wide[:, 7:] = x
+    check(skinny_linear(wide[:, 7:], weight, config=TMA), exact(x, weight, None, None, False), torch.bfloat16)
+    x, weight = inputs((5, 64, 252), "none", torch.bfloat16, device)
+    with pytest.raises(ValueError, match="16 bytes"):
+        skinny_linear(x, weight, config=TMA)
 
 
 def test_more_rows_than_a_tile_and_a_shared_workspace(device: torch.device) -> None:
