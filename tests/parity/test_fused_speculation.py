@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.plan import StepPlan
+from services.engine.plan import Chunk, StepPlan
 from services.engine.request import Request, SamplingParams
-from tests.parity.fused_models import TINY, InStep, random_model
+from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS, requests
 
 SPECULATIVE = replace(LIMITS, speculative=True, num_slots=20)
@@ -74,3 +74,38 @@ def test_graphs() -> None:
     run.run(requests(7, 9, tokens=1))
     assert run.runner.captures == captured
     assert run.runner.replays > run.steps // 2
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_launching_never_waits_for_the_device(graphs: int) -> None:
+    from tests.parity.test_cuda_runner import no_waiting
+
+    model = random_model(TINY, torch.bfloat16, DEVICE, mtp=True)
+    runner = cuda_runner(model, SPECULATIVE, random_adapters(model, 1), largest_graph=graphs)
+    first, other = requests(5, 70, tokens=8)
+    blocks, more = [1, 2], [3, 4, 5, 6, 7]
+    plans = [
+        StepPlan([Chunk(first, first.prompt_token_ids, 0, blocks, 1, True, [], 0)]),
+        StepPlan(
+            [
+                Chunk(first, (7, 8), 5, blocks, 1, True, [7], 1, guesses=1, out_slot=2),
+                Chunk(other, other.prompt_token_ids, 0, more, 3, True, [], 0),
+            ]
+        ),
+        StepPlan(
+            [
+                Chunk(other, (9,), 70, more, 3, True, [9], 1),
+                Chunk(first, (7, 8, 9), 5, blocks, 1, True, [7, 8], 2, guesses=1, out_slot=2),
+            ]
+        ),
+    ]
+    for plan in plans:
+        runner.launch(plan).result()
+    for plan in plans:
+        with no_waiting():
+            handle = runner.launch(plan)
+        result = handle.result()
+        assert all(token.error is None for token in result.tokens)
+        assert len(result.guesses) == len(plan.chunks)
+        assert min(result.guesses) >= 0
