@@ -80,6 +80,9 @@ def _dense() -> Iterator[Entry]:
             yield Entry(min(begin, 1), shape, "none", rows, None)
             for unlikely, config in _cuts(shape, rows, 2):
                 yield Entry(begin + 3 * unlikely, shape, "none", rows, config)
+                if shape.norm and rows == 16 and config.splits < 3:
+                    yield Entry(begin + 3 * unlikely, shape, "none", rows, replace(config, inside=True))
+                    yield Entry(1 + 3 * unlikely, shape, "none", rows, replace(config, inside=True, prefetch=1024))
                 if rows > 8 and not unlikely:
                     yield Entry(begin + 1, shape, "none", rows, replace(config, prefetch=1024))
                     yield Entry(begin + 3, shape, "none", rows, replace(config, prefetch=512))

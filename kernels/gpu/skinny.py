@@ -76,7 +76,8 @@ def skinny_linear(
     """``activation(norm(x) Wᵀ + adapters) + residual``, sums in float32.
 
     The norm is folded in: ``norm(x) Wᵀ = (x ∘ w) Wᵀ / sqrt(mean(x²) + eps)``, both sums in one pass; the tma variant
-    norms x first, and in float8 quantizes it too. Nothing of the result depends on how programs are scheduled.
+    norms x first unless its config says otherwise, and in float8 quantizes it too. Nothing of the result depends on how
+    programs are scheduled.
 
     Args:
         x: [M, K] bfloat16 or float32, last dimension contiguous.
@@ -119,11 +120,11 @@ def skinny_linear(
     if chosen.variant == "tma":
         if kind == "int4":
             raise ValueError("skinny_linear: int4 has no tma variant")
-        if norm is not None and (kind == "none" or lora is not None):
+        if norm is not None and ((kind == "none" and not chosen.inside) or (kind == "fp8" and lora is not None)):
             x, norm = normed(x, norm.weight, norm.eps, pdl=pdl), None
     adapters = None if lora is None else _adapters(x, lora, norm, pdl)
     if chosen.variant == "tma" and kind == "fp8":
-        x, x_scale = quantize_rows(x, *(() if norm is None else (norm.weight, norm.eps)), pdl=pdl)
+        (x, x_scale), norm = quantize_rows(x, *(() if norm is None else (norm.weight, norm.eps)), pdl=pdl), None
     lora_shape: tuple[tuple[int, ...], int, int] = ((), 0, 0)
     if lora is not None and adapters is not None:
         lora_shape = (lora.ends, lora.b.shape[1], adapters.hidden.shape[0])
@@ -220,6 +221,7 @@ def skinny_linear(
             tile_descriptor(raw, chosen.block_n // (2 if swiglu else 1), chosen.block_k),
             raw,
             scale,
+            gain,
             residual,
             out,
             adapters,
@@ -227,6 +229,7 @@ def skinny_linear(
             counters,
             rows,
             outputs,
+            eps,
             residual_stride,
             out.stride(0),
             K=inputs,

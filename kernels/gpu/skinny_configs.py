@@ -33,6 +33,9 @@ class SkinnyConfig:
     """What is asked of L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
     the tile that many tiles further on (not int4)."""
 
+    inside: bool = False
+    """Whether x goes through its norm in the product and not in a kernel before it (tma, not fp8)."""
+
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:

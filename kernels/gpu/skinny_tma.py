@@ -2,9 +2,9 @@
 and from there to the tensor cores (wgmma), and no thread touches them.
 
 A row of the weight is a row of the accumulator, the rows of x are its columns. x comes in the form that is multiplied:
-normed, and in float8 where the weight is (`normed`, kernels.gpu.fp8). All programs are resident at once, each
-with many tiles on their way, so memory decides how fast each gets on, and it does not matter that some multiprocessors
-have more programs than others.
+normed, and in float8 where the weight is (`normed`, kernels.gpu.fp8); or its norm is folded in, through registers. All
+programs are resident at once, each with many tiles on their way, so memory decides how fast each gets on, and it does
+not matter that some multiprocessors have more programs than others.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -59,6 +59,18 @@ def _dot(left, right, acc, INTERPRETED: tl.constexpr, PROMOTE: tl.constexpr):
         return tl.dot(left, right, acc, input_precision="ieee")
 
 
+@triton.jit
+def _columns(x, norm, m0, k, squares, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of x as it is multiplied [BLOCK_K, BLOCK_M], and the squares with its own [BLOCK_M, BLOCK_K] added."""
+    value = x.load([m0, k])
+    if norm is not None:
+        place = k + tl.arange(0, BLOCK_K)
+        wide = value.to(tl.float32)
+        squares += wide * wide
+        value = (wide * tl.load(norm + place, mask=place < K, other=0.0)[None, :]).to(value.dtype)
+    return tl.trans(value), squares
+
+
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
     x,
@@ -66,6 +78,7 @@ def tma_kernel(
     weight,
     values,
     scale,
+    norm,
     residual,
     out,
     lora,
@@ -73,6 +86,7 @@ def tma_kernel(
     counters,
     M,
     N,
+    eps,
     residual_stride,
     out_stride,
     K: tl.constexpr,
@@ -109,13 +123,16 @@ def tma_kernel(
     m0 = tl.program_id(2) * BLOCK_M
     n0 = tile * high
     acc = tl.zeros((high, BLOCK_M), tl.float32)
+    squares = None
+    if norm is not None:
+        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     if SWIGLU:
         other = tl.zeros((high, BLOCK_M), tl.float32)
         for step in tl.range(0, share, num_stages=STAGES):
             k = (first + step) * BLOCK_K
             gate = weight.load([n0, k])
             up = weight.load([N // 2 + n0, k])
-            right = tl.trans(x.load([m0, k]))
+            right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
             acc = _dot(gate, right, acc, INTERPRETED, promote)
             other = _dot(up, right, other, INTERPRETED, promote)
         # [BLOCK_M, gate rows | up rows], as finish() wants them.
@@ -124,32 +141,43 @@ def tma_kernel(
     else:
         for step in tl.range(0, share, num_stages=STAGES):
             k = (first + step) * BLOCK_K
-            acc = _dot(weight.load([n0, k]), tl.trans(x.load([m0, k])), acc, INTERPRETED, promote)
+            left = weight.load([n0, k])
+            right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
+            acc = _dot(left, right, acc, INTERPRETED, promote)
         total = tl.trans(acc)
     m = m0 + tl.arange(0, BLOCK_M)
+    if norm is not None:
+        squares = tl.sum(squares, axis=1)
     mine = True
     if SPLITS > 1:
         # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
         block = tl.program_id(2) * tl.num_programs(0) + tile
-        area: tl.constexpr = BLOCK_N * BLOCK_M
+        area: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
         i = tl.arange(0, BLOCK_N)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         base = partials + block.to(tl.int64) * SPLITS * area
+        j = BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(base + split * area + i, total)
+        if norm is not None:
+            tl.store(base + split * area + j, squares)
         tl.debug_barrier()
         mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if mine:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            if norm is not None:
+                squares = tl.zeros((BLOCK_M,), tl.float32)
             # As many loads in flight as there are registers for.
-            together: tl.constexpr = 8 if area <= 2048 else (16384 // area if area <= 16384 else 1)
+            together: tl.constexpr = max(1, min(8, 16384 // (BLOCK_N * BLOCK_M)))
             for s in tl.range(0, SPLITS, num_stages=1, loop_unroll_factor=together):
                 total += tl.load(base + s * area + i, cache_modifier=".cg")
+                if norm is not None:
+                    squares += tl.load(base + s * area + j, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:
         if KIND == FP8:
             total *= tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
         finish(
-            total, None, tile, row, inside, m, M, N, scale, None, lora, residual, out, 0.0, residual_stride, out_stride,
-            K, KIND, BLOCK_N, BLOCK_M, SWIGLU, ENDS, RANK, LORA_SPLITS,
+            total, squares, tile, row, inside, m, M, N, scale, norm, lora, residual, out, eps, residual_stride,
+            out_stride, K, KIND, BLOCK_N, BLOCK_M, SWIGLU, ENDS, RANK, LORA_SPLITS,
         )  # fmt: skip
 
 

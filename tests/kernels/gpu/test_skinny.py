@@ -16,6 +16,7 @@ VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
 STREAM = SkinnyConfig("stream", 16, 256, warps=2, stages=1)
 SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
 TMA = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2)
+INSIDE = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, inside=True)
 UNEVEN = SkinnyConfig("dot", 64, 256, warps=4, stages=2, splits=3)
 
 
@@ -60,7 +61,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype, *, quantized: bool 
     assert error < (5e-2 if quantized else 2e-6 if dtype == torch.float32 else 2e-2), error
 
 
-@pytest.mark.parametrize("config", [VECTOR, STREAM, UNEVEN, TMA])
+@pytest.mark.parametrize("config", [VECTOR, STREAM, UNEVEN, TMA, INSIDE])
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -77,13 +78,13 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
     expected = exact(x, weight, norm, residual, swiglu)
     out = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config)
     assert out.dtype == dtype
-    check(out, expected, dtype, quantized=kind == "fp8" and config is TMA)
+    check(out, expected, dtype, quantized=kind == "fp8" and config.variant == "tma")
     in_place = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config, out=residual)
     assert in_place is residual
     assert torch.equal(residual, out)
 
 
-@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, TMA])
+@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, INSIDE])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("kind", ["none", "fp8"])
 def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind: str) -> None:
@@ -102,7 +103,7 @@ def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind
     )
     out = skinny_linear(x, weight, norm=norm, swiglu=swiglu, lora=lora, config=config)
     expected = exact(x, weight, norm, None, swiglu, lora)
-    check(out, expected, torch.float32, quantized=kind == "fp8" and config is TMA)
+    check(out, expected, torch.float32, quantized=kind == "fp8" and config.variant == "tma")
     assert (out - skinny_linear(x, weight, norm=norm, swiglu=swiglu, config=config)).abs().max() > 0.1
 
 
