@@ -123,9 +123,7 @@ def tma_kernel(
     m0 = tl.program_id(2) * BLOCK_M
     n0 = tile * high
     acc = tl.zeros((high, BLOCK_M), tl.float32)
-    squares = None
-    if norm is not None:
-        squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     if SWIGLU:
         other = tl.zeros((high, BLOCK_M), tl.float32)
         for step in tl.range(0, share, num_stages=STAGES):
@@ -146,8 +144,7 @@ def tma_kernel(
             acc = _dot(left, right, acc, INTERPRETED, promote)
         total = tl.trans(acc)
     m = m0 + tl.arange(0, BLOCK_M)
-    if norm is not None:
-        squares = tl.sum(squares, axis=1)
+    squares = tl.sum(squares, axis=1)
     mine = True
     if SPLITS > 1:
         # The last program of a tile adds all the partial sums, always in the same order: no float atomics.

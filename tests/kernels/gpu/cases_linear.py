@@ -7,6 +7,7 @@ import torch
 from kernels.gpu.fp8 import fp8_linear, quantize_rows
 from kernels.gpu.int4 import dequantize
 from kernels.gpu.skinny import Norm, Weight, skinny_linear
+from kernels.gpu.skinny_configs import SkinnyConfig
 from kernels.quantize import Fp8Weight, Int4Weight
 
 HIDDEN, INTERMEDIATE = 2560, 9216
@@ -37,6 +38,11 @@ def launches() -> None:
             residual = rows(count, HIDDEN)
             down = weight(kind, HIDDEN, INTERMEDIATE)
             skinny_linear(rows(count, INTERMEDIATE), down, residual=residual, out=residual, pdl=True)
+    for kind, inside in (("none", False), ("none", True), ("fp8", False)):
+        tma = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, prefetch=512, inside=inside)
+        skinny_linear(
+            rows(16, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, config=tma, pdl=True
+        )
     dequantize(weight("int4", HIDDEN, INTERMEDIATE), torch.bfloat16)  # type: ignore[arg-type]
     values, scale = quantize_rows(rows(512, HIDDEN), norm.weight, norm.eps, pdl=True)
     fp8_linear(values, scale, weight("fp8", 2 * INTERMEDIATE, HIDDEN), pdl=True)  # type: ignore[arg-type]
