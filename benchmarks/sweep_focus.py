@@ -29,6 +29,8 @@ _GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
 _SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor."""
 _MULTIPROCESSORS = 132
+_LEAST = 4
+"""Entries less urgent would not have their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All of them, the most important first."""
-    found = [*_dense(), *_fp8(), *_int4()]
+    found = [entry for entry in (*_dense(), *_fp8(), *_int4()) if entry.urgency <= _LEAST]
     return sorted(found, key=lambda entry: entry.urgency)
 
 
@@ -101,7 +103,7 @@ def _fp8() -> Iterator[Entry]:
             yield Entry(1 + 3 * unlikely, shape, "fp8", 64, config)
             if not unlikely:
                 yield Entry(3, shape, "fp8", 64, replace(config, prefetch=512))
-                yield Entry(5, shape, "fp8", 8, config)
+                yield Entry(4, shape, "fp8", 8, config)
         for block_n, block_k, warps in ((4, 1024, 2), (2, 1024, 2), (4, 2048, 4), (8, 1024, 2), (2, 2048, 4)):
             if shape.inputs >= 4096 or block_k == 1024:
                 yield Entry(2, shape, "fp8", 1, SkinnyConfig("vector", block_n, block_k, warps))
