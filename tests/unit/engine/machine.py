@@ -98,7 +98,7 @@ class ToyRunner:
         for behind in histories[1:]:
             history = behind if behind[-1] == next_token(history) else history
         guess = next_token((*history, next_token(history)))
-        return (guess, guess, guess + 1, 1, -1)[hash((history, "guess")) % 5]
+        return (guess, guess, guess + 1, 1, -1)[hash((history, 17)) % 5]
 
     def _check_prefill(self, plan: StepPlan) -> None:
         """The setting that bounds the time between tokens."""

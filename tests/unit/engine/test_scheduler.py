@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.limits import SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
-from services.engine.plan import PENDING, SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.plan import MOST_VERIFIED, PENDING, SampledToken, StateCopy, StepPlan, StepResult
 from services.engine.request import AdapterPin, FinishReason
 from services.engine.scheduler import Scheduler
 from services.engine.updates import SequenceUpdate
@@ -595,3 +595,71 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines() -> None:
         engine.step()
     assert engine.scheduler.counts().running == 1
     assert len(engine.scheduler._roster._deadlines) < 80
+
+
+SPECULATIVE: dict[str, int | bool | frozenset[int] | None] = {"speculative": True, "token_budget": 40, "num_slots": 16}
+
+
+def test_right_guesses_give_two_tokens_a_step() -> None:
+    engine = Engine(**SPECULATIVE)
+    engine.add("r", LONG, max_tokens=30, ignore_eos=True)
+    plans = engine.run()
+    assert engine.output("r") == reference(LONG, 30)
+    counts = engine.scheduler.counts()
+    assert 0 < counts.guesses_right < counts.guesses
+    # One token from the prompt, one from each other step, one more for each right guess.
+    assert len(plans) - 1 - (len(LONG) > 16) == 29 - counts.guesses_right
+    lengths = [len(chunk.token_ids) for plan in plans for chunk in plan.chunks if chunk.start >= len(LONG)]
+    assert max(lengths) <= MOST_VERIFIED
+
+
+def test_a_stop_inside_an_accepted_run() -> None:
+    """The token behind a right guess is dropped if the guess itself ends the request, for every possible end."""
+    for length in range(1, 12):
+        ending = reference(LONG, length)[-1]
+        engine = Engine(**SPECULATIVE)
+        engine.add("r", LONG, max_tokens=30, stop_token_ids=frozenset({ending}))
+        engine.run()
+        output = engine.output("r")
+        assert output == reference(LONG, len(output))
+        assert output.index(ending) == len(output) - 1
+        assert engine.updates["r"][-1].finish_reason is FinishReason.STOP
+        engine = Engine(**SPECULATIVE)
+        engine.add("r", LONG, max_tokens=length, ignore_eos=True)
+        engine.run()
+        assert engine.output("r") == reference(LONG, length)
+        assert engine.updates["r"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_nothing_is_guessed_where_logits_are_edited() -> None:
+    engine = Engine(**SPECULATIVE)
+    engine.add("r", LONG, max_tokens=10, ignore_eos=True, presence_penalty=0.5)
+    plans = engine.run()
+    assert engine.output("r") == reference(LONG, 10)
+    assert engine.scheduler.counts().guesses == 0
+    assert all(chunk.is_decode for plan in plans[2:] for chunk in plan.chunks)
+
+
+def test_two_slots_a_sequence() -> None:
+    engine = Engine(**SPECULATIVE)
+    engine.add("r", LONG, max_tokens=30, ignore_eos=True)
+    slots = {chunk.slot for _ in range(12) for chunk in engine.step().chunks}
+    assert len(slots) == 2
+    assert engine.scheduler.counts().slots_used == 2
+    assert engine.scheduler.abort("r") is not None
+    assert engine.scheduler.counts().slots_used == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_budget": 15}, "4 times max_num_seqs"),
+        ({"num_slots": 8}, r"above 2 \* max_num_seqs"),
+        ({"prefill_alignment": 4}, "prefill_alignment 1"),
+    ],
+)
+def test_what_speculation_needs(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(**(SPECULATIVE | changes))
+    with pytest.raises(ValueError, match="1 with speculation"):
+        Scheduler(Engine(**SPECULATIVE).config, depth=2)
