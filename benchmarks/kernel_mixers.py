@@ -87,6 +87,39 @@ def delta_step(rows: int, dtype: torch.dtype) -> Case:
     return Case("gated_delta_step", f"rows={rows} state={str(dtype).removeprefix('torch.')}", make)
 
 
+def delta_verify(sequences: int, length: int, warps: int) -> Case:
+    """Answers of ``length`` tokens, a guess in each, into other slots; ``warps`` of a program."""
+
+    def make(t: Tensors) -> Work:
+        from kernels.gpu.gated_delta_verify import gated_delta_verify
+
+        rows = sequences * length
+        m = _Mixer(t, rows)
+        nbytes = sequences * VALUE_HEADS * HEAD * HEAD * 4
+        shape = (2 * sequences + 1, VALUE_HEADS, HEAD, HEAD)
+        states = [t.normal(*shape, scale=0.1, dtype=torch.float32) for _ in range(t.copies(nbytes))]
+        slots = range(1, sequences + 1)
+        segments = Segments.build(
+            [length] * sequences,
+            [9] * sequences,
+            slots,
+            [0] * sequences,
+            t.device,
+            out_slots=[slot + sequences for slot in slots],
+        )
+        return Work(
+            [
+                partial(gated_delta_verify, m.mixed, m.projected, *m.parameters(), state, segments, num_warps=warps)
+                for state in states
+            ],
+            2 * nbytes + 2 * rows * (WIDTH + VALUE_SIZE),
+            8 * rows * VALUE_HEADS * HEAD * HEAD,
+            lambda result: (result[:length], exact_delta(m, slice(0, length), states[0][1])),
+        )
+
+    return Case("gated_delta_verify", f"{sequences}x{length} warps={warps}", make)
+
+
 def conv_step(rows: int) -> Case:
     def make(t: Tensors) -> Work:
         from kernels.gpu.conv1d import conv_decode
@@ -326,6 +359,9 @@ def cases() -> Iterator[Case]:
         yield conv_step(rows)
         yield delta_step(rows, torch.float32)
         yield delta_step(rows, torch.bfloat16)
+        for warps in (4, 8):
+            yield delta_verify(rows, 2, warps)
+            yield delta_verify(rows, 4, warps)
         yield rope(rows, fp8=False)
     yield rope(64, fp8=True)
     for lengths in ([512], [8192], [512] * 16, [2048] * 4):
