@@ -25,7 +25,7 @@ from services.engine.cuda.compile_ahead import compile_ahead
 from services.engine.cuda.graphs import StepGraphs
 from services.engine.cuda.guesser import GuessRows, fill_next_ids, sample_guesses
 from services.engine.cuda.sampler import CudaSampler, SampleRows
-from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets
+from services.engine.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
 from services.engine.cuda.stream import Arrival, EngineStream
 from services.engine.cuda.tables import TableShadow
 from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
@@ -33,7 +33,7 @@ from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.fused import DecodeAttention, FusedForward
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import MOST_VERIFIED, StepPlan, StepResult
+from services.engine.plan import StepPlan, StepResult
 from services.engine.ports import StepHandle
 
 _INVARIANT_BATCH = 64
@@ -328,7 +328,7 @@ def _attention(
     """Decode attention by batch bucket. Buckets with as many splits share a workspace."""
     config, device = model.config, model.device
     processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    buckets = decode_buckets(limits.max_num_seqs * (MOST_VERIFIED if limits.speculative else 1))
+    buckets = attention_buckets(limits.max_num_seqs, speculative=limits.speculative)
     # An invariant row is cut as in a large batch whatever batch it is in.
     alike = max(buckets[-1], _INVARIANT_BATCH)
     splits = {

@@ -37,6 +37,11 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
 
 
+def attention_buckets(max_num_seqs: int, *, speculative: bool) -> list[int]:
+    """The numbers of rows that decode attention is launched with, in buckets, ascending."""
+    return decode_buckets(decode_bucket(max_num_seqs) * (MOST_VERIFIED if speculative else 1))
+
+
 def captured_shapes(
     largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int, *, speculative: bool = False
 ) -> list[StepShape]:
@@ -57,7 +62,7 @@ def captured_shapes(
     mixed = sorted({min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS} & set(prefills))
     shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
     if speculative:
-        for answers in (count for count in _VERIFIED if count <= most):
+        for answers in sorted({min(count, most) for count in _VERIFIED}):
             least = MOST_VERIFIED if answers <= _FEW_VERIFIED else 2
             shapes += [short_shape(answers, tokens) for tokens in range(least, MOST_VERIFIED + 1)]
     return sorted(shapes, key=lambda shape: -shape.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.engine.cuda.buffers import StepShape
-from services.engine.cuda.shapes import captured_shapes, decode_bucket, decode_buckets, smallest
+from services.engine.cuda.shapes import attention_buckets, captured_shapes, decode_bucket, decode_buckets, smallest
 from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
 
 
@@ -45,6 +45,22 @@ def test_no_more_than_can_run(largest: int, sequences: int, decodes: set[int]) -
     shapes = captured_shapes(largest, sequences, 100, 512)
     assert {shape.decodes for shape in shapes if not shape.segments} == decodes
     assert {shape.rows for shape in shapes if shape.segments} == ({64} if largest else set())
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 5, 20, 64, 100, 256])
+def test_shapes_of_answers_with_guesses(sequences: int) -> None:
+    shapes = [shape for shape in captured_shapes(256, sequences, 8192, 512, speculative=True) if shape.short]
+    assert len(set(shapes)) == len(shapes)
+    buckets = attention_buckets(sequences, speculative=True)
+    assert all(decode_bucket(shape.rows) in buckets for shape in shapes)
+    for answers in {1, min(sequences, 3), min(sequences, 128)}:
+        for tokens in (2, 3, 4):
+            wanted = StepShape.of(0, [tokens] * answers, short=True)
+            found = smallest(shapes, wanted)
+            assert found is not None
+            assert found.rows <= 4 * wanted.rows
+            assert decode_bucket(wanted.rows) in buckets
+    assert smallest(shapes, StepShape.of(0, [2])) is None
 
 
 def test_a_step_runs_in_the_shape_with_the_least_padding() -> None:
