@@ -96,6 +96,7 @@ def lesson_loss(model: Qwen3_5ForCausalLM, layer: Mtp, lesson: Lesson) -> tuple[
 def save(layer: Mtp, out: Path) -> None:
     """Writes the tensors beside the model's own, in bf16."""
     tensors = {f"mtp.{name}": value.detach().to(torch.bfloat16).cpu() for name, value in layer.state_dict().items()}
+    out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / FILE, metadata={"format": "pt"})
 
 
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--muon", type=float, default=4e-3)
     parser.add_argument("--adam", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0, help="that make data; 0: 12 for a GPU, else 1")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,8 +128,9 @@ def main() -> None:
     steppers = optimizers(layer, options.muon, options.adam)
     rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
     size = options.tokens or (65536 if device.type == "cuda" else 3072)
-    source = ahead(batches(options.seed, tokens_per_batch=size, workers=options.workers))
-    next(source)
+    workers = options.workers or (12 if device.type == "cuda" else 1)
+    source = ahead(batches(options.seed, tokens_per_batch=size, workers=workers))
+    next(source)  # the clock starts when there is data
 
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
     kept: list[list[Lesson]] = []
