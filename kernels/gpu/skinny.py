@@ -239,6 +239,7 @@ def skinny_linear(
             BLOCK_K=chosen.block_k,
             SPLITS=chosen.splits,
             STAGES=chosen.stages,
+            STAGGER=chosen.stagger,
             PREFETCH=chosen.prefetch,
             SWIGLU=swiglu,
             ENDS=ends,

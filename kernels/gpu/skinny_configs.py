@@ -35,6 +35,8 @@ class SkinnyConfig:
 
     inside: bool = False
     """Whether x goes through its norm in the product and not in a kernel before it (tma, not fp8)."""
+    stagger: bool = False
+    """Whether programs begin at different columns (tma)."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)
@@ -84,20 +86,34 @@ _Measured = tuple[tuple[int, SkinnyConfig], ...]
 """Ascending: most rows, and the variant up to there. More than the last go to the plain product."""
 
 
-def _dot(block_n: int, block_k: int, warps: int, stages: int, splits: int = 1) -> SkinnyConfig:
-    return SkinnyConfig("dot", block_n, block_k, warps, stages, splits)
+def _tma(block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0) -> SkinnyConfig:
+    return SkinnyConfig("tma", block_n, block_k, 4, stages, splits, prefetch)
 
 
-# Microseconds on an H200 (1.98 GHz) in a graph of such products; in brackets torch.mm, without norm or activation.
+_FEW_IN_FP8 = SkinnyConfig("stream", 16, 512, 4, 3)
+
+# Microseconds on an H200 (1.98 GHz) in a graph of such products with norm, activation and residual, at the most rows of
+# each entry; in brackets that of torch.mm with kernels of their own for the rest.
 _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
-    # 22.7; 29.9 (27.1)
-    ("none", 18432, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _dot(64, 64, 4, 6))),
-    # 12.5; 18.3 (17.2)
-    ("none", 2560, 9216): ((1, SkinnyConfig("vector", 2, 1024, 4)), (16, _dot(16, 256, 1, 3, splits=2))),
-    # 16.0; 21.1 (19.6)
-    ("none", 12352, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _dot(64, 64, 4, 6))),
-    ("none", 10240, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _dot(64, 64, 4, 6))),
-    # 6.5 (10.2 for torch.mm)
-    ("none", 2560, 4096): ((1, SkinnyConfig("vector", 2, 512, 2)), (16, _dot(16, 256, 1, 3, splits=2))),
+    # 22.7; 28.5 at 64 rows (29.5 to 30.4)
+    ("none", 18432, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (64, _tma(128, 64, 4))),
+    # 12.5; 15.8 (19.3)
+    ("none", 2560, 9216): ((1, SkinnyConfig("vector", 2, 1024, 4)), (16, _tma(64, 128, 8, 3))),
+    # 16.0; 20.0 (21.9)
+    ("none", 12352, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _tma(128, 128, 6, 1, 1024))),
+    ("none", 10240, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (16, _tma(128, 128, 6, 1, 1024))),
+    # 6.5; 9.7 (11.8)
+    ("none", 2560, 4096): ((1, SkinnyConfig("vector", 2, 512, 2)), (16, _tma(64, 128, 8, 3))),
+    # 279; 305 (317)
+    ("none", 248320, 2560): ((1, SkinnyConfig("vector", 8, 512, 2)), (16, _tma(128, 128, 3))),
+    # 15.3; 21.2 at 8 rows; 18.5
+    ("fp8", 18432, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(128, 128, 4))),
+    # 8.2; 13.0 at 8 rows; 20.5
+    ("fp8", 2560, 9216): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 128, 8, 3))),
+    # 10.9; 15.7 at 8 rows; 27.8
+    ("fp8", 12352, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(64, 256, 3))),
+    ("fp8", 10240, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(64, 256, 3))),
+    # 4.4; 6.9 at 8 rows; 22.3
+    ("fp8", 2560, 4096): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 256, 3, 4))),
 }
 """By kind, outputs and inputs."""

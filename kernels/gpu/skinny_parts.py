@@ -228,7 +228,8 @@ def finish(
         column = tile * half + tl.arange(0, half)
         inside = column < N // 2
     else:
-        column = row
+        # Not ``row``: the compiler does not see neighbours in what is clamped, and would store number by number.
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     keep = (m < M)[:, None] & inside[None, :]
     if residual is not None:
         source = residual + m.to(tl.int64)[:, None] * residual_stride + column[None, :]

@@ -96,6 +96,7 @@ def tma_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    STAGGER: tl.constexpr,
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     ENDS: tl.constexpr,
@@ -114,11 +115,13 @@ def tma_kernel(
     high: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
     promote: tl.constexpr = BLOCK_K if KIND == FP8 else 0
     first = split * share
+    # Programs that begin at different columns do not all want the same lines of x, and channels of memory, at once.
+    turn = tile * 3 % share if STAGGER else 0
     if PDL:
         gdc_launch_dependents()
         if PREFETCH > 0:
             size: tl.constexpr = 1 if KIND == FP8 else 2
-            prefetch_rows(values, row, first * BLOCK_K * size, PREFETCH, K * size)
+            prefetch_rows(values, row, (first + turn) * BLOCK_K * size, PREFETCH, K * size)
         gdc_wait()
     m0 = tl.program_id(2) * BLOCK_M
     n0 = tile * high
@@ -127,7 +130,7 @@ def tma_kernel(
     if SWIGLU:
         other = tl.zeros((high, BLOCK_M), tl.float32)
         for step in tl.range(0, share, num_stages=STAGES):
-            k = (first + step) * BLOCK_K
+            k = (first + (step + turn) % share if STAGGER else first + step) * BLOCK_K
             gate = weight.load([n0, k])
             up = weight.load([N // 2 + n0, k])
             right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
@@ -138,7 +141,7 @@ def tma_kernel(
         total = tl.reshape(both, [BLOCK_M, BLOCK_N])
     else:
         for step in tl.range(0, share, num_stages=STAGES):
-            k = (first + step) * BLOCK_K
+            k = (first + (step + turn) % share if STAGGER else first + step) * BLOCK_K
             left = weight.load([n0, k])
             right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
             acc = _dot(left, right, acc, INTERPRETED, promote)

@@ -39,7 +39,7 @@ def launches() -> None:
             down = weight(kind, HIDDEN, INTERMEDIATE)
             skinny_linear(rows(count, INTERMEDIATE), down, residual=residual, out=residual, pdl=True)
     for kind, inside in (("none", False), ("none", True), ("fp8", False)):
-        tma = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, prefetch=512, inside=inside)
+        tma = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, prefetch=512, inside=inside, stagger=inside)
         skinny_linear(
             rows(16, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, config=tma, pdl=True
         )

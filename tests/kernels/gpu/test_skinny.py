@@ -16,7 +16,7 @@ VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
 STREAM = SkinnyConfig("stream", 16, 256, warps=2, stages=1)
 SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
 TMA = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2)
-INSIDE = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, inside=True)
+INSIDE = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, inside=True, stagger=True)
 UNEVEN = SkinnyConfig("dot", 64, 256, warps=4, stages=2, splits=3)
 
 
