@@ -29,7 +29,7 @@ _GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
 _SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor."""
 _MULTIPROCESSORS = 132
-_LEAST = 4
+_LEAST = 3
 """Entries less urgent would not have their turn."""
 
 
@@ -57,69 +57,71 @@ def entries() -> list[Entry]:
 
 
 def _cuts(shape: sweep.Shape, rows: int, size: int) -> Iterator[tuple[int, SkinnyConfig]]:
-    """Cuts of the tma variant whose programs are resident all at once, with as many stages as then fit; and how
-    unlikely each is to win (0 to 2)."""
+    """Cuts of the tma variant whose programs are resident all at once, with as many stages as then fit or half of them;
+    and how unlikely each is to win (0 or 1)."""
     for block_n, warps in ((128, 4), (256, 8)) if shape.swiglu else ((64, 4), (128, 4)):
         tiles = -(-shape.outputs // block_n)
-        for splits in (1, 2, 3, 4, 6, 8, 12):
+        for splits in (1, 2, 3, 4, 6, 8):
             programs = tiles * splits
-            if not 72 <= programs <= 400:
+            if not 72 <= programs <= 330:
                 continue
             neighbours = -(-programs // _MULTIPROCESSORS)
-            for block_k in (64, 128) if size == 2 else (128, 256):
+            for block_k in (64, 128, 256) if size == 2 else (128, 256):
                 steps = -(-shape.inputs // block_k)
                 most = (_SHARED // neighbours - 2048) // ((block_n + max(16, rows)) * block_k * size)
                 stages = min(most, -(-steps // splits) + 1, 8)
-                if stages < 2:
-                    continue
-                unlikely = int(steps % splits != 0) + int(programs < 96 or stages == 2)
-                yield min(2, unlikely), SkinnyConfig("tma", block_n, block_k, warps, stages, splits)
+                unlikely = int(
+                    -(-steps // splits) * splits > 1.1 * steps or programs < 96 or (block_n == 256 and rows < 64)
+                )
+                for used in {stages, -(-stages // 2) + 1}:
+                    if 2 <= used <= stages:
+                        rare = max(unlikely, int(used < stages and block_k == 64))
+                        yield rare, SkinnyConfig("tma", block_n, block_k, warps, used, splits)
 
 
 def _dense() -> Iterator[Entry]:
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        for rows, begin in ((16, 0), (64, 1), (8, 3)):
-            yield Entry(min(begin, 1), shape, "none", rows, None)
+        for rows in (16, 64):
+            yield Entry(0, shape, "none", rows, None)
+            begin = int(rows == 64)
             for unlikely, config in _cuts(shape, rows, 2):
                 yield Entry(begin + 3 * unlikely, shape, "none", rows, config)
-                if shape.norm and rows == 16 and config.splits < 3:
-                    yield Entry(begin + 3 * unlikely, shape, "none", rows, replace(config, inside=True))
-                    yield Entry(1 + 3 * unlikely, shape, "none", rows, replace(config, inside=True, prefetch=1024))
-                if rows > 8 and not unlikely:
-                    yield Entry(begin + 1, shape, "none", rows, replace(config, prefetch=1024))
-                    yield Entry(begin + 3, shape, "none", rows, replace(config, prefetch=512))
+                if unlikely:
+                    continue
+                yield Entry(begin + 1, shape, "none", rows, replace(config, stagger=True))
+                yield Entry(begin + 2, shape, "none", rows, replace(config, prefetch=512))
+                if shape.norm and rows == 16:
+                    yield Entry(begin, shape, "none", rows, replace(config, inside=True))
+                    yield Entry(begin + 1, shape, "none", rows, replace(config, inside=True, stagger=True))
+        yield Entry(1, shape, "none", 16, SkinnyConfig("dot", 64, 64, 4, 6, 1 if shape.norm else 4))
+        yield Entry(1, shape, "none", 8, SkinnyConfig("stream", 16, 256 if shape.norm else 512, 4, 3))
     for rows in (16, 64):
         for splits in (1, 2):
             yield Entry(3, _HEAD, "none", rows, SkinnyConfig("tma", 128 * splits, 128 // splits, 4 * splits, 3))
         yield Entry(3, _HEAD, "none", rows, None)
-    for block_n, block_k, warps in ((4, 512, 2), (8, 1024, 4), (4, 1024, 4), (8, 512, 2)):
-        yield Entry(2, _HEAD, "none", 1, SkinnyConfig("vector", block_n, block_k, warps))
+    for block_n, block_k, warps in ((8, 512, 2), (16, 512, 2), (16, 1024, 4)):
+        yield Entry(3, _HEAD, "none", 1, SkinnyConfig("vector", block_n, block_k, warps))
 
 
 def _fp8() -> Iterator[Entry]:
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
         yield Entry(1, shape, "fp8", 64, None)
         for unlikely, config in _cuts(shape, 64, 1):
-            yield Entry(1 + 3 * unlikely, shape, "fp8", 64, config)
+            yield Entry(2 + 2 * unlikely, shape, "fp8", 64, config)
             if not unlikely:
-                yield Entry(3, shape, "fp8", 64, replace(config, prefetch=512))
-                yield Entry(4, shape, "fp8", 8, config)
-        for block_n, block_k, warps in ((4, 1024, 2), (2, 1024, 2), (4, 2048, 4), (8, 1024, 2), (2, 2048, 4)):
-            if shape.inputs >= 4096 or block_k == 1024:
-                yield Entry(2, shape, "fp8", 1, SkinnyConfig("vector", block_n, block_k, warps))
-        yield from _streams(shape, "fp8", 8, ((16, 512, 4, 3), (16, 1024, 4, 2), (32, 512, 4, 2)))
+                yield Entry(3, shape, "fp8", 64, replace(config, stagger=True))
+        yield from _streams(shape, "fp8", 8, ((16, 512, 4, 3),))
 
 
 def _int4() -> Iterator[Entry]:
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
         cuts = ((16, 1024, 4, 2), (16, 512, 2, 4), (16, 512, 4, 4), (32, 512, 4, 3), (16, 512, 4, 2))
-        for rows in (1, 8):
-            yield from _streams(shape, "int4", rows, cuts)
+        yield from _streams(shape, "int4", 8, cuts)
 
 
 def _streams(shape: sweep.Shape, kind: Kind, rows: int, cuts: tuple[tuple[int, int, int, int], ...]) -> Iterator[Entry]:
     for order, (block_n, block_k, warps, stages) in enumerate(cuts):
-        yield Entry(2 + (order > 1), shape, kind, rows, SkinnyConfig("stream", block_n, block_k, warps, stages))
+        yield Entry(3 + (order > 1), shape, kind, rows, SkinnyConfig("stream", block_n, block_k, warps, stages))
 
 
 @dataclass(frozen=True, slots=True)

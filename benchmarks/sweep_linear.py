@@ -290,7 +290,17 @@ def report(rows: list[dict[str, Any]], best: int) -> None:
             wrong = "  WRONG" if row.get("error", 0) > _bound(row) else ""
             cut = " ".join(
                 f"{key}={row[key]}"
-                for key in ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch", "inside")
+                for key in (
+                    "variant",
+                    "block_n",
+                    "block_k",
+                    "warps",
+                    "stages",
+                    "splits",
+                    "prefetch",
+                    "inside",
+                    "stagger",
+                )
                 if key in row
             )
             alone = f"  ({row['us_alone']:.2f} us if none starts early)" if "us_alone" in row else ""
@@ -311,7 +321,7 @@ def table(rows: list[dict[str, Any]]) -> None:
             by_rows = best.setdefault((row["kind"], row["layer"]), {})
             if row["rows"] not in by_rows or row["us"] < by_rows[row["rows"]]["us"]:
                 by_rows[row["rows"]] = row
-    fields = ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch", "inside")
+    fields = ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch", "inside", "stagger")
     for (kind, layer), by_rows in best.items():
         shape = layers[layer]
         micros = "; ".join(f"{row['us']:.1f}" for _, row in sorted(by_rows.items()))
