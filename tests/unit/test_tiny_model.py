@@ -79,6 +79,13 @@ def test_size_limits() -> None:
     assert f"{parameters:,}" in (DIRECTORY / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_mtp_layer_is_small() -> None:
+    with safe_open(DIRECTORY / "model-mtp.safetensors", framework="pt") as file:
+        sizes = [torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys()]  # noqa: SIM118
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    assert f"{sum(sizes):,}" in (DIRECTORY / "README.md").read_text(encoding="utf-8")
+
+
 def test_architecture(tokenizer: Tokenizer) -> None:
     config = json.loads((DIRECTORY / "config.json").read_text(encoding="utf-8"))
     assert config["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 2
