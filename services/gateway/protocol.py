@@ -15,6 +15,8 @@ from services.gateway.errors import error_payload
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of request line and headers together; also of the trailers behind a chunked body."""
+_PIECE_BYTES = MAX_HEAD_BYTES // 4
+"""Fed to the parser at once: within a piece nobody knows where what it finished ended."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -25,9 +27,15 @@ class HttpProtocol(HttpToolsProtocol):
     _finished = False
 
     def data_received(self, data: bytes) -> None:
+        for begin in range(0, len(data), _PIECE_BYTES):
+            if self.transport.is_closing():
+                return
+            self._feed(data[begin : begin + _PIECE_BYTES])
+
+    def _feed(self, piece: bytes) -> None:
         self._finished = False
-        super().data_received(data)
-        self._pending = 0 if self._finished else self._pending + len(data)
+        super().data_received(piece)
+        self._pending = 0 if self._finished else self._pending + len(piece)
         if self._pending > MAX_HEAD_BYTES and not self.transport.is_closing():
             message = (
                 f"request line and headers are over the limit of {MAX_HEAD_BYTES} bytes: send fewer or shorter ones"
