@@ -122,17 +122,25 @@ def build_engine(
             storage=storage(settings, hardware),
             mtp=settings.speculative == "mtp",
         )
+        log.info("weights loaded", bytes=model.weights.nbytes())
+        lora = LoraSlots(
+            model.config,
+            settings.adapter_slots + 1,
+            settings.max_lora_rank,
+            model.dtype,
+            device,
+            invariant=settings.batch_invariant,
+        )
+        runner = build_runner(
+            model,
+            lora,
+            settings,
+            num_blocks=memory.num_blocks,
+            max_model_len=max_model_len,
+            eos_token_ids=codec.eos_ids,
+        )
         base_digest = digest.result()
-    log.info("weights loaded", bytes=model.weights.nbytes(), digest=base_digest)
-
-    lora = LoraSlots(
-        model.config,
-        settings.adapter_slots + 1,
-        settings.max_lora_rank,
-        model.dtype,
-        device,
-        invariant=settings.batch_invariant,
-    )
+    log.info("checkpoint identified", digest=base_digest)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     adapters = AdapterManager(
         registry,
@@ -145,14 +153,7 @@ def build_engine(
     )
     loop = EngineLoop(
         limits,
-        build_runner(
-            model,
-            lora,
-            settings,
-            num_blocks=memory.num_blocks,
-            max_model_len=max_model_len,
-            eos_token_ids=codec.eos_ids,
-        ),
+        runner,
         adapters,
         gate,
         RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),

@@ -73,7 +73,7 @@ def build_runner(
         eos_token_ids=eos_token_ids,
     )
     runner.warm_up()
-    log.info("kernels compiled", graphs=runner.captures)
+    log.info("graphs captured", graphs=runner.captures)
     return runner
 
 

@@ -3,12 +3,16 @@
 A first start launches about a hundred variants, which take minutes on one core. Triton's cache hook says which ones a
 run would compile; other processes compile them for the same device into Triton's cache on disk, where this process then
 finds them. Those processes never touch the device.
+
+What a kernel is compiled for travels as Python objects. JITFunction.preload() takes JSON, which turns tuples into lists
+and drops the names of a named tuple's fields: such kernels would fail, or be kept under a key that no launch asks for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +27,7 @@ import structlog
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 
 log = structlog.get_logger(__name__)
@@ -36,30 +41,90 @@ class Variant:
     name: str
     source: str
     """Triton's hash of the kernel's source and what it calls."""
-    specialization: str
-    """What JITFunction.preload() takes."""
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    """Those of the backend: warps, stages and so on."""
+
+    def ast(self) -> ASTSource:
+        """What triton.compile() takes; imports the kernel."""
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        return ASTSource(kernel, self.signature, self.constants, self.attributes)
+
+    def identity(self) -> str:
+        """The same text in every process."""
+        parts = (self.module, self.name, self.source, self.signature, self.constants, self.attributes, self.options)
+        return repr(parts)
+
+
+class _Nothing:
+    """Stands for a kernel that is written down."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None: ...
+
+    def run(self, *_: object) -> None: ...
 
 
 @contextmanager
 def recorded() -> Iterator[list[Variant]]:
     """Inside, a launch of a kernel that is not compiled yet is written down and does not happen."""
-    found: dict[str, Variant] = {}
+    found: list[Variant] = []
+    stand_ins: list[tuple[dict[str, Any], str]] = []
 
     def hook(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        name = f"{fn.module}.{fn.name} {key}"
-        if name not in found:
-            source = fn.jit_function.cache_key
-            found[name] = Variant(fn.module, fn.name, source, compile["specialization_data"])
+        described = json.loads(compile["specialization_data"])
+        options = {name: _tuples(value) for name, value in described["options"].items()}
+        (attributes,) = compile["configs"]
+        found.append(
+            Variant(
+                fn.module,
+                fn.name,
+                fn.jit_function.cache_key,
+                compile["signature"],
+                compile["constants"],
+                attributes,
+                options,
+            )
+        )
+        # Later launches of this variant find it at once: describing it again would take ten times as long.
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = _Nothing()
+        stand_ins.append((kernels, key))
         return True
 
-    variants: list[Variant] = []
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = hook
     try:
-        yield variants
+        yield found
     finally:
         triton.knobs.runtime.jit_cache_hook = before
-        variants += found.values()
+        for kernels, key in stand_ins:
+            del kernels[key]
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+@contextmanager
+def compiled_here() -> Iterator[list[str]]:
+    """Names the kernels that this process compiles inside, because the cache on disk does not have them."""
+    names: list[str] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = listen
+    try:
+        yield names
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> int:
@@ -70,7 +135,7 @@ def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> i
         pool: of compiler_pool(); None: one for this call.
 
     Returns:
-        How many kernels were compiled. A kernel that fails to compile here fails again, and loudly, when it is
+        How many kernels were compiled. A kernel that fails to compile here is warned of, and fails again when it is
         launched.
     """
     with recorded() as variants:
@@ -82,17 +147,20 @@ def compile_ahead(launch: Callable[[], None], pool: Executor | None = None) -> i
     jobs = [(target.backend, target.arch, target.warp_size, variant) for variant in variants]
     try:
         if pool is not None:
-            done = list(pool.map(_compile, jobs))
+            failures = list(pool.map(_compile, jobs))
         else:
             with compiler_pool(len(jobs)) as own:
-                done = list(own.map(_compile, jobs))
+                failures = list(own.map(_compile, jobs))
     except BrokenProcessPool as error:
         log.warning("kernels compile one by one: a compiling process died", error=str(error), kernels=len(jobs))
         return 0
-    if all(done):
+    failed = [failure for failure in failures if failure is not None]
+    if failed:
+        log.warning("kernels did not compile ahead", kernels=len(failed), of=len(jobs), first=failed[0])
+    else:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-    return sum(done)
+    return len(jobs) - len(failed)
 
 
 def compiler_pool(most: int = 64) -> ProcessPoolExecutor:
@@ -104,8 +172,8 @@ def compiler_pool(most: int = 64) -> ProcessPoolExecutor:
 def _marker(variants: Sequence[Variant], target: GPUTarget) -> Path:
     """A file that exists once these variants are compiled: checking each in the cache would take seconds."""
     digest = hashlib.sha256(f"{triton.__version__} {target}".encode())
-    for variant in sorted(variants, key=lambda each: (each.module, each.name, each.specialization)):
-        digest.update(f"{variant.module} {variant.name} {variant.source} {variant.specialization}".encode())
+    for identity in sorted(variant.identity() for variant in variants):
+        digest.update(identity.encode())
     return Path(triton.knobs.cache.dir) / f"compiled-{digest.hexdigest()[:32]}"
 
 
@@ -128,12 +196,14 @@ class _Target:
         return torch.device("cpu")
 
 
-def _compile(job: tuple[str, int, int, Variant]) -> bool:
+def _compile(job: tuple[str, int, int, Variant]) -> str | None:
+    """Returns what went wrong."""
     *fields, variant = job
-    driver.set_active(_Target(GPUTarget(*fields)))
-    kernel = getattr(importlib.import_module(variant.module), variant.name)
+    target = GPUTarget(*fields)
+    driver.set_active(_Target(target))
     try:
-        kernel.preload(variant.specialization)
-    except Exception:  # whatever a compiler can raise: the launch will meet it again
-        return False
-    return True
+        options = make_backend(target).parse_options(variant.options)
+        triton.compile(variant.ast(), target=target, options=options.__dict__)
+    except Exception as error:  # whatever a compiler can raise: the launch will meet it again
+        return f"{variant.name}: {type(error).__name__}: {error}"
+    return None

@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
 from services.engine.cuda.buffers import LoadedStep, StepBuffers, StepShape, sampled_rows
-from services.engine.cuda.compile_ahead import compile_ahead
+from services.engine.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.cuda.graphs import StepGraphs
 from services.engine.cuda.guesser import GuessRows, fill_next_ids, sample_guesses
 from services.engine.cuda.sampler import CudaSampler, SampleRows
@@ -35,6 +36,8 @@ from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.plan import StepPlan, StepResult
 from services.engine.ports import StepHandle
+
+log = structlog.get_logger(__name__)
 
 _INVARIANT_BATCH = 64
 """Decode attention is cut as for this batch size, or a larger one, where a row's bits must not depend on the batch."""
@@ -161,10 +164,19 @@ class CudaRunner:
         """
         limits = self._limits
         shapes = warm_up_shapes(self._shapes, limits.max_num_seqs, limits.token_budget, speculative=limits.speculative)
+        # Each kernel once is enough to load it, and a few layers need as much memory as all: nothing of a layer stays.
+        few = self.forward.one_of_each_layer()
         with self._stream.active():
-            compile_ahead(lambda: self._launch_all(shapes, self.forward.one_of_each_layer()), compilers)
-            self._launch_all(shapes, self.forward)
+            compiled = compile_ahead(lambda: self._launch_all(shapes, few), compilers)
+            log.info("kernels compiled", kernels=compiled)
+            with compiled_here() as late:
+                self._launch_all(shapes, few)
+                for shape in (shapes[0], shapes[-1]):
+                    self._run_padding(shape, self.forward)
+        if late:
+            log.warning("kernels were not compiled ahead", kernels=sorted(set(late)), count=len(late))
         self._stream.synchronize()
+        log.info("kernels loaded")
         if self._shapes:
             self._graphs.capture(self._shapes, adapters=self._has_adapters)
             if limits.speculative:

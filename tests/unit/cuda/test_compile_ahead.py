@@ -1,40 +1,73 @@
-"""Kernels are compiled by other processes into Triton's cache, once."""
+"""Kernels are compiled by other processes into Triton's cache, once, and launches find them there."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from kernels.gpu.block_tables import _write_tables_kernel, write_tables
+from kernels.gpu.lora_rows import LoraRows
+from kernels.gpu.skinny import skinny_linear
 from kernels.gpu.state_copy import copy_states
-from services.engine.cuda.compile_ahead import _Target, compile_ahead, recorded
+from services.engine.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
+from tests.kernels.hopper import compiled
 
 driver.set_active(_Target(GPUTarget("cuda", 90, 32)))
 tables = torch.zeros(4, 8, dtype=torch.int32)
 entries = torch.zeros(2, 2, dtype=torch.int32)
+x, weight = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+ints = torch.zeros(4, dtype=torch.int32)
+lora = LoraRows(
+    torch.zeros(4, 2, 16, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 64, dtype=torch.bfloat16), (32, 64), ints,
+    ints, ints,
+)
 
 def launch():
     write_tables(tables, entries)
     write_tables(tables, entries)
     copy_states(torch.zeros(2, 3, 16), entries)
+    skinny_linear(x, weight, lora=lora)
 
 print(compile_ahead(launch), compile_ahead(launch))
 with recorded() as variants:
     launch()
 print([variant.name for variant in variants])
 assert not _write_tables_kernel.device_caches[0][0], "this process compiled"
+with compiled(describe=False), compiled_here() as late:
+    launch()
+print(late)
 """
 
 
+def environment(cache: Path) -> dict[str, str]:
+    """Of a process that compiles."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=200)
-    assert done.stdout.splitlines() == ["2 0", "['_write_tables_kernel', '_copy_states_kernel']"], done.stderr
-    assert len(list(tmp_path.rglob("*.cubin"))) == 2
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
+    names = ["_write_tables_kernel", "_copy_states_kernel", "_gather_kernel", "dot_kernel"]
+    assert done.stdout.splitlines() == ["4 0", str(names), "[]"], done.stderr
+    assert len(list(tmp_path.rglob("*.cubin"))) == 4
+
+
+@pytest.mark.parametrize("case", [("none", "speculative"), ("fp8",), ("int4",)])
+def test_every_launch_of_an_engine_is_compiled_ahead(case: tuple[str, ...], tmp_path: Path) -> None:
+    """Under the very keys that the launches of all layers and of the captures ask for."""
+    command = [sys.executable, "-m", "tests.unit.cuda.warm_up_launches", *case]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["asked"] > 50
+    assert report["missed"] == []

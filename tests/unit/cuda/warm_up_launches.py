@@ -1,0 +1,118 @@
+"""Checks, without a GPU, that what compile_ahead() compiles is what an engine then asks Triton's cache for:
+``python -m tests.unit.cuda.warm_up_launches [none|fp8|int4] [speculative]``, a process of its own.
+
+Compiles nothing: it compares the keys of the cache on disk, those of another process with those of this one's launches.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.compiler.compiler import get_cache_key
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from services.engine.cuda.compile_ahead import Variant, _Target, recorded
+from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.cuda.warm_up import warm_up_shapes
+from services.engine.model.device_batch import DeviceCache
+from tests.parity.fused_models import TINY, random_adapters, random_model
+
+TARGET = GPUTarget("cuda", 90, 32)
+CONFIG = replace(
+    TINY,
+    layer_types=("linear_attention", "linear_attention", "full_attention") * 2,
+    hidden_size=256,
+    intermediate_size=512,
+    vocab_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    rotary_dim=32,
+    linear_key_heads=2,
+    linear_value_heads=4,
+    linear_key_dim=64,
+    linear_value_dim=64,
+)
+
+
+def build(quantization: str, speculative: bool) -> CudaRunner:
+    """A runner with everything that serving has, on the CPU."""
+    model = random_model(CONFIG, torch.bfloat16, quantization=quantization, mtp=speculative)
+    cache = DeviceCache.allocate(
+        CONFIG,
+        model.dtype,
+        model.device,
+        num_blocks=64,
+        block_size=16,
+        num_slots=68,
+        kv_dtype=None,
+        state_dtype=torch.float32,
+        mtp=speculative,
+    )
+    limits = RunnerLimits(32, 1024, 1024, largest_graph=32, mixed_tokens=512, speculative=speculative)
+    return CudaRunner(model, cache, random_adapters(model, 2, 16), limits, RunnerOptions(pdl=True), eos_token_ids=[1])
+
+
+def disk_key(variant: Variant) -> str:
+    """Where a compiling process would leave a variant."""
+    driver.set_active(_Target(TARGET))
+    backend = make_backend(TARGET)
+    return str(get_cache_key(variant.ast(), backend, backend.parse_options(variant.options), env_vars={}))
+
+
+def asked(launch: Callable[[], None]) -> dict[str, str]:
+    """Where the launches of this process would look, and for which kernel."""
+    keys: dict[str, str] = {}
+
+    def look(
+        self: Any, _key: Any, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, _warmup: bool
+    ) -> None:
+        backend = self.device_caches[device][3]
+        keys[str(get_cache_key(ASTSource(self, signature, constexprs, attrs), backend, options, env_vars={}))] = (
+            self.__name__
+        )
+
+    original = JITFunction._do_compile
+    JITFunction._do_compile = look
+    try:
+        launch()
+    finally:
+        JITFunction._do_compile = original
+    return keys
+
+
+@torch.inference_mode()
+def main() -> None:
+    driver.set_active(_Target(TARGET))
+    quantization, speculative = (sys.argv[1:2] or ["none"])[0], "speculative" in sys.argv
+    runner = build(quantization, speculative)
+    limits = runner._limits
+    shapes = warm_up_shapes(runner._shapes, limits.max_num_seqs, limits.token_budget, speculative=speculative)
+
+    def everything() -> None:
+        runner._launch_all(shapes, runner.forward)
+        for shape in runner._shapes:
+            for adapters in (False, True):
+                runner._run_shape(shape, adapters)
+
+    with recorded() as variants:
+        runner._launch_all(shapes, runner.forward.one_of_each_layer())
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ahead = set(pool.map(disk_key, variants, chunksize=64))
+    later = asked(everything)
+    missed = sorted({name for key, name in later.items() if key not in ahead})
+    sys.stdout.write(json.dumps({"asked": len(later), "compiled": len(ahead), "missed": missed}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
