@@ -21,6 +21,7 @@ import psutil
 
 from benchmarks.environment import environment, gpu
 from benchmarks.random_checkpoint import SHAPES, config_of, write
+from benchmarks.stages import Stages
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine, Run
@@ -138,6 +139,7 @@ def run(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     directory = checkpoint(options.model, options.scratch)
     written = time.perf_counter() - began
+    stages = Stages(time.time())
     # Imported after Triton's cache is chosen.
     from benchmarks.acceptance import ChosenAcceptance
     from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
@@ -154,11 +156,14 @@ def run(options: argparse.Namespace) -> None:
         max_num_seqs=max(case.requests for case in options.cases) if options.device == "cpu" else 0,
         **dict(pair.split("=", 1) for pair in options.set),
     )
-    only_warnings()
+    stages.done("imports")
+    stages.listen()
     use_kernel_cache(settings)
     if options.profile:
         prepare()
     engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
+    stages.done("rest of the start")
+    only_warnings()
     pipeline = engine.engine.loop._pipeline
     if options.acceptance is not None:
         pipeline._runner = ChosenAcceptance(pipeline._runner, options.acceptance)
@@ -171,6 +176,7 @@ def run(options: argparse.Namespace) -> None:
         "batch_invariant": options.batch_invariant,
         "settings": options.set,
         "start_s": round(time.perf_counter() - began - written, 2),
+        "start": stages.seconds(),
         **environment(),
     }
     try:

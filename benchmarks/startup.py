@@ -14,29 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stages import Stages
 
-class Stages:
-    """What happened when, in seconds since the parent started the process."""
-
-    def __init__(self, zero: float) -> None:
-        self._zero = zero
-        self._at: list[tuple[str, float]] = []
-
-    def done(self, stage: str) -> None:
-        """A stage has ended now."""
-        self._at.append((stage, time.time() - self._zero))
-
-    def seconds(self) -> dict[str, float]:
-        """Stage → its own seconds, and their sum as first_token."""
-        table, before = {}, 0.0
-        for stage, at in self._at:
-            table[stage] = round(at - before, 3)
-            before = at
-        return table | {"first_token": round(before, 3)}
+_FIRST_TOKEN_SECONDS = 120.0
+_START_SECONDS = 500.0
 
 
 def child(model: Path, zero: float) -> None:
@@ -48,7 +32,6 @@ def child(model: Path, zero: float) -> None:
     settings, _ = read_settings()
     settings = settings.model_copy(update={"model": model})
     use_kernel_cache(settings)
-    import structlog
     import torch
 
     stages.done("import torch")
@@ -66,11 +49,7 @@ def child(model: Path, zero: float) -> None:
         torch.zeros(1, device="cuda")
         stages.done("CUDA context")
 
-    def note(_: object, __: str, event: MutableMapping[str, Any]) -> Any:
-        stages.done(f"until {event['event']!r}")
-        raise structlog.DropEvent
-
-    structlog.configure(processors=[note])
+    stages.listen()
     use_threads(settings)
     engine = build_engine(settings, AdapterRegistry(ObjectStore(settings), settings.served_model_name), None)
     stages.done("rest of the build")
@@ -86,10 +65,11 @@ def child(model: Path, zero: float) -> None:
     prompt = tuple(index % engine.description.vocab_size for index in range(512))
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     engine.loop.submit(Submission("first", prompt, sampling, AdapterChoice()), sink)
-    answered.wait(300)
+    if not answered.wait(_FIRST_TOKEN_SECONDS):
+        errors.append(f"no token after {_FIRST_TOKEN_SECONDS:.0f} s")
     stages.done("first token of 512")
     engine.loop.stop()
-    report = {"device": engine.description.device, "errors": errors, **stages.seconds()}
+    report = {"device": engine.description.device, "errors": errors, **stages.seconds(), "first_token": stages.total()}
     report["planned_gib"] = {name: round(count / 2**30, 3) for name, count in engine.memory.parts().items()}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -105,10 +85,16 @@ def start(model: Path, variables: dict[str, str]) -> dict[str, Any]:
         RuntimeError: it failed; its standard error was passed on.
     """
     command = [sys.executable, "-m", "benchmarks.startup", "--model", str(model), "--child", repr(time.time())]
-    run = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
-    if run.returncode or not run.stdout:
+    try:
+        run = subprocess.run(
+            command, env=variables, stdout=subprocess.PIPE, text=True, check=False, timeout=_START_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the engine did not start in {_START_SECONDS:.0f} s") from error
+    reports = [line for line in run.stdout.splitlines() if line.startswith('{"device"')]
+    if run.returncode or not reports:
         raise RuntimeError(f"the engine did not start (exit status {run.returncode})")
-    report: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(reports[-1])
     if report["errors"]:
         raise RuntimeError(report["errors"][0])
     return report
@@ -119,6 +105,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: a random checkpoint of the 4B shape")
     parser.add_argument("--shape", default="qwen3.5-4b")
     parser.add_argument("--quantization", choices=("none", "fp8", "int4"), default="none")
+    parser.add_argument("--scratch", type=Path, help="where checkpoint and cache are written; default: the system's")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -128,7 +115,7 @@ def main() -> None:
     from benchmarks.random_checkpoint import config_of, write
     from cli.settings import inherited_environment
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         model = options.model
         if model is None:
             model = Path(scratch) / "model"
