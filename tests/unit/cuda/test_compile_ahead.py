@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """
 import torch
 from triton.backends.compiler import GPUTarget
@@ -62,12 +60,11 @@ def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.cubin"))) == 4
 
 
-@pytest.mark.parametrize("case", [("none", "speculative"), ("fp8",), ("int4",)])
-def test_every_launch_of_an_engine_is_compiled_ahead(case: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
     """Under the very keys that the launches of all layers and of the captures ask for."""
-    command = [sys.executable, "-m", "tests.unit.cuda.warm_up_launches", *case]
+    command = [sys.executable, "-m", "tests.unit.cuda.warm_up_launches", "none+mtp", "fp8", "int4"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["asked"] > 50
-    assert report["missed"] == []
+    for report in json.loads(done.stdout):
+        assert report["asked"] > 50
+        assert report["missed"] == [], report

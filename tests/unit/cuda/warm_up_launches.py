@@ -1,5 +1,5 @@
 """Checks, without a GPU, that what compile_ahead() compiles is what an engine then asks Triton's cache for:
-``python -m tests.unit.cuda.warm_up_launches [none|fp8|int4] [speculative]``, a process of its own.
+``python -m tests.unit.cuda.warm_up_launches none+mtp fp8 int4``, a process of its own.
 
 Compiles nothing: it compares the keys of the cache on disk, those of another process with those of this one's launches.
 """
@@ -59,7 +59,7 @@ def build(quantization: str, speculative: bool) -> CudaRunner:
         state_dtype=torch.float32,
         mtp=speculative,
     )
-    limits = RunnerLimits(32, 1024, 1024, largest_graph=32, mixed_tokens=512, speculative=speculative)
+    limits = RunnerLimits(32, 256, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
     return CudaRunner(model, cache, random_adapters(model, 2, 16), limits, RunnerOptions(pdl=True), eos_token_ids=[1])
 
 
@@ -92,12 +92,12 @@ def asked(launch: Callable[[], None]) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def main() -> None:
-    driver.set_active(_Target(TARGET))
-    quantization, speculative = (sys.argv[1:2] or ["none"])[0], "speculative" in sys.argv
-    runner = build(quantization, speculative)
+def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
+    """How many variants an engine asks for and compiles ahead, and which kernels are asked for only."""
+    quantization, _, mtp = case.partition("+")
+    runner = build(quantization, mtp == "mtp")
     limits = runner._limits
-    shapes = warm_up_shapes(runner._shapes, limits.max_num_seqs, limits.token_budget, speculative=speculative)
+    shapes = warm_up_shapes(runner._shapes, limits.max_num_seqs, limits.token_budget, speculative=limits.speculative)
 
     def everything() -> None:
         runner._launch_all(shapes, runner.forward)
@@ -107,11 +107,16 @@ def main() -> None:
 
     with recorded() as variants:
         runner._launch_all(shapes, runner.forward.one_of_each_layer())
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        ahead = set(pool.map(disk_key, variants, chunksize=64))
+    ahead = set(pool.map(disk_key, variants, chunksize=64))
     later = asked(everything)
     missed = sorted({name for key, name in later.items() if key not in ahead})
-    sys.stdout.write(json.dumps({"asked": len(later), "compiled": len(ahead), "missed": missed}) + "\n")
+    return {"case": case, "asked": len(later), "ahead": len(ahead), "missed": missed}
+
+
+def main() -> None:
+    driver.set_active(_Target(TARGET))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        sys.stdout.write(json.dumps([check(case, pool) for case in sys.argv[1:]]) + "\n")
 
 
 if __name__ == "__main__":
