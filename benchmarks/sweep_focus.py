@@ -117,6 +117,13 @@ def _int4() -> Iterator[Entry]:
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
         cuts = ((16, 1024, 4, 2), (16, 512, 2, 4), (16, 512, 4, 4), (32, 512, 4, 3), (16, 512, 4, 2))
         yield from _streams(shape, "int4", 8, cuts)
+        for block_n, groups, warps in ((16, 4, 4), (8, 4, 4), (16, 8, 8), (8, 8, 8), (32, 4, 4), (8, 4, 2), (16, 8, 4)):
+            held = block_n * shape.inputs // 8 // (32 * warps)
+            # Of the weight alone: a register a word. With more there are too few for the rest.
+            for rows, most in ((1, 100), (4, 60)):
+                if held <= most:
+                    config = SkinnyConfig("vector", block_n, groups * 128, warps)
+                    yield Entry(rows // 4, shape, "int4", rows, config)
 
 
 def _streams(shape: sweep.Shape, kind: Kind, rows: int, cuts: tuple[tuple[int, int, int, int], ...]) -> Iterator[Entry]:

@@ -16,6 +16,8 @@ from torch import Tensor
 from kernels.gpu.fp8 import quantize_rows
 from kernels.gpu.lora import LoraRows, shrink
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
+from kernels.gpu.skinny_int4 import MAX_ROWS as INT4_VECTOR_ROWS
+from kernels.gpu.skinny_int4 import fixed_point, int4_vector_kernel
 from kernels.gpu.skinny_kernels import dot_kernel, vector_kernel
 from kernels.gpu.skinny_parts import Adapters
 from kernels.gpu.skinny_stream import stream_kernel
@@ -134,9 +136,37 @@ def skinny_linear(
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     residual_stride = 0 if residual is None else residual.stride(0)
     tiles = triton.cdiv(outputs, chosen.block_n)
+    if chosen.variant == "vector" and isinstance(weight, Int4Weight):
+        if rows > INT4_VECTOR_ROWS or chosen.block_n < 8 or chosen.block_k < GROUP:
+            raise ValueError(f"skinny_linear: int4 vector takes {INT4_VECTOR_ROWS} rows and 8 x {GROUP} at least")
+        int4_vector_kernel[(tiles,)](
+            fixed_point(x, gain, pdl=pdl),
+            weight.packed.view(torch.int32),
+            scale,
+            zero,
+            gain,
+            residual,
+            out,
+            adapters,
+            outputs,
+            eps,
+            residual_stride,
+            out.stride(0),
+            ROWS=rows,
+            K=inputs,
+            BLOCK_N=chosen.block_n,
+            BLOCK_G=chosen.block_k // GROUP,
+            SWIGLU=swiglu,
+            ENDS=ends,
+            RANK=rank,
+            LORA_SPLITS=lora_splits,
+            INTERPRETED=interpreted,
+            PDL=pdl,
+            num_warps=chosen.warps,
+            launch_pdl=pdl,
+        )
+        return out
     if chosen.variant == "vector":
-        if kind == "int4":
-            raise ValueError("skinny_linear: int4 has no vector variant")
         vector_kernel[(tiles,)](
             x,
             values,

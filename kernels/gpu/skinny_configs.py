@@ -18,8 +18,9 @@ class SkinnyConfig:
     """
 
     variant: Literal["vector", "stream", "dot", "tma"]
-    """Products in registers, all of K in one program; tensor cores fed from registers, likewise, warps sharing K;
-    tensor cores fed from shared memory, through registers; or that without (a kernel before it norms x)."""
+    """Products in registers, all of K in one program (int4: of whole numbers, up to 4 rows of x); tensor
+    cores fed from registers, likewise, warps sharing K; tensor cores fed from shared memory, through registers; or that
+    without (a kernel before it norms x)."""
     block_n: int
     """Rows of the weight a program reads."""
     block_k: int

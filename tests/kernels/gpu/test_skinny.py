@@ -57,7 +57,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype, *, quantized: bool 
     # Inputs of the product are rounded to bfloat16 once (x times the norm's weight) and the result once more; the
     # interpreter truncates instead.
     error = (out.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-3)
-    # quantized: x too, to float8 with 3 bits of mantissa.
+    # quantized: x too, to float8 with 3 bits of mantissa at worst.
     assert error < (5e-2 if quantized else 2e-6 if dtype == torch.float32 else 2e-2), error
 
 
@@ -66,7 +66,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype, *, quantized: bool 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: torch.dtype, swiglu: bool) -> None:
-    if config.variant in ("vector", "tma") and kind == "int4":
+    if config.variant == "tma" and kind == "int4":
         with pytest.raises(ValueError, match="int4"):
             skinny_linear(*inputs((1, 32, 128), kind, dtype, device), config=config)
         return
@@ -78,7 +78,7 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
     expected = exact(x, weight, norm, residual, swiglu)
     out = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config)
     assert out.dtype == dtype
-    check(out, expected, dtype, quantized=kind == "fp8" and config.variant == "tma")
+    check(out, expected, dtype, quantized=(kind, config.variant) in (("fp8", "tma"), ("int4", "vector")))
     in_place = skinny_linear(x, weight, norm=norm, residual=residual, swiglu=swiglu, config=config, out=residual)
     assert in_place is residual
     assert torch.equal(residual, out)
