@@ -78,9 +78,9 @@ def expand_tile(
         The new acc.
     """
     targets: tl.constexpr = len(ENDS)
-    # Two slots at a time, side by side in the depth of one product: what is loaded for one does not wait for the
+    # Some slots at a time, side by side in the depth of one product: what is loaded for one does not wait for the
     # other. More would take the registers that the product around this needs.
-    together: tl.constexpr = 2
+    together: tl.constexpr = 8 if rows.shape[0] <= 16 and columns.shape[0] <= 16 else 2
     step: tl.constexpr = 16
     depth = tl.arange(0, together * step)
     lane = tl.arange(0, step)
@@ -189,6 +189,8 @@ def _shrink_kernel(
     rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     # Adapters and their rows lie still during a step: only x has to be waited for. A program without work waits as
     # well: the kernel behind this one takes the end of this one for the end of the one ahead.
+    if PDL:
+        gdc_launch_dependents()
     if index >= tl.load(active):
         if PDL:
             gdc_wait()
@@ -214,7 +216,6 @@ def _shrink_kernel(
     down = tl.load(pair_a + k[:, None], mask=wanted[None, :] & (k < end)[:, None], other=0.0)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
     row_x = x + rows.to(tl.int64)[:, None] * x_stride
     for _ in range(0, K_SPLIT, BLOCK_K):
@@ -253,6 +254,9 @@ def _gather_kernel(
     blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R
     part, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     row = tl.program_id(1)
+    # The product behind asks for its weights meanwhile; it reads nothing of this kernel before this one's end.
+    if PDL:
+        gdc_launch_dependents()
     slot = tl.load(row_adapters + row)
     rank = tl.load(ranks + slot)
     pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -265,7 +269,6 @@ def _gather_kernel(
         weight = tl.load(norm_weight + k, mask=inside, other=0.0)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     value = tl.load(x + row.to(tl.int64) * x_stride + k, mask=inside & (slot > 0), other=0.0)
     if NORM:
         value = (value.to(tl.float32) * weight).to(value.dtype)
