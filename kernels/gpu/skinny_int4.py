@@ -142,7 +142,7 @@ def int4_vector_kernel(
         piece_row, _ = weight_rows(tl.program_id(0) * pieces + piece, N, _ROWS, SWIGLU)
         for turn in tl.static_range(turns):
             # Past the last group x is zero and the weight is of some group that exists.
-            begin = turn * BLOCK_G if whole else tl.minimum(turn * BLOCK_G, groups - 1 - g)
+            begin = turn * BLOCK_G if whole else tl.where(g + turn * BLOCK_G < groups, turn * BLOCK_G, groups - 1 - g)
             source = weight + ((g * N + piece_row[None, :, None]) * 16 + j) + tl.cast(begin * N, tl.int64) * 16
             held = held + (tl.load(source, eviction_policy="evict_first"),)  # noqa: RUF005
     if PDL:
@@ -158,7 +158,7 @@ def int4_vector_kernel(
             accs = accs + (tl.zeros((BLOCK_G, _ROWS, 4), tl.float32),)  # noqa: RUF005
         words = x.words + r * (groups * 64) + (g * 64 + j + tl.zeros((1, _ROWS, 1), tl.int32))
         for turn in tl.static_range(turns):
-            step = turn * BLOCK_G if whole else tl.minimum(turn * BLOCK_G, groups - 1 - g)
+            step = turn * BLOCK_G if whole else tl.where(g + turn * BLOCK_G < groups, turn * BLOCK_G, groups - 1 - g)
             ahead = words + step * 64
             x0, x1, x2, x3 = tl.load(ahead), tl.load(ahead + 16), tl.load(ahead + 32), tl.load(ahead + 48)
             live = turn * BLOCK_G + g < groups
