@@ -7,8 +7,10 @@ kernels of their own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,23 +20,37 @@ from services.common.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kernels.gpu.lora import LoraRows
-    from kernels.gpu.skinny import Norm, SplitWorkspace
+    from kernels.gpu.skinny import Norm, SplitWorkspace, Weight
 
 
-class Matrix(Protocol):
+class Matrix(ABC):
     """[out, in]: the weight of one or more linear layers that share their input."""
 
-    @property
-    def shape(self) -> tuple[int, int]: ...
+    __slots__ = ()
+
+    weight: Weight
+    workspace: SplitWorkspace | None
+    """Shared by all matrices of one stream; None allocates at each product that needs it."""
+    invariant: bool
+    """Every product by one fixed cut, whatever the number of rows: a row's bits depend on that row alone."""
 
     @property
+    def shape(self) -> tuple[int, int]:
+        out, inputs = self.weight.shape
+        return out, inputs
+
+    @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        ...
 
+    @abstractmethod
     def dense(self) -> Tensor:
         """[out, in] in the model's dtype; decoded anew at every call if quantized."""
-        ...
+
+    @abstractmethod
+    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
+        """``x Wᵀ`` of many rows, or ``into`` with it added."""
 
     def project(
         self,
@@ -61,23 +77,23 @@ class Matrix(Protocol):
         Returns:
             [T, out], or [T, out / 2] with swiglu.
         """
-        ...
+        from kernels.gpu.products import few_rows, many_rows, streams
+
+        if streams(x, self.weight, self.invariant):
+            return few_rows(
+                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
+            )
+        return many_rows(x, partial(self.product, pdl=pdl), norm, residual, swiglu, lora, out, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
-class DenseMatrix:
+class DenseMatrix(Matrix):
     """In the model's dtype."""
 
     weight: Tensor
     """[out, in] contiguous."""
     workspace: SplitWorkspace | None = None
-    """Shared by all matrices of one stream; None allocates at each product that needs it."""
     invariant: bool = False
-    """Every product by one fixed cut, whatever the number of rows: a row's bits depend on that row alone."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -86,37 +102,13 @@ class DenseMatrix:
     def dense(self) -> Tensor:
         return self.weight
 
-    def project(
-        self,
-        x: Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-        swiglu: bool = False,
-        lora: LoraRows | None = None,
-        out: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Tensor:
-        from kernels.gpu.products import few_rows, many_rows, streams
-
-        if streams(x, self.weight, self.invariant):
-            return few_rows(
-                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
-            )
-        return many_rows(
-            x,
-            lambda inputs, into: _dense_product(inputs, self.weight, into),
-            norm,
-            residual,
-            swiglu,
-            lora,
-            out,
-            pdl=pdl,
-        )
+    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
+        del pdl  # torch's kernels wait for those ahead
+        return _dense_product(x, self.weight, into)
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Matrix:
+class Fp8Matrix(Matrix):
     """float8_e4m3fn with a scale for each row; activations are quantized by row where there are many of them."""
 
     weight: Fp8Weight
@@ -125,44 +117,21 @@ class Fp8Matrix:
     invariant: bool = False
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape
-
-    @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.weight.tensors())
+        return _bytes(self.weight)
 
     def dense(self) -> Tensor:
         return dequantize_fp8(self.weight, self.dtype)
 
-    def project(
-        self,
-        x: Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-        swiglu: bool = False,
-        lora: LoraRows | None = None,
-        out: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Tensor:
+    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
         from kernels.gpu.fp8 import fp8_linear, quantize_rows
-        from kernels.gpu.products import few_rows, many_rows, streams
 
-        if streams(x, self.weight, self.invariant):
-            return few_rows(
-                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
-            )
-
-        def product(inputs: Tensor, into: Tensor | None) -> Tensor:
-            values, scale = quantize_rows(inputs, pdl=pdl)
-            return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=into, out=into, pdl=pdl)
-
-        return many_rows(x, product, norm, residual, swiglu, lora, out, pdl=pdl)
+        values, scale = quantize_rows(x, pdl=pdl)
+        return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=into, out=into, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Matrix:
+class Int4Matrix(Matrix):
     """4 bits with a scale and a zero point for each row and 128 inputs; many rows multiply with a decoded copy."""
 
     weight: Int4Weight
@@ -171,39 +140,17 @@ class Int4Matrix:
     invariant: bool = False
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape
-
-    @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.weight.tensors())
+        return _bytes(self.weight)
 
     def dense(self) -> Tensor:
         return dequantize_int4(self.weight, self.dtype)
 
-    def project(
-        self,
-        x: Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-        swiglu: bool = False,
-        lora: LoraRows | None = None,
-        out: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Tensor:
+    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
         from kernels.gpu.int4 import dequantize
-        from kernels.gpu.products import few_rows, many_rows, streams
 
-        if streams(x, self.weight, self.invariant):
-            return few_rows(
-                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
-            )
-
-        def product(inputs: Tensor, into: Tensor | None) -> Tensor:
-            return _dense_product(inputs, dequantize(self.weight, x.dtype), into)
-
-        return many_rows(x, product, norm, residual, swiglu, lora, out, pdl=pdl)
+        del pdl  # torch's kernels wait for those ahead
+        return _dense_product(x, dequantize(self.weight, x.dtype), into)
 
 
 def quantize(
@@ -228,6 +175,10 @@ def quantize(
         return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant)
     except ValueError as error:
         raise InvalidRequest(str(error), param="quantization") from None
+
+
+def _bytes(weight: Fp8Weight | Int4Weight) -> int:
+    return sum(x.numel() * x.element_size() for x in weight.tensors())
 
 
 def _dense_product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
