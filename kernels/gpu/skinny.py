@@ -8,6 +8,7 @@ decoded by `kernels.quantize`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -131,7 +132,19 @@ def skinny_linear(
     if lora is not None and adapters is not None:
         lora_shape = (lora.ends, lora.b.shape[1], adapters.hidden.shape[0])
     ends, rank, lora_splits = lora_shape
-    interpreted = triton.knobs.runtime.interpret
+    # What every variant is told.
+    shared: dict[str, Any] = {
+        "K": inputs,
+        "BLOCK_N": chosen.block_n,
+        "SWIGLU": swiglu,
+        "ENDS": ends,
+        "RANK": rank,
+        "LORA_SPLITS": lora_splits,
+        "INTERPRETED": triton.knobs.runtime.interpret,
+        "PDL": pdl,
+        "num_warps": chosen.warps,
+        "launch_pdl": pdl,
+    }
     values, scale, zero = _parts(weight)
     gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     residual_stride = 0 if residual is None else residual.stride(0)
@@ -153,19 +166,11 @@ def skinny_linear(
             residual_stride,
             out.stride(0),
             ROWS=rows,
-            K=inputs,
-            BLOCK_N=chosen.block_n,
             BLOCK_G=chosen.block_k // GROUP,
-            SWIGLU=swiglu,
-            ENDS=ends,
-            RANK=rank,
-            LORA_SPLITS=lora_splits,
-            INTERPRETED=interpreted,
-            PDL=pdl,
-            num_warps=chosen.warps,
-            launch_pdl=pdl,
+            **shared,
         )
         return out
+    shared["KIND"] = _KINDS[kind]
     if chosen.variant == "vector":
         vector_kernel[(tiles,)](
             x,
@@ -181,19 +186,9 @@ def skinny_linear(
             residual_stride,
             out.stride(0),
             ROWS=rows,
-            K=inputs,
-            KIND=_KINDS[kind],
-            BLOCK_N=chosen.block_n,
             BLOCK_K=chosen.block_k,
             PREFETCH=chosen.prefetch,
-            SWIGLU=swiglu,
-            ENDS=ends,
-            RANK=rank,
-            LORA_SPLITS=lora_splits,
-            INTERPRETED=interpreted,
-            PDL=pdl,
-            num_warps=chosen.warps,
-            launch_pdl=pdl,
+            **shared,
         )
         return out
     if chosen.variant == "stream":
@@ -216,22 +211,12 @@ def skinny_linear(
             x.stride(0),
             residual_stride,
             out.stride(0),
-            K=inputs,
-            KIND=_KINDS[kind],
             BLOCK_M=narrow,
-            BLOCK_N=chosen.block_n,
             BLOCK_K=chosen.block_k,
             WARPS=chosen.warps,
             AHEAD=chosen.stages,
             PREFETCH=chosen.prefetch,
-            SWIGLU=swiglu,
-            ENDS=ends,
-            RANK=rank,
-            LORA_SPLITS=lora_splits,
-            INTERPRETED=interpreted,
-            PDL=pdl,
-            num_warps=chosen.warps,
-            launch_pdl=pdl,
+            **shared,
         )
         return out
     block = block_m or min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
@@ -262,23 +247,13 @@ def skinny_linear(
             eps,
             residual_stride,
             out.stride(0),
-            K=inputs,
-            KIND=_KINDS[kind],
             BLOCK_M=block,
-            BLOCK_N=chosen.block_n,
             BLOCK_K=chosen.block_k,
             SPLITS=chosen.splits,
             STAGES=chosen.stages,
             STAGGER=chosen.stagger,
             PREFETCH=chosen.prefetch,
-            SWIGLU=swiglu,
-            ENDS=ends,
-            RANK=rank,
-            LORA_SPLITS=lora_splits,
-            INTERPRETED=interpreted,
-            PDL=pdl,
-            num_warps=chosen.warps,
-            launch_pdl=pdl,
+            **shared,
         )
         return out
     dot_kernel[(tiles, chosen.splits, row_tiles)](
@@ -298,22 +273,12 @@ def skinny_linear(
         x.stride(0),
         residual_stride,
         out.stride(0),
-        K=inputs,
-        KIND=_KINDS[kind],
         BLOCK_M=block,
-        BLOCK_N=chosen.block_n,
         BLOCK_K=GROUP if kind == "int4" else chosen.block_k,
         SPLITS=chosen.splits,
         STAGES=chosen.stages,
         PREFETCH=chosen.prefetch,
-        SWIGLU=swiglu,
-        ENDS=ends,
-        RANK=rank,
-        LORA_SPLITS=lora_splits,
-        INTERPRETED=interpreted,
-        PDL=pdl,
-        num_warps=chosen.warps,
-        launch_pdl=pdl,
+        **shared,
     )
     return out
 
