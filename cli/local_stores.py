@@ -34,6 +34,9 @@ _PROBE_KEY = "marker"
 _PROBE_BODY = b"x" * 4096
 """Long enough to lie in a volume: the filer keeps the shortest objects to itself."""
 _SERVER_PORTS = range(20000, 32000)
+_VOLUMES = 1000
+"""Files of objects, at least one a bucket. SeaweedFS's own limit is the free disk divided by their largest
+size (128 MB): with 6 GB free every write to the 49th bucket fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def s3_server(
     argv = [binary, "-logtostderr=true", "mini", f"-dir={home}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}"]
     argv += [f"-{name}={number}" for name, number in ports.items()]
     argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
-    argv += ["-master.telemetry=false", "-volume.preStopSeconds=0"]
+    argv += ["-master.telemetry=false", "-volume.preStopSeconds=0", f"-volume.max={_VOLUMES}"]
     # Unix sockets in the server's own fixed place, whatever TMPDIR says.
     sockets = [f"{name.split('.')[0]}-grpc-{number}" for name, number in ports.items() if name.endswith(".grpc")]
     sockets += [f"s3-{port}", f"filer-{ports['filer.port']}"]
