@@ -1,8 +1,7 @@
-"""A linear layer with what surrounds it, for few rows (one kernel) and for many (a product between kernels)."""
+"""A linear layer with what surrounds it, for few rows (one kernel) and for many (kernels around a product)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,35 +14,38 @@ if TYPE_CHECKING:
     from kernels.gpu.lora import LoraRows
 
 
-def streams(x: Tensor, weight: Weight, invariant: bool) -> bool:
+def streams(rows: int, weight: Weight, invariant: bool) -> bool:
     """Whether the product of these rows goes through `skinny_linear`."""
     outputs, inputs = weight.shape
-    return invariant or x.shape[0] <= most_rows(outputs, inputs, weight_kind(weight))
+    return invariant or rows <= most_rows(outputs, inputs, weight_kind(weight))
 
 
 def few_rows(
     x: Tensor,
     weight: Weight,
-    norm: Norm | None,
-    residual: Tensor | None,
-    swiglu: bool,
-    lora: LoraRows | None,
-    out: Tensor | None,
     workspace: SplitWorkspace | None,
     *,
+    norm: Norm | None = None,
+    swiglu: bool = False,
+    onto: Tensor | None = None,
+    lora: LoraRows | None,
     invariant: bool,
     pdl: bool,
 ) -> Tensor:
-    """`skinny_linear`, cut up by the table or, with ``invariant``, in the one way for all numbers of rows."""
+    """`skinny_linear`, cut up by the table or, with ``invariant``, in the one way for all numbers of rows.
+
+    Args:
+        onto: [T, N], what the result is added to, in place.
+    """
     config, block_m = invariant_config() if invariant else (None, None)
     return skinny_linear(
         x,
         weight,
         norm=norm,
-        residual=residual,
+        residual=onto,
         swiglu=swiglu,
         lora=lora,
-        out=out,
+        out=onto,
         config=config,
         block_m=block_m,
         workspace=workspace,
@@ -51,34 +53,33 @@ def few_rows(
     )
 
 
-def many_rows(
-    x: Tensor,
-    product: Callable[[Tensor, Tensor | None], Tensor],
-    norm: Norm | None,
-    residual: Tensor | None,
-    swiglu: bool,
-    lora: LoraRows | None,
-    out: Tensor | None,
-    *,
-    pdl: bool,
-) -> Tensor:
-    """Norm, product, adapters and activation one after the other.
+def normed(x: Tensor, norm: Norm | None, addend: Tensor | None, *, pdl: bool) -> Tensor:
+    """``norm(x)`` of many rows, after ``x += addend`` in place.
 
-    Args:
-        product: (inputs [T, K], into) to ``inputs Wᵀ`` [T, N], or to ``into`` with the product added.
+    Raises:
+        ValueError: an addend and no norm to add it in passing.
     """
-    from kernels.gpu.activations import swiglu as activation
     from kernels.gpu.rms_norm import rms_norm
 
-    inputs = x if norm is None else rms_norm(x, norm.weight, norm.eps, pdl=pdl)
-    into = residual
-    if residual is not None and residual is not out:
-        into = residual.clone() if out is None else out.copy_(residual)
-    result = product(inputs, into)
+    if norm is not None:
+        return rms_norm(x, norm.weight, norm.eps, addend, pdl=pdl)
+    if addend is not None:
+        raise ValueError("a residual stream is read through a norm")
+    return x
+
+
+def finished(
+    result: Tensor, inputs: Tensor, *, swiglu: bool = False, lora: LoraRows | None = None, pdl: bool = False
+) -> Tensor:
+    """What follows a product of many rows: adapters, added in place, and the activation.
+
+    Args:
+        result: [T, N], what the product of ``inputs`` [T, K] gave or was added to.
+    """
+    from kernels.gpu.activations import swiglu as activation
+
     if lora is not None:
         from kernels.gpu.lora import expand_add, shrink
 
         expand_add(shrink(inputs, lora, pdl=pdl), lora, result, pdl=pdl)
-    if swiglu:
-        return activation(result, out=out, pdl=pdl)
-    return result if out is None or result is out else out.copy_(result)
+    return activation(result, pdl=pdl) if swiglu else result

@@ -29,6 +29,7 @@ from kernels.gpu.skinny import Norm
 from services.engine.model.config import ModelConfig
 from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.lora_slots import LoraSlots
+from services.engine.model.residual import Residual
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights, MtpWeights
 
 _GROUPS = ("in", "out", "gate_up", "down")
@@ -103,7 +104,7 @@ class FusedForward:
             [T, hidden]: the residual stream behind the last layer, before the final norm.
         """
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        x = gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding, pdl=pdl)
+        x = Residual(gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding, pdl=pdl))
         full = linear = 0
         for index, layer in enumerate(self._weights.layers):
             lora = self._adapters(index, rows) if adapters else {}
@@ -116,7 +117,7 @@ class FusedForward:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
                 full += 1
             self._rest_of_layer(x, mixed, layer, lora)
-        return x
+        return x.settled()
 
     def logits(self, x: Tensor) -> Tensor:
         """What layers() returned for the rows to sample, [R, hidden], to logits [R, vocab] in the model's dtype."""
@@ -137,14 +138,14 @@ class FusedForward:
         rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : x.shape[1]], pdl=pdl)
         hidden = rms_norm(x, self._weights.final_norm, eps, pdl=pdl)
         rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, x.shape[1] :], pdl=pdl)
-        y = mtp.fc.project(both, pdl=pdl)
+        y = Residual(mtp.fc.project(both, pdl=pdl))
         mixer = mtp.layer.mixer
         projected = mixer.in_proj.project(y, norm=Norm(mtp.layer.input_norm, eps), pdl=pdl)
         if isinstance(mixer, DeltaNetWeights):
             raise ValueError("the mtp layer is one of full attention")
         mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[-1])
         self._rest_of_layer(y, mixed, mtp.layer, {})
-        return y
+        return y.settled()
 
     def guess_logits(self, y: Tensor) -> Tensor:
         """What guess() returned for some rows, [R, hidden], to logits [R, vocab] of the tokens after the next."""
@@ -156,13 +157,13 @@ class FusedForward:
             raise ValueError("the mtp layer is not loaded")
         return self._weights.mtp
 
-    def _rest_of_layer(self, x: Tensor, mixed: Tensor, layer: LayerWeights, lora: Mapping[str, LoraRows]) -> None:
-        """What follows a layer's mixer; x, the residual stream, changes in place."""
-        eps, pdl = self._config.rms_norm_eps, self._pdl
-        layer.mixer.out_proj.project(mixed, residual=x, lora=lora.get("out"), out=x, pdl=pdl)
-        norm = Norm(layer.post_norm, eps)
+    def _rest_of_layer(self, x: Residual, mixed: Tensor, layer: LayerWeights, lora: Mapping[str, LoraRows]) -> None:
+        """What follows a layer's mixer."""
+        pdl = self._pdl
+        layer.mixer.out_proj.add_to(x, mixed, lora=lora.get("out"), pdl=pdl)
+        norm = Norm(layer.post_norm, self._config.rms_norm_eps)
         active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
-        layer.down.project(active, residual=x, lora=lora.get("down"), out=x, pdl=pdl)
+        layer.down.add_to(x, active, lora=lora.get("down"), pdl=pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
         return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}

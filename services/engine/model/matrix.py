@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
 from services.common.errors import InvalidRequest
+from services.engine.model.residual import Residual
 
 if TYPE_CHECKING:
     from kernels.gpu.lora import LoraRows
@@ -49,41 +49,63 @@ class Matrix(ABC):
         """[out, in] in the model's dtype; decoded anew at every call if quantized."""
 
     @abstractmethod
-    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
-        """``x Wᵀ`` of many rows, or ``into`` with it added."""
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """``x Wᵀ`` of many rows, in x's dtype."""
+
+    def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
+        """``stream += x Wᵀ`` of many rows. Returns the tensor that it went into, for more to be added there."""
+        addend = self.product(x, pdl=pdl)
+        stream.leave(addend)
+        return addend
 
     def project(
         self,
-        x: Tensor,
+        x: Tensor | Residual,
         *,
         norm: Norm | None = None,
-        residual: Tensor | None = None,
         swiglu: bool = False,
         lora: LoraRows | None = None,
-        out: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """``activation(norm(x) Wᵀ + adapters) + residual``.
+        """``activation(norm(x) Wᵀ + adapters)``.
 
         Args:
             x: [T, in] model dtype, on a CUDA device (or in Triton's interpreter).
-            norm: RMSNorm of x, applied first.
-            residual: [T, out], added last. Not together with swiglu.
+            norm: RMSNorm of x, applied first; needed with a residual stream.
             swiglu: rows are gate | up; the result is ``silu(gate) · up``, half as wide.
             lora: each row's adapter, added to the product.
-            out: where to write; may be ``residual``.
             pdl: let kernels start before those ahead have finished.
 
         Returns:
             [T, out], or [T, out / 2] with swiglu.
         """
-        from kernels.gpu.products import few_rows, many_rows, streams
+        from kernels.gpu.products import few_rows, finished, normed, streams
 
-        if streams(x, self.weight, self.invariant):
+        if streams(x.shape[0], self.weight, self.invariant):
+            rows = x.settled() if isinstance(x, Residual) else x
             return few_rows(
-                x, self.weight, norm, residual, swiglu, lora, out, self.workspace, invariant=self.invariant, pdl=pdl
+                rows,
+                self.weight,
+                self.workspace,
+                norm=norm,
+                swiglu=swiglu,
+                lora=lora,
+                invariant=self.invariant,
+                pdl=pdl,
             )
-        return many_rows(x, partial(self.product, pdl=pdl), norm, residual, swiglu, lora, out, pdl=pdl)
+        rows, addend = x.take() if isinstance(x, Residual) else (x, None)
+        inputs = normed(rows, norm, addend, pdl=pdl)
+        return finished(self.product(inputs, pdl=pdl), inputs, swiglu=swiglu, lora=lora, pdl=pdl)
+
+    def add_to(self, stream: Residual, x: Tensor, *, lora: LoraRows | None = None, pdl: bool = False) -> None:
+        """``stream += x Wᵀ + adapters``; arguments as of project()."""
+        from kernels.gpu.products import few_rows, finished, streams
+
+        if streams(x.shape[0], self.weight, self.invariant):
+            onto = stream.settled()
+            few_rows(x, self.weight, self.workspace, onto=onto, lora=lora, invariant=self.invariant, pdl=pdl)
+        else:
+            finished(self.product_onto(stream, x, pdl=pdl), x, lora=lora, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +124,9 @@ class DenseMatrix(Matrix):
     def dense(self) -> Tensor:
         return self.weight
 
-    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         del pdl  # torch's kernels wait for those ahead
-        return _dense_product(x, self.weight, into)
+        return torch.mm(x, self.weight.t())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +145,17 @@ class Fp8Matrix(Matrix):
     def dense(self) -> Tensor:
         return dequantize_fp8(self.weight, self.dtype)
 
-    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+        return self._product(x, None, pdl)
+
+    def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
+        return self._product(x, stream.settled(), pdl)  # which costs a product of our own nothing
+
+    def _product(self, x: Tensor, onto: Tensor | None, pdl: bool) -> Tensor:
         from kernels.gpu.fp8 import fp8_linear, quantize_rows
 
         values, scale = quantize_rows(x, pdl=pdl)
-        return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=into, out=into, pdl=pdl)
+        return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=onto, out=onto, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +174,11 @@ class Int4Matrix(Matrix):
     def dense(self) -> Tensor:
         return dequantize_int4(self.weight, self.dtype)
 
-    def product(self, x: Tensor, into: Tensor | None, *, pdl: bool) -> Tensor:
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         from kernels.gpu.int4 import dequantize
 
         del pdl  # torch's kernels wait for those ahead
-        return _dense_product(x, dequantize(self.weight, x.dtype), into)
+        return torch.mm(x, dequantize(self.weight, x.dtype).t())
 
 
 def quantize(
@@ -179,7 +207,3 @@ def quantize(
 
 def _bytes(weight: Fp8Weight | Int4Weight) -> int:
     return sum(x.numel() * x.element_size() for x in weight.tensors())
-
-
-def _dense_product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
-    return torch.mm(x, weight.t()) if into is None else into.addmm_(x, weight.t())

@@ -10,6 +10,7 @@ from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import MAX_ROWS, Norm, SplitWorkspace
 from services.common.errors import InvalidRequest
 from services.engine.model.matrix import Matrix, quantize
+from services.engine.model.residual import Residual
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 MANY = MAX_ROWS + 6
@@ -27,6 +28,12 @@ def exact(x: Tensor, weight: Tensor, norm: Norm | None, residual: Tensor | None,
     return y if residual is None else y + residual.double()
 
 
+def assert_close(got: Tensor, expected: Tensor, kind: str, rows: int) -> None:
+    # Many rows of an fp8 matrix are quantized too.
+    bound = 0.05 if kind == "fp8" and rows == MANY else 1e-4
+    assert (got.double() - expected).abs().max() < bound * expected.abs().max()
+
+
 def matrix(kind: str, device: torch.device, *, invariant: bool = False) -> Matrix:
     weight = torch.randn(96, 256, device=device) / 16
     return quantize(weight, kind, workspace=SplitWorkspace.allocate(device), invariant=invariant)
@@ -40,21 +47,45 @@ def test_project(device: torch.device, kind: str, rows: int, swiglu: bool) -> No
     stored = matrix(kind, device)
     x = torch.randn(rows, 256, device=device)
     norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
-    residual = None if swiglu else torch.randn(rows, 96, device=device)
-    expected = exact(x, stored.dense(), norm, residual, swiglu)
+    expected = exact(x, stored.dense(), norm, None, swiglu)
     before = x.clone()
-    out = stored.project(x, norm=norm, residual=residual, swiglu=swiglu)
-    # Many rows of an fp8 matrix are quantized too.
-    bound = 0.05 if kind == "fp8" and rows == MANY else 1e-4
-    assert (out.double() - expected).abs().max() < bound * expected.abs().max()
+    out = stored.project(x, norm=norm, swiglu=swiglu)
+    assert_close(out, expected, kind, rows)
     assert torch.equal(x, before)
-    if residual is not None:
-        kept = residual.clone()
-        assert stored.project(x, norm=norm, residual=residual, out=residual) is residual
-        assert torch.equal(residual, out)
-        fresh = torch.empty_like(kept)
-        assert stored.project(x, norm=norm, residual=kept, out=fresh) is fresh
-        assert torch.equal(fresh, out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [2, MANY])
+def test_products_onto_the_residual_stream(device: torch.device, kind: str, rows: int) -> None:
+    """Whoever reads the stream next finds the product in it, at once or when it has been read through a norm."""
+    torch.manual_seed(2)
+    stored, reader = matrix(kind, device), quantize(torch.randn(64, 96, device=device) / 10, "none")
+    start, x = torch.randn(rows, 96, device=device), torch.randn(rows, 256, device=device)
+    norm = Norm(torch.rand(96, device=device) + 0.5, 1e-6)
+    expected = exact(x, stored.dense(), None, start, swiglu=False)
+
+    settled = Residual(start.clone())
+    stored.add_to(settled, x)
+    assert_close(settled.settled(), expected, kind, rows)
+    assert torch.equal(settled.settled(), settled.settled())
+
+    read = Residual(start.clone())
+    stored.add_to(read, x)
+    through = reader.project(read, norm=norm)
+    assert torch.equal(read.settled(), settled.settled())
+    assert_close(through, exact(settled.settled(), reader.dense(), norm, None, swiglu=False), "none", rows)
+
+    stored.add_to(read, x)
+    stored.add_to(read, x)
+    thrice = exact(x, stored.dense(), None, None, swiglu=False) * 3 + start.double()
+    assert_close(read.settled(), thrice, kind, rows)
+
+
+def test_a_residual_stream_of_many_rows_is_read_through_a_norm(device: torch.device) -> None:
+    stored, stream = matrix("none", device), Residual(torch.zeros(MANY, 256, device=device))
+    stream.leave(torch.ones(MANY, 256, device=device))
+    with pytest.raises(ValueError, match="norm"):
+        stored.project(stream)
 
 
 @pytest.mark.parametrize("rows", [3, MANY])
