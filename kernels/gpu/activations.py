@@ -21,8 +21,8 @@ def _swiglu_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.co
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     source = gate_up + row * gate_up_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.ahead import prefetch_l2
 from kernels.gpu.pages import KvPages
 
 _LOG2_E = 1.4426950408889634
@@ -161,7 +162,6 @@ def _decode_kernel(
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     context = tl.load(positions + row) + 1
     slot = tl.load(slots + row).to(tl.int64)
@@ -179,6 +179,18 @@ def _decode_kernel(
     column = tl.arange(0, BLOCK_DIM)
     lane = tl.arange(0, BLOCK_KEYS)
     real = column < DIM
+    # Past the end the last key is read again, so that no load needs a mask; its weight there is zero. The table's
+    # entries are read one step ahead, so that the pages' loads do not wait for them.
+    block = tl.load(table + tl.minimum(begin + lane, end - 1) // PAGE)
+    if PDL:
+        # Only the newest position is written by a kernel ahead, and L2 sees that write.
+        place = (block.to(tl.int64) * PAGE + tl.minimum(begin + lane, end - 1) % PAGE) * KV_HEADS + kv_head
+        # Of 2 bytes also in FP8, whose pages come as pairs.
+        width: tl.constexpr = DIM // 2 if FP8 else DIM
+        line = tl.minimum(tl.arange(0, max(1, BLOCK_DIM // 64)) * 64, width - 1)
+        prefetch_l2(keys + place[:, None] * width + line[None, :])
+        prefetch_l2(values + place[:, None] * width + line[None, :])
+        gdc_wait()
     wanted = (member < GROUP)[:, None] & real[None, :]
     first_head = kv_head * GROUP
     query = q + (row * (KV_HEADS * GROUP) + first_head + member)[:, None] * DIM
@@ -197,9 +209,6 @@ def _decode_kernel(
         acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     highest = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
-    # Past the end the last key is read again, so that no load needs a mask; its weight there is zero. The table's
-    # entries are read one step ahead, so that the pages' loads do not wait for them.
-    block = tl.load(table + tl.minimum(begin + lane, end - 1) // PAGE)
     for first in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
         position = tl.minimum(first + lane, end - 1)
         place = (block.to(tl.int64) * PAGE + position % PAGE) * KV_HEADS + kv_head
@@ -317,7 +326,8 @@ def paged_decode(
         workspace: with at least B rows and exactly num_splits splits. None: a fresh one, if num_splits > 1.
         out: [B, heads · head_dim], where to write the result.
         config: decode_config() if None.
-        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): they may write no more of ``slots``,
+            ``positions``, ``tables`` and the pages than the newest position.
 
     Returns:
         [B, heads · head_dim] in q's dtype.

@@ -38,13 +38,14 @@ def _conv_decode_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     tap = tl.arange(0, WINDOW)[:, None]
     inside = channel < channels
-    taps = tl.load(weight + tap * channels + channel, mask=inside & (tap < KERNEL), other=0.0)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slots + row).to(tl.int64)
+    taps = tl.load(weight + tap * channels + channel, mask=inside & (tap < KERNEL), other=0.0)
     history = state + slot * (KERNEL - 1) * channels + channel
     window = tl.load(history + tap * channels, mask=inside & (tap < KERNEL - 1), other=0.0)
+    if PDL:
+        gdc_wait()
     newest = tl.load(x + row * x_stride + channel + tap * 0, mask=inside & (tap == KERNEL - 1), other=0.0)
     window = tl.where(tap == KERNEL - 1, newest, window)
     total = tl.sum(window.to(tl.float32) * taps.to(tl.float32), axis=0)
@@ -143,7 +144,8 @@ def conv_decode(
         slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
         out: [B, conv_dim], where to write.
         block, num_warps: channels and warps of a program.
-        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state`` or
+            ``slots``.
 
     Returns:
         [B, conv_dim] in projected's dtype.

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _ELEMENTS_A_WARP = 512
 
@@ -29,14 +28,10 @@ def _gather_tokens_kernel(
     embedding_stride,
     out_stride,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     token = tl.load(tokens + row)
     if token < 0:
         token = tl.load(last_tokens + tl.load(row_slots + row))
@@ -53,9 +48,9 @@ def gather_tokens(
     embedding: Tensor,
     *,
     out: Tensor | None = None,
-    pdl: bool = False,
 ) -> Tensor:
-    """The embeddings of a step's tokens.
+    """The embeddings of a step's tokens. Runs after everything ahead of it, as the rule of `kernels.gpu.ahead` wants of
+    a step's first kernel.
 
     Args:
         tokens: [T] int32; −1 means the token that the step before this one sampled for the row's slot.
@@ -63,7 +58,6 @@ def gather_tokens(
         row_slots: [T] int32, the state slot of each row.
         embedding: [V, d] model dtype, last dimension contiguous.
         out: [T, d], where to write the result.
-        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
         [T, d] in the embedding's dtype, contiguous (it becomes the residual stream).
@@ -90,8 +84,6 @@ def gather_tokens(
             embedding.stride(0),
             out.stride(0),
             BLOCK=block,
-            PDL=pdl,
             num_warps=max(1, min(8, block // _ELEMENTS_A_WARP)),
-            launch_pdl=pdl,
         )
     return out

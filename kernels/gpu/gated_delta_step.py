@@ -137,15 +137,16 @@ def _gated_delta_step_kernel(
     j = tl.arange(0, BLOCK_V)
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
-    # Neither slots nor states are written by the kernel ahead: the state is on its way before that one is done. It
-    # passes through the L2 cache without pushing weights out.
+    if PDL:
+        gdc_launch_dependents()
+    # The state is on its way before the kernels ahead are done. It passes through the L2 cache without pushing weights
+    # out.
     slot = tl.load(slots + row).to(tl.int64)
     places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
     held = (i < KEY_DIM) & (j[None, :] < VALUE_DIM)
     s = tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     s, o = advance(
         s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
         KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
@@ -187,8 +188,8 @@ def gated_delta_step(
         out: [B, value_size], where to write.
         num_warps: of a program, which computes one head of one row. 4 was the fastest on an H200 at 1 to 256 rows, also
             beside programs that stay and stream blocks of states through shared memory.
-        pdl: launch before the kernel ahead has finished (programmatic dependent launch). ``state`` and ``slots`` are
-            then read early: the kernel ahead must not be the one that writes them.
+        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state`` or
+            ``slots``.
 
     Returns:
         [B, value_size] in mixed's dtype: rms_norm(o) · silu(z).

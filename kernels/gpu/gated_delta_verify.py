@@ -51,7 +51,9 @@ def _gated_delta_verify_kernel(
     segment = tl.program_id(1)
     i = tl.arange(0, BLOCK_K)[:, None]
     j = tl.arange(0, BLOCK_V)
-    # None of this is written by the kernel ahead: the state is on its way before that one is done.
+    if PDL:
+        gdc_launch_dependents()
+    # The state is on its way before the kernels ahead are done.
     begin = tl.load(begins + segment)
     end = tl.load(begins + segment + 1)
     slot = tl.load(slots + segment).to(tl.int64)
@@ -62,7 +64,6 @@ def _gated_delta_verify_kernel(
     s = tl.load(places, mask=known, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     for index in tl.range(begin, end):
         row = tl.cast(index, tl.int64)
         s, o = advance(

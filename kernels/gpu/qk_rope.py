@@ -91,7 +91,6 @@ def _qk_rope_kernel(
     has_partner = real[:, None] & rotated[None, :]
     frequency = tl.load(inverse_frequency + tl.where(column < HALF, column, column - HALF), mask=rotated, other=0.0)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     position = tl.load(positions + row, mask=real, other=0)
     slot = tl.load(row_slots + row, mask=real, other=0).to(tl.int64)
@@ -100,6 +99,8 @@ def _qk_rope_kernel(
     # The product is rounded to float32, as in the reference.
     cosine, sine = _cosine_sine(position.to(tl.float32)[:, None] * frequency[None, :])
     sine = tl.where((column < HALF)[None, :], -sine, sine)
+    if PDL:
+        gdc_wait()
     base = projected + row.to(tl.int64)[:, None] * projected_stride
     for index in tl.static_range(HEADS_A_PROGRAM):
         head = first_head + index
@@ -152,7 +153,8 @@ def qk_norm_rope_write(
         kv: where keys and values go; e4m3 pages get a scale a token and head.
         out: [T, heads, head_dim], where to write the queries.
         rows_a_program, heads_a_program, num_warps: chosen by T if 0.
-        pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``positions``,
+            ``row_slots`` or ``tables``.
 
     Returns:
         Queries [T, heads, head_dim] in projected's dtype, contiguous.

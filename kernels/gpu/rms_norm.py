@@ -34,10 +34,11 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
+    if PDL:
+        gdc_launch_dependents()
     w = tl.load(weight + column, mask=inside, other=0.0)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if HAS_DELTA:
         addend = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)

@@ -57,7 +57,7 @@ class FusedForward:
         last_tokens: [num_slots] int32, the token sampled last for every state slot.
         batch_invariant: each kernel cuts its work in one way, whatever the batch: sums are taken in the same order, and
             a row's bits depend on no other row. The matrices and adapters must have been made so too.
-        pdl: launch kernels before the ones ahead have finished (programmatic dependent launch).
+        pdl: launch kernels before the ones ahead have finished (kernels.gpu.ahead).
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FusedForward:
             [T, hidden]: the residual stream behind the last layer, before the final norm.
         """
         eps, pdl = self._config.rms_norm_eps, self._pdl
-        x = Residual(gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding, pdl=pdl))
+        x = Residual(gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding))
         full = linear = 0
         for index, layer in enumerate(self._weights.layers):
             lora = self._adapters(index, rows) if adapters else {}
@@ -133,7 +133,7 @@ class FusedForward:
         mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
         if rows.next_ids is None:
             raise ValueError("a step without the tokens behind its rows")
-        embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding, pdl=pdl)
+        embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding)
         both = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
         rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : x.shape[1]], pdl=pdl)
         hidden = rms_norm(x, self._weights.final_norm, eps, pdl=pdl)
