@@ -9,7 +9,6 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
 from services.common.jobs import LoraSettings
 from services.engine.gate import SliceGate
@@ -19,7 +18,7 @@ from services.engine.request import AdapterPin, Request, SamplingParams
 from tests.parity.conftest import Pair
 from tests.parity.reference import CONFIGS
 from tests.parity.test_scheduled_generation import MAX_TOKENS, generate, prompts, serve
-from tests.parity.test_serving_while_training import gradients
+from tests.parity.test_serving_while_training import exact_gradients, gradients, relative
 
 pytestmark = pytest.mark.cuda
 
@@ -55,12 +54,13 @@ def test_seeded_samples_are_those_of_the_cpu(pairs: dict[str, Pair]) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_those_of_the_cpu(pairs: dict[str, Pair], name: str) -> None:
-    here = gradients(pairs[name].model, SliceGate(0.02), 1)
-    there = gradients(load(pairs[name], "float32"), SliceGate(0.02, synchronize=torch.cuda.synchronize), 1)
-    assert len(here) == len(there)
-    for ours, theirs in zip(there, here, strict=True):
-        assert relative(ours, theirs) < 1e-4
+def test_gradients_are_those_of_float64(pairs: dict[str, Pair], name: str) -> None:
+    """On the CPU. Between two float32 results lie the errors of both: 6e-5 of the CPU's alone for odd-groups."""
+    exact = exact_gradients(pairs[name])
+    ours = gradients(load(pairs[name], "float32"), SliceGate(0.02, synchronize=torch.cuda.synchronize), 1)
+    assert len(ours) == len(exact)
+    for one, other in zip(ours, exact, strict=True):
+        assert relative(one, other) < 1e-4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -107,8 +107,3 @@ def test_adapters_of_a_batch_are_those_of_the_cpu(pairs: dict[str, Pair]) -> Non
     assert run(load(pairs["grouped"], "float32")) == here
     plain, _ = serve(pairs["grouped"].model, greedy_requests(), arrivals=5)
     assert here != [list(result.output_ids) for result in plain]
-
-
-def relative(ours: Tensor, reference: Tensor) -> float:
-    ours, reference = ours.detach().double().cpu(), reference.detach().double().cpu()
-    return float((ours - reference).norm() / reference.norm().clamp_min(1e-12))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from queue import SimpleQueue
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from services.engine.runner import ModelRunner
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import AdapterChoice
 from tests.parity.conftest import Pair
+from tests.parity.reference import CONFIGS
 
 TIMEOUT = 120.0
 MAX_TOKENS = 30
@@ -36,19 +38,45 @@ class NoAdapters:
 
 
 def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:
-    """The summed gradients of a fresh adapter over some identical steps."""
+    """The summed gradients of a fresh adapter over some identical steps, in the model's dtype."""
     lora = LoraParams.create(model.config, LoraSettings(rank=4), device=model.device)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (90,), generator=generator)
     with torch.no_grad():
         for parameter in lora.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.1).to(model.device, model.dtype)
     tokens = tokens.to(model.device)
     for _ in range(steps):
         with gate.training():
             hidden = model.forward_train(tokens, [40, 50], lora, checkpointing=True, give_way=gate.give_way)
             model.token_logprobs(hidden[:-1], tokens[1:]).sum().backward()
     return [parameter.grad for parameter in lora.parameters() if parameter.grad is not None]
+
+
+def exact_gradients(pair: Pair) -> list[Tensor]:
+    """What gradients() of one step are without rounding: the same code, all of it in float64."""
+    model = Qwen3_5.from_directory(pair.path, dtype=torch.float64, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch, "float32", torch.float64)
+        exact = gradients(model, SliceGate(0.02), 1)
+    assert all(gradient.dtype == torch.float64 for gradient in exact)
+    return exact
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    """The norm of the difference over that of the reference."""
+    ours, reference = ours.detach().double().cpu(), reference.detach().double().cpu()
+    return float((ours - reference).norm() / reference.norm().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_are_those_of_float64(pairs: dict[str, Pair], name: str) -> None:
+    exact = exact_gradients(pairs[name])
+    ours = gradients(pairs[name].model, SliceGate(0.02), 1)
+    assert len(ours) == len(exact)
+    for one, other in zip(ours, exact, strict=True):
+        assert relative(one, other) < 1e-4
 
 
 def test_answers_and_gradients_are_those_of_each_alone(pairs: dict[str, Pair]) -> None:
