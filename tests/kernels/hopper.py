@@ -67,10 +67,13 @@ def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from kernels.gpu.keys import stable_keys
+
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("Triton interprets in this process: compile in another one")
     found: list[Compiled] = []
     seen: set[str] = set()
+    stable_keys()
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

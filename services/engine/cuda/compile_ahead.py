@@ -30,6 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import driver
 
+from kernels.gpu.keys import stable_keys
+
 log = structlog.get_logger(__name__)
 
 
@@ -71,6 +73,7 @@ class _Nothing:
 @contextmanager
 def recorded() -> Iterator[list[Variant]]:
     """Inside, a launch of a kernel that is not compiled yet is written down and does not happen."""
+    stable_keys()
     found: list[Variant] = []
     stand_ins: list[tuple[dict[str, Any], str]] = []
 
@@ -198,6 +201,7 @@ class _Target:
 
 def _compile(job: tuple[str, int, int, Variant]) -> str | None:
     """Returns what went wrong."""
+    stable_keys()
     *fields, variant = job
     target = GPUTarget(*fields)
     driver.set_active(_Target(target))

@@ -45,6 +45,23 @@ with compiled(describe=False), compiled_here() as late:
 print(late)
 """
 
+KEYS = """
+import importlib, pkgutil, sys
+import kernels.gpu
+from kernels.gpu.keys import stable_keys
+from triton.runtime.jit import JITFunction
+
+stable_keys()
+names = [module.name for module in pkgutil.iter_modules(kernels.gpu.__path__)]
+modules = [importlib.import_module(f"kernels.gpu.{name}") for name in names]
+functions = {
+    f"{value.fn.__module__}.{name}": value
+    for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
+}
+keys = {name: functions[name].cache_key for name in sorted(functions, reverse=sys.argv[1] == "reversed")}
+print(len(keys), sorted(keys.items()))
+"""
+
 
 def environment(cache: Path) -> dict[str, str]:
     """Of a process that compiles."""
@@ -68,3 +85,19 @@ def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
     for report in json.loads(done.stdout):
         assert report["asked"] > 50
         assert report["missed"] == [], report
+
+
+def test_keys_of_kernels_do_not_depend_on_what_was_launched_first(tmp_path: Path) -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS, order],
+            capture_output=True,
+            text=True,
+            env=environment(tmp_path),
+            timeout=200,
+            check=True,
+        ).stdout
+        for order in ("sorted", "reversed")
+    ]
+    assert outputs[0] == outputs[1]
+    assert int(outputs[0].split()[0]) > 50

@@ -21,6 +21,7 @@ from triton.compiler.compiler import get_cache_key
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.gpu.keys import stable_keys
 from services.engine.cuda.compile_ahead import Variant, _Target, recorded
 from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.cuda.warm_up import warm_up_shapes
@@ -65,6 +66,7 @@ def build(quantization: str, speculative: bool) -> CudaRunner:
 
 def disk_key(variant: Variant) -> str:
     """Where a compiling process would leave a variant."""
+    stable_keys()
     driver.set_active(_Target(TARGET))
     backend = make_backend(TARGET)
     return str(get_cache_key(variant.ast(), backend, backend.parse_options(variant.options), env_vars={}))
@@ -107,7 +109,8 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
 
     with recorded() as variants:
         runner._launch_all(shapes, runner.forward.one_of_each_layer())
-    ahead = set(pool.map(disk_key, variants, chunksize=64))
+    # In another order than they are launched in: each of many processes gets some of them.
+    ahead = set(pool.map(disk_key, reversed(variants), chunksize=64))
     later = asked(everything)
     missed = sorted({name for key, name in later.items() if key not in ahead})
     return {"case": case, "asked": len(later), "ahead": len(ahead), "missed": missed}
