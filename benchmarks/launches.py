@@ -1,0 +1,109 @@
+"""Which Triton kernels are launched: leaves some out, counts them, deals them out to processes that compile."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+Keep = Callable[[str, tuple[Any, ...], dict[str, Any]], bool]
+"""Whether a launch takes place, from the kernel's name and what it is launched with."""
+
+
+@contextmanager
+def launches(keep: Keep) -> Iterator[None]:
+    """Inside, only launches that ``keep`` wants take place; what the others would have written keeps its contents."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def filtered(original: Any) -> Any:
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            return (
+                original(self, *args, grid=grid, warmup=warmup, **kwargs) if keep(name_of(self), args, kwargs) else None
+            )
+
+        return run
+
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(patch.object(kind, "run", filtered(kind.run)))
+        yield
+
+
+def name_of(kernel: Any) -> str:
+    """Of a jitted function."""
+    return str(kernel.fn.__name__)
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Inside, kernels of these names are not launched."""
+    with launches(lambda name, _args, _kwargs: name not in names):
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Launches by kernel."""
+    found: Counter[str] = Counter()
+
+    def count(name: str, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+        found[name] += 1
+        return True
+
+    with launches(count):
+        yield found
+
+
+@contextmanager
+def one_share(index: int, of: int) -> Iterator[None]:
+    """Inside, one of ``of`` parts of all variants is launched: processes that compile make the same launches, and each
+    variant is compiled by one of them."""
+    with launches(lambda *launch: zlib.crc32(repr(variant(*launch)).encode()) % of == index):
+        yield
+
+
+def variant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for, roughly: launches that differ here may be the same variant, but those that are
+    alike here are."""
+    return (name, *map(_argument, args), *sorted(kwargs.items()))
+
+
+def _argument(value: Any) -> Any:
+    """Constants are passed by name, so a number here is one that Triton only asks whether it is 1 or divided by 16."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_argument, value))
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0
+    if hasattr(value, "block_shape"):
+        return "descriptor", str(value.base.dtype), tuple(value.block_shape)
+    return type(value).__name__
+
+
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "matmul", "linear", "_scaled_mm"})
+
+
+class NoProducts(torch.overrides.TorchFunctionMode):
+    """Inside, torch's matrix products only make their results: on a CPU, where nothing but Triton's launches is wanted,
+    they would take most of the time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if getattr(func, "__name__", "") not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if func.__name__ == "addmm_" or "out" in given:
+            return given.get("out", args[0])
+        left, right = args[1:3] if func.__name__ == "addmm" else args[:2]
+        columns = right.shape[0] if func.__name__ == "linear" else right.shape[1]
+        return torch.empty(*left.shape[:-1], columns, dtype=left.dtype, device=left.device)
