@@ -11,6 +11,8 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import graph_times
+
 L2_BYTES = 256 * 2**20
 """Case inputs rotate over at least so many bytes, several times an H200's L2 of 60 MB."""
 
@@ -88,24 +90,8 @@ def microseconds(runs: Sequence[Callable[[], object]], *, launches: int = 24, re
     """Median over replays of a CUDA graph of ``launches`` launches, a launch. What a captured step pays for one."""
     for run in runs[:2]:
         run()
-    torch.cuda.synchronize()
     launches = max(launches, len(runs))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in islice(cycle(runs), launches):
-            run()
-    graph.replay()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / launches)
-    del graph
-    return statistics.median(times)
+    return statistics.median(graph_times(list(islice(cycle(runs), launches)), repeats=repeats))
 
 
 def measure_ceilings() -> Ceilings:

@@ -25,9 +25,11 @@ class Recorder:
 
     def __init__(self, path: Path | None, *, resume: bool = False) -> None:
         self._path = path
-        self._all: dict[str, Any] = {"environment": environment(), "rows": []}
+        self._all: dict[str, Any]
         if resume and path is not None and path.exists():
             self._all = json.loads(path.read_text())
+        else:
+            self._all = {"environment": environment(), "rows": []}
         self.rows: list[dict[str, Any]] = self._all["rows"]
 
     def done(self, key: Mapping[str, Any]) -> bool:

@@ -8,29 +8,38 @@ enough different sequences that the cache holds none of their pages.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.attention_bench import (
+    DIM,
+    DTYPES,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    PROCESSORS,
+    WIDTH,
+    Bench,
+    check_decode,
+    check_prefill,
+    describe,
+    name_of,
+    token_bytes,
+)
 from benchmarks.precompile import Launch, precompile
+from benchmarks.recorder import Clock, Recorder
 from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, decode_config, decode_splits, paged_decode
 from kernels.gpu.attention_prefill import PrefillConfig, paged_prefill, prefill_config
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
 from kernels.gpu.segments import Segments
 
-HEADS, KV_HEADS, DIM, PAGE = 16, 4, 256, 16
-WIDTH = 2 * (HEADS + KV_HEADS) * DIM
-POOL_TOKENS = 1_100_000
-PROCESSORS = 132
-DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 DECODE_CASES = [(batch, context) for batch in (1, 8, 16, 64, 256) for context in (600, 4200)]
 DECODE_CASES += [(1, 32768), (8, 32768), (1, 131072)]
 PREFILL_CASES = [(1, 512, 0), (16, 512, 0), (4, 4096, 0), (1, 16384, 0), (1, 512, 32768)]
@@ -51,179 +60,6 @@ ROPE_CONFIGS = [(0, 0, 0), (1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 5, 1), (1, 10, 1
 """Rows and heads a program, warps; zeros: what the launcher chooses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measurement."""
-
-    kernel: str
-    case: str
-    pages: str
-    config: str
-    in_use: bool
-    microseconds: float
-    rate: float
-    """TB/s of decode and rope, TFLOP/s of prefill."""
-
-
-class Bench:
-    """Pools of random pages on the GPU, and a clock."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda")
-        torch.manual_seed(0)
-        stream: Any = torch.cuda.Stream  # has no annotations
-        self.stream = stream()
-        self.memory = torch.cuda.graph_pool_handle()
-        self.rows: list[Row] = []
-        self.errors: list[dict[str, Any]] = []
-        self.first: dict[tuple[torch.dtype, int], Tensor] = {}
-        blocks = POOL_TOKENS // PAGE
-        self.pools = {dtype: self._pool(blocks, dtype) for dtype in DTYPES}
-        self.order = (1 + torch.randperm(blocks - 1, device=self.device)).int()
-
-    def _pool(self, blocks: int, dtype: torch.dtype) -> KvPages:
-        kv = KvPages.allocate(blocks, PAGE, KV_HEADS, DIM, dtype, self.device)
-        for pages in (kv.keys, kv.values):
-            part = torch.randn(997, PAGE, KV_HEADS, DIM, device=self.device)
-            if dtype == torch.float8_e4m3fn:
-                part = (part * 100).clamp(-448, 448)
-            raw = part.to(dtype).view(torch.uint8)
-            target = pages.view(torch.uint8)
-            for begin in range(0, blocks, 997):
-                count = min(997, blocks - begin)
-                target[begin : begin + count] = raw[:count]
-        for scales in (kv.key_scales, kv.value_scales):
-            if scales is not None:
-                scales.uniform_(0.005, 0.015)
-        return kv
-
-    def tables(self, contexts: Sequence[int], copies: int) -> Tensor:
-        """Block tables of ``copies`` disjoint sets of sequences (as far as the pool goes), row 0 zeros."""
-        counts = [-(-context // PAGE) for context in contexts] * copies
-        tables = torch.zeros(1 + len(counts), max(counts), dtype=torch.int32, device=self.device)
-        at = 0
-        for row, count in enumerate(counts, start=1):
-            if at + count > len(self.order):
-                at = 0
-            tables[row, :count] = self.order[at : at + count]
-            at += count
-        return tables
-
-    def time(self, launches: Sequence[Callable[[], object]]) -> float:
-        """Microseconds a launch, the median of graph replays."""
-        launches[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(
-            self.stream
-        ):  # torch.cuda.graph() would collect garbage each time, for a tenth of a second
-            graph.capture_begin(pool=self.memory)
-            for launch in launches:
-                launch()
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self.stream)
-        graph.replay()
-        times: list[float] = []
-        event: Any = torch.cuda.Event  # has no annotations
-        for _ in range(5):
-            begin, end = event(enable_timing=True), event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / len(launches))
-        return statistics.median(times)
-
-    def add(self, *row: Any) -> Row:
-        self.rows.append(Row(*row))
-        return self.rows[-1]
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return "fp8" if dtype == torch.float8_e4m3fn else "bf16"
-
-
-def token_bytes(dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token of one layer."""
-    return KvPages.bytes_per_block(1, KV_HEADS, DIM, dtype)
-
-
-def exact(bench: Bench, q: Tensor, gate: Tensor, kv: KvPages, table: Tensor, start: int) -> Tensor:
-    """Attention of rows [T, heads, dim] at positions start … in float64."""
-    context = start + len(q)
-    blocks = table[: -(-context // PAGE)].long()
-    parts = KvPages(
-        kv.keys.view(torch.uint8)[blocks].view(kv.keys.dtype),
-        kv.values.view(torch.uint8)[blocks].view(kv.values.dtype),
-        None if kv.key_scales is None else kv.key_scales[blocks],
-        None if kv.value_scales is None else kv.value_scales[blocks],
-    ).dense()
-    keys, values = (x.double().view(-1, KV_HEADS, DIM)[:context] for x in parts)
-    hidden = torch.arange(context, device=bench.device) > start + torch.arange(len(q), device=bench.device)[:, None]
-    out = []
-    for head in range(HEADS):
-        kv_head = head * KV_HEADS // HEADS
-        scores = q[:, head].double() @ keys[:, kv_head].T * DIM**-0.5
-        out.append(torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ values[:, kv_head])
-    return torch.cat(out, -1) * torch.sigmoid(gate.double())
-
-
-def check_decode(bench: Bench, dtype: torch.dtype, config: DecodeConfig, splits: int) -> None:
-    contexts = [1, 15, 63, 64, 600, 4200, 9001]
-    kv, tables = bench.pools[dtype], bench.tables(contexts, 1)
-    q = torch.randn(len(contexts), HEADS, DIM, device=bench.device, dtype=_BF16)
-    projected = torch.randn(len(contexts), WIDTH, device=bench.device, dtype=_BF16)
-    slots = torch.arange(1, len(contexts) + 1, dtype=torch.int32, device=bench.device)
-    positions = torch.tensor(contexts, dtype=torch.int32, device=bench.device) - 1
-    run = (q, projected, kv, tables, slots, positions, splits)
-    workspace = DecodeWorkspace.allocate(len(contexts), HEADS, KV_HEADS, splits, DIM, bench.device)
-    out = paged_decode(*run, config=config, workspace=workspace)
-    worst = 0.0
-    for row, context in enumerate(contexts):
-        gate = projected[row : row + 1, : HEADS * DIM]
-        expected = exact(bench, q[row : row + 1], gate, kv, tables[row + 1], context - 1)
-        worst = max(worst, relative(out[row : row + 1], expected))
-    same = all(torch.equal(paged_decode(*run, config=config, workspace=workspace), out) for _ in range(20))
-    report(bench, f"decode {name_of(dtype)} {describe(config)} splits {splits}", worst, same)
-
-
-def check_prefill(bench: Bench, dtype: torch.dtype, config: PrefillConfig) -> None:
-    torch.manual_seed(1)
-    lengths, starts = [129, 300, 1], [1000, 0, 77]
-    contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    kv, tables = bench.pools[dtype], bench.tables(contexts, 1)
-    q = torch.randn(sum(lengths), HEADS, DIM, device=bench.device, dtype=_BF16)
-    projected = torch.randn(sum(lengths), WIDTH, device=bench.device, dtype=_BF16)
-    segments = Segments.build(lengths, starts, [1, 2, 3], [0] * 3, bench.device, max_segments=5, max_tiles=16)
-    out = paged_prefill(q, projected, kv, tables, segments, config=config)
-    worst, begin = 0.0, 0
-    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
-        run = slice(begin, begin + length)
-        expected = exact(bench, q[run], projected[run, : HEADS * DIM], kv, tables[row + 1], start)
-        worst = max(worst, relative(out[run], expected))
-        begin += length
-    same = torch.equal(paged_prefill(q, projected, kv, tables, segments, config=config), out)
-    report(bench, f"prefill {name_of(dtype)} {describe(config)}", worst, same)
-    # A batch-invariant engine may choose by batch only among configurations that give the same bits.
-    first = bench.first.setdefault((dtype, config.block_keys), out)
-    print(f"    bits of the first configuration with as many keys a step: {torch.equal(first, out)}")
-
-
-def relative(got: Tensor, expected: Tensor) -> float:
-    error = float((got.double() - expected).norm() / expected.norm())
-    return error if error == error else float("inf")
-
-
-def report(bench: Bench, what: str, error: float, same: bool) -> None:
-    bench.errors.append({"what": what, "relative_error": error, "repeats": same})
-    flag = "" if error < 6e-3 and same else "   <-- WRONG"
-    print(f"{what:<60} relative error {error:.2e}  same bits again {same}{flag}", flush=True)
-
-
-def describe(config: DecodeConfig | PrefillConfig) -> str:
-    return " ".join(f"{key}={value}" for key, value in asdict(config).items())
-
-
 def sweep_decode(bench: Bench, dtype: torch.dtype, batch: int, context: int, full: bool) -> None:
     kv, size = bench.pools[dtype], batch * context * token_bytes(dtype)
     copies = max(2, min(48, 400_000_000 // size))
@@ -234,7 +70,7 @@ def sweep_decode(bench: Bench, dtype: torch.dtype, batch: int, context: int, ful
     slots = [torch.arange(batch, dtype=torch.int32, device=bench.device) + 1 + batch * i for i in range(copies)]
     out = torch.empty(batch, HEADS * DIM, device=bench.device, dtype=_BF16)
 
-    def measure(config: DecodeConfig, splits: int, in_use: bool = False) -> Row:
+    def measure(config: DecodeConfig, splits: int, in_use: bool = False) -> None:
         workspace = DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, splits, DIM, bench.device)
 
         def launch(rows: Tensor) -> Callable[[], object]:
@@ -242,10 +78,9 @@ def sweep_decode(bench: Bench, dtype: torch.dtype, batch: int, context: int, ful
                 q, projected, kv, tables, rows, positions, splits, workspace=workspace, out=out, config=config
             )
 
-        took = bench.time([launch(rows) for rows in slots])
         what = f"{describe(config)} launched={splits}"
         case = f"{batch} x {context}"
-        return bench.add("decode", case, name_of(dtype), what, in_use, took, size / took / 1e6)
+        bench.measure("decode", case, name_of(dtype), what, in_use, lambda: [launch(rows) for rows in slots], size)
 
     used, launched = decode_config(kv, batch), decode_splits(batch, KV_HEADS, PROCESSORS)
     measure(used, launched, True)
@@ -274,8 +109,8 @@ def sweep_prefill(bench: Bench, dtype: torch.dtype, count: int, length: int, sta
     configs = [used, *(c for c in (PrefillConfig(*numbers) for numbers in PREFILL_CONFIGS[dtype]) if c != used)]
     case = f"{count} x {length}" + (f" after {start}" if start else "")
     for config in configs:
-        took = bench.time([lambda c=config: paged_prefill(q, projected, kv, tables, segments, out=out, config=c)] * 3)  # type: ignore[misc]
-        bench.add("prefill", case, name_of(dtype), describe(config), config == used, took, flop / took / 1e6)
+        run = partial(paged_prefill, q, projected, kv, tables, segments, out=out, config=config)
+        bench.measure("prefill", case, name_of(dtype), describe(config), config == used, lambda r=run: [r] * 3, flop)  # type: ignore[misc]
     show(bench, "prefill", case, name_of(dtype), "TFLOP/s")
 
 
@@ -284,9 +119,10 @@ def sweep_torch(bench: Bench, count: int, length: int) -> None:
     q = torch.randn(count, HEADS, length, DIM, device=bench.device, dtype=_BF16)
     k, v = (torch.randn(count, HEADS, length, DIM, device=bench.device, dtype=_BF16) for _ in range(2))
     flop = 4 * HEADS * DIM * count * length * (length + 1) / 2
-    attend = torch.nn.functional.scaled_dot_product_attention
-    took = bench.time([lambda: attend(q, k, v, is_causal=True)] * 3)
-    bench.add("prefill", f"{count} x {length}", "torch", "scaled_dot_product_attention", False, took, flop / took / 1e6)
+    run = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True)
+    bench.measure(
+        "prefill", f"{count} x {length}", "torch", "scaled_dot_product_attention", False, lambda: [run] * 3, flop
+    )
     show(bench, "prefill", f"{count} x {length}", "torch", "TFLOP/s")
 
 
@@ -305,19 +141,25 @@ def sweep_rope(bench: Bench, dtype: torch.dtype, rows: int) -> None:
         def launch(x: Tensor, knobs: dict[str, Any] = knobs) -> Callable[[], object]:
             return lambda: qk_norm_rope_write(x, norm, 1e-6, inverse, positions, slots, tables, kv, out=out, **knobs)
 
-        took = bench.time([launch(x) for x in inputs])
         what = " ".join(f"{key}={value}" for key, value in knobs.items())
-        bench.add("rope", str(rows), name_of(dtype), what, tile == 0, took, size / took / 1e6)
+        ready = [launch(x) for x in inputs]
+        bench.measure("rope", str(rows), name_of(dtype), what, tile == 0, lambda r=ready: r, size)  # type: ignore[misc]
     show(bench, "rope", str(rows), name_of(dtype), "TB/s")
 
 
 def show(bench: Bench, kernel: str, case: str, pages: str, unit: str) -> None:
-    rows = [row for row in bench.rows if (row.kernel, row.case, row.pages) == (kernel, case, pages)]
-    rows.sort(key=lambda row: row.microseconds)
+    key = (kernel, case, pages)
+    rows = [row for row in bench.recorder.rows if (row.get("kernel"), row.get("case"), row.get("pages")) == key]
+    if not rows:
+        return
     print(f"{kernel} {case} {pages}")
-    for row in [*rows[:4], *(row for row in rows[4:] if row.in_use)]:
-        mark = "*" if row.in_use else " "
-        print(f"  {mark} {row.microseconds:9.2f} us {row.rate:7.2f} {unit}  {row.config}", flush=True)
+    timed = sorted((row for row in rows if "us" in row), key=lambda row: float(row["us"]))
+    for row in [*timed[:4], *(row for row in timed[4:] if row["in_use"])]:
+        mark = "*" if row["in_use"] else " "
+        print(f"  {mark} {row['us']:9.2f} us {row['rate']:7.2f} {unit}  {row['config']}", flush=True)
+    for row in rows:
+        if "failed" in row:
+            print(f"    FAILED {row['config']}: {row['failed']}", flush=True)
 
 
 def all_launches() -> list[Launch]:
@@ -368,24 +210,35 @@ def all_launches() -> list[Launch]:
     return launches
 
 
+def check_all(bench: Bench) -> None:
+    for dtype in DTYPES:
+        decodes = [(DecodeConfig(*cut, splits), splits) for cut in DECODE_CONFIGS[dtype] for splits in (1, 7, 64)]
+        for batch in (1, 16, 64):
+            decodes.append((decode_config(bench.pools[dtype], batch), decode_splits(batch, KV_HEADS, PROCESSORS)))
+        for config, splits in decodes:
+            what = f"decode {name_of(dtype)} {describe(config)} splits {splits}"
+            bench.check(what, partial(check_decode, bench, dtype, config, splits))
+        for numbers in PREFILL_CONFIGS[dtype]:
+            chosen = PrefillConfig(*numbers)
+            what = f"prefill {name_of(dtype)} {describe(chosen)}"
+            bench.check(what, partial(check_prefill, bench, dtype, chosen))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="only the configurations around the ones in use")
     parser.add_argument("--only", choices=["decode", "prefill", "rope"])
+    parser.add_argument("--no-check", action="store_true", help="only time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="most time to spend on the device")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     options = parser.parse_args()
     print(f"compiled in {precompile(all_launches()):.1f} s", flush=True)
     began = time.perf_counter()
-    bench = Bench()
-    for dtype in DTYPES:
-        for keys, warps, stages in DECODE_CONFIGS[dtype]:
-            for splits in (1, 7, 64):
-                check_decode(bench, dtype, DecodeConfig(keys, warps, stages, splits), splits)
-        for batch in (1, 16, 64):
-            splits = decode_splits(batch, KV_HEADS, PROCESSORS)
-            check_decode(bench, dtype, decode_config(bench.pools[dtype], batch), splits)
-        for numbers in PREFILL_CONFIGS[dtype]:
-            check_prefill(bench, dtype, PrefillConfig(*numbers))
+    clock = Clock(options.seconds)
+    bench = Bench(Recorder(options.out, resume=options.resume), clock)
+    if not options.no_check:
+        check_all(bench)
     for dtype in DTYPES:
         if options.only in (None, "decode"):
             for batch, context in DECODE_CASES:
@@ -399,15 +252,7 @@ def main() -> None:
     if options.only in (None, "prefill"):
         sweep_torch(bench, 4, 4096)
         sweep_torch(bench, 1, 16384)
-    print(f"measured in {time.perf_counter() - began:.1f} s on {torch.cuda.get_device_name()}")
-    if options.out is not None:
-        record = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "checks": bench.errors,
-            "rows": [asdict(row) for row in bench.rows],
-        }
-        options.out.write_text(json.dumps(record, indent=1))
+    print(f"{'out of time: ' if clock.over else ''}measured in {time.perf_counter() - began:.1f} s")
 
 
 if __name__ == "__main__":

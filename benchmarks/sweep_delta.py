@@ -1,9 +1,9 @@
 """The DeltaNet kernels at the 4B shape, variant by variant: time and error against float64. Needs a GPU.
 
-``python -m benchmarks.sweep_delta`` prints a line a variant and, with --json FILE, writes them. Times are microseconds
-of one layer, the best of some replays of a CUDA graph of many launches over different state slots, so that states come
-from memory. Errors are of outputs and final states, relative in the root mean square, against the float64 recurrence.
-A variant that crashes takes its process with it; the rest is measured in the next one.
+``python -m benchmarks.sweep_delta`` prints a line a variant and, with --json FILE, writes each as it comes. Times are
+microseconds of one layer, the best of some replays of a CUDA graph of many launches over different state slots, so that
+states come from memory. Errors are of outputs and final states, relative in the root mean square, against the float64
+recurrence. A variant that crashes takes its process with it; the rest is measured in the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import environment
+from benchmarks.graph_timing import graph_times
 from benchmarks.precompile import precompile
+from benchmarks.recorder import Clock, Recorder
 from kernels.gpu import gated_delta_chunk as chunk
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta_shape import DeltaShape
@@ -70,14 +70,16 @@ Case = tuple[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=120.0, help="start no variant after this")
     parser.add_argument("--only", nargs="*", help="kinds: step pair conv_decode scan tiles conv_prefill norm")
     options = parser.parse_args()
     cases = [case for case in _cases() if not options.only or case[0] in options.only]
     seconds = precompile([partial(_compile, case) for case in cases])
     print(f"compiled in {seconds:.1f} s", flush=True)
-    rows = _isolated(cases)
-    if options.json:
-        options.json.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as scratch:
+        path = options.json or Path(scratch) / "rows.json"
+        path.unlink(missing_ok=True)
+        _isolated(cases, path, Clock(options.seconds))
 
 
 def _cases() -> list[Case]:
@@ -95,29 +97,32 @@ def _cases() -> list[Case]:
     ]
 
 
-def _isolated(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The cases' figures, measured in a process that is replaced when a case kills it."""
+def _isolated(cases: Sequence[Case], path: Path, clock: Clock) -> None:
+    """Writes the cases' figures, measured in a process that is replaced when a case kills it."""
     context = multiprocessing.get_context("fork")
-    rows: list[dict[str, Any]] = []
-    with tempfile.NamedTemporaryFile("r") as file:
-        while len(rows) < len(cases):
-            worker = context.Process(target=_work, args=(cases[len(rows) :], file.name))
-            worker.start()
-            worker.join()
-            rows += [json.loads(line) for line in file]
-            if worker.exitcode:
-                what, variant = cases[len(rows)]
-                rows.append(_report(what, variant, {"failed": float(worker.exitcode)}))
-    return rows
+    done = 0
+    while done < len(cases) and not clock.over:
+        worker = context.Process(target=_work, args=(cases[done:], path, clock))
+        worker.start()
+        worker.join()
+        recorder = Recorder(path, resume=True)
+        if worker.exitcode:
+            what, variant = cases[len(recorder.rows)]
+            recorder.add(_report(what, variant, {"failed": float(worker.exitcode)}))
+        done = len(recorder.rows)
+    if clock.over:
+        print(f"out of time: {done} of {len(cases)} variants", flush=True)
 
 
-def _work(cases: Sequence[Case], path: str) -> None:
+def _work(cases: Sequence[Case], path: Path, clock: Clock) -> None:
     device = torch.device("cuda")
-    with Path(path).open("a", buffering=1) as file:
-        for what, variant in cases:
-            figures = _MEASURES[what](variant, device)
-            torch.cuda.synchronize()
-            file.write(json.dumps(_report(what, variant, figures)) + "\n")
+    recorder = Recorder(path, resume=True)
+    for what, variant in cases:
+        if clock.over:
+            return
+        figures = _MEASURES[what](variant, device)
+        torch.cuda.synchronize()
+        recorder.add(_report(what, variant, figures))
 
 
 def _report(what: str, variant: Any, figures: dict[str, float]) -> dict[str, Any]:
@@ -240,23 +245,8 @@ def _layer(rows: int, slots: int, device: torch.device, alike: float = 0.0) -> L
 
 
 def _time(launches: Sequence[Callable[[], object]]) -> float:
-    """Microseconds a launch: a graph of all of them, the best of five replays."""
-    launches[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1000 / len(launches))
-    return min(times)
+    """Microseconds a launch."""
+    return min(graph_times(launches))
 
 
 def _error(got: Tensor, expected: Tensor) -> float:

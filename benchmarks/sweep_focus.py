@@ -7,23 +7,21 @@ activation, residual), whatever the number of kernels.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-import time
+import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import sweep_linear as sweep
-from benchmarks.environment import environment
+from benchmarks.graph_timing import graph_times
+from benchmarks.launches import NoProducts, one_share
 from benchmarks.precompile import Launch, precompile
-from kernels.gpu.skinny_configs import Kind, SkinnyConfig
+from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
+from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
 from services.engine.model.matrix import DenseMatrix, Fp8Matrix
 from services.engine.model.residual import Residual
 
@@ -31,8 +29,7 @@ _GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
 _SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor."""
 _MULTIPROCESSORS = 132
-_LEAST = 3
-"""Entries less urgent would not have their turn."""
+_PROCESSES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,84 +50,83 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """All of them, the most important first."""
-    found = [entry for entry in (*_dense(), *_fp8(), *_int4()) if entry.urgency <= _LEAST]
-    return sorted(found, key=lambda entry: entry.urgency)
+    """All of them, the most important first, each once."""
+    found = sorted((*_gate_up(), *_others(), *_streams(), *_fp8(), *_int4()), key=lambda entry: entry.urgency)
+    return list({tuple(entry.key().items()): entry for entry in found}.values())
 
 
-def _cuts(shape: sweep.Shape, rows: int, size: int) -> Iterator[tuple[int, SkinnyConfig]]:
-    """Cuts of the tma variant whose programs are resident all at once, with as many stages as then fit or half of them;
-    and how unlikely each is to win (0 or 1)."""
-    for block_n, warps in ((128, 4), (256, 8)) if shape.swiglu else ((64, 4), (128, 4)):
-        tiles = -(-shape.outputs // block_n)
-        for splits in (1, 2, 3, 4, 6, 8):
-            programs = tiles * splits
-            if not 72 <= programs <= 330:
-                continue
-            neighbours = -(-programs // _MULTIPROCESSORS)
-            for block_k in (64, 128, 256) if size == 2 else (128, 256):
-                steps = -(-shape.inputs // block_k)
-                most = (_SHARED // neighbours - 2048) // ((block_n + max(16, rows)) * block_k * size)
-                stages = min(most, -(-steps // splits) + 1, 8)
-                unlikely = int(
-                    -(-steps // splits) * splits > 1.1 * steps or programs < 96 or (block_n == 256 and rows < 64)
+def _tma(
+    shape: sweep.Shape, rows: int, block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0
+) -> SkinnyConfig:
+    """A cut of the tma variant in bf16 with so many stages, or as many as leave all programs resident at once."""
+    programs = -(-shape.outputs // block_n) * splits
+    neighbours = -(-programs // _MULTIPROCESSORS)
+    fitting = (_SHARED // neighbours - 2048) // ((block_n + max(16, rows)) * block_k * 2)
+    return SkinnyConfig("tma", block_n, block_k, 4, max(2, min(stages, fitting)), splits, prefetch)
+
+
+def _gate_up() -> Iterator[Entry]:
+    """One split, few stages: 144 programs that all are resident, on 132 multiprocessors. What norm and activation cost
+    stands beside."""
+    for rows in (8, 16, 64):
+        yield Entry(0, _GATE_UP, "none", rows, None)
+        for prefetch in (0, 1024):
+            for block_k, stages in ((64, 3), (64, 4), (64, 5), (128, 2), (128, 3)):
+                yield Entry(
+                    int(rows == 64), _GATE_UP, "none", rows, SkinnyConfig("tma", 128, block_k, 4, stages, 1, prefetch)
                 )
-                for used in {stages, -(-stages // 2) + 1}:
-                    if 2 <= used <= stages:
-                        rare = max(unlikely, int(used < stages and block_k == 64))
-                        yield rare, SkinnyConfig("tma", block_n, block_k, warps, used, splits)
+        yield Entry(1, _GATE_UP, "none", rows, SkinnyConfig("tma", 128, 64, 4, 4, 2))
+    bare = replace(_GATE_UP, name="gate_up -norm", norm=False)
+    for shape in (
+        bare,
+        replace(_GATE_UP, name="gate_up -swiglu", swiglu=False),
+        replace(bare, name="gate_up -both", swiglu=False),
+    ):
+        yield Entry(0, shape, "none", 16, SkinnyConfig("tma", 128, 64, 4, 4))
+        yield Entry(1, shape, "none", 16, None)
 
 
-def _dense() -> Iterator[Entry]:
+def _others() -> Iterator[Entry]:
+    cuts: tuple[tuple[sweep.Shape, tuple[tuple[int, ...], ...]], ...] = (
+        (_DOWN, ((64, 128, 8, 3), (64, 128, 5, 6), (64, 64, 8, 3))),
+        (_IN_PROJ, ((128, 128, 6, 1, 1024), (64, 128, 5, 1), (128, 64, 8, 1))),
+        (_OUT_PROJ, ((64, 128, 8, 3), (64, 64, 8, 3), (64, 128, 3, 8))),
+    )
+    for rows, urgency in ((16, 0), (64, 0), (8, 1), (32, 1)):
+        for shape, numbers in cuts:
+            yield Entry(urgency, shape, "none", rows, None)
+            for cut in numbers:
+                yield Entry(urgency, shape, "none", rows, _tma(shape, rows, *cut))
+
+
+def _streams() -> Iterator[Entry]:
+    """Weights straight into registers, as the vector variant loads them."""
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        for rows in (16, 64):
-            yield Entry(0, shape, "none", rows, None)
-            begin = int(rows == 64)
-            for unlikely, config in _cuts(shape, rows, 2):
-                yield Entry(begin + 3 * unlikely, shape, "none", rows, config)
-                if unlikely:
-                    continue
-                yield Entry(begin + 1, shape, "none", rows, replace(config, stagger=True))
-                yield Entry(begin + 2, shape, "none", rows, replace(config, prefetch=512))
-                if shape.norm and rows == 16:
-                    yield Entry(begin, shape, "none", rows, replace(config, inside=True))
-                    yield Entry(begin + 1, shape, "none", rows, replace(config, inside=True, stagger=True))
-        yield Entry(1, shape, "none", 16, SkinnyConfig("dot", 64, 64, 4, 6, 1 if shape.norm else 4))
-        yield Entry(1, shape, "none", 8, SkinnyConfig("stream", 16, 256 if shape.norm else 512, 4, 3))
-    for rows in (16, 64):
-        for splits in (1, 2):
-            yield Entry(3, _HEAD, "none", rows, SkinnyConfig("tma", 128 * splits, 128 // splits, 4 * splits, 3))
-        yield Entry(3, _HEAD, "none", rows, None)
-    for block_n, block_k, warps in ((8, 512, 2), (16, 512, 2), (16, 1024, 4)):
-        yield Entry(3, _HEAD, "none", 1, SkinnyConfig("vector", block_n, block_k, warps))
+        for rows in (8, 16):
+            for cut in ((16, 512, 4, 2), (16, 512, 4, 3), (16, 256, 4, 4), (16, 1024, 4, 2), (32, 512, 4, 2)):
+                # With the norm folded in the last one spills registers.
+                if not (shape.norm and cut[0] > 16):
+                    yield Entry(2 if rows == 16 else 3, shape, "none", rows, SkinnyConfig("stream", *cut))
 
 
 def _fp8() -> Iterator[Entry]:
+    """What the table has."""
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        yield Entry(1, shape, "fp8", 64, None)
-        for unlikely, config in _cuts(shape, 64, 1):
-            yield Entry(2 + 2 * unlikely, shape, "fp8", 64, config)
-            if not unlikely:
-                yield Entry(3, shape, "fp8", 64, replace(config, stagger=True))
-        yield from _streams(shape, "fp8", 8, ((16, 512, 4, 3),))
+        for rows in (1, 8, 16, 64):
+            config = choose(rows, shape.outputs, shape.inputs, "fp8", shape.swiglu)
+            yield Entry(3, shape, "fp8", rows, config)
+        yield Entry(3, shape, "fp8", 64, None)
 
 
 def _int4() -> Iterator[Entry]:
+    """What runs now, and whole numbers of registers: of the weight alone a register a word, with more there are too
+    few for the rest."""
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        cuts = ((16, 1024, 4, 2), (16, 512, 2, 4), (16, 512, 4, 4), (32, 512, 4, 3), (16, 512, 4, 2))
-        yield from _streams(shape, "int4", 8, cuts)
-        for block_n, groups, warps in ((16, 4, 4), (8, 4, 4), (16, 8, 8), (8, 8, 8), (32, 4, 4), (8, 4, 2), (16, 8, 4)):
-            held = block_n * shape.inputs // 8 // (32 * warps)
-            # Of the weight alone: a register a word. With more there are too few for the rest.
-            for rows, most in ((1, 100), (4, 60)):
-                if held <= most:
-                    config = SkinnyConfig("vector", block_n, groups * 128, warps)
-                    yield Entry(rows // 4, shape, "int4", rows, config)
-
-
-def _streams(shape: sweep.Shape, kind: Kind, rows: int, cuts: tuple[tuple[int, int, int, int], ...]) -> Iterator[Entry]:
-    for order, (block_n, block_k, warps, stages) in enumerate(cuts):
-        yield Entry(3 + (order > 1), shape, kind, rows, SkinnyConfig("stream", block_n, block_k, warps, stages))
+        for rows, most in ((1, 100), (4, 60)):
+            yield Entry(3, shape, "int4", rows, choose(rows, shape.outputs, shape.inputs, "int4", shape.swiglu))
+            for block_n, groups, warps in ((16, 4, 4), (8, 4, 4), (16, 8, 8), (8, 8, 8), (8, 4, 2)):
+                if block_n * shape.inputs // 8 // (32 * warps) <= most:
+                    yield Entry(3, shape, "int4", rows, SkinnyConfig("vector", block_n, groups * 128, warps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,36 +165,19 @@ def launch(entry: Entry, around: sweep.Surroundings, weight: Any) -> Tensor:
 
     matrix = DenseMatrix(weight) if isinstance(weight, Tensor) else Fp8Matrix(weight, torch.bfloat16)
     inputs = normed(around.x, Norm(around.gain, 1e-6) if entry.shape.norm else None, None, pdl=True)
-    if entry.shape.norm:
+    if not entry.shape.residual:
         return finished(matrix.product(inputs, pdl=True), inputs, swiglu=entry.shape.swiglu, pdl=True)
     return matrix.product_onto(Residual(around.scratch), inputs, pdl=True)
 
 
-def compile_only(chosen: list[Entry], device: torch.device) -> None:
-    """Launches with tensors of no contents (benchmarks/precompile.py runs nothing)."""
-    cases = [sweep.Case(e.shape, e.kind, e.rows, e.config) for e in chosen if e.config is not None]
-    sweep.compile_only(cases, device)
-
-
-class Recorder:
-    """Rows of the result, on disk at any time."""
-
-    def __init__(self, path: Path, resume: bool) -> None:
-        self._path = path
-        self._all: dict[str, Any] = {"environment": environment(), "rows": []}
-        if resume:
-            self._all = json.loads(path.read_text())
-        self.rows: list[dict[str, Any]] = self._all["rows"]
-
-    def done(self, entry: Entry) -> bool:
-        key = entry.key()
-        return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._all, indent=1))
-        part.replace(self._path)
+def compile_share(chosen: list[Entry], index: int, device: torch.device) -> None:
+    """One of _PROCESSES parts of all kernels (benchmarks/precompile.py runs nothing)."""
+    with one_share(index, _PROCESSES), NoProducts():
+        for entry in chosen:
+            around = sweep.Surroundings.make(entry.shape, entry.rows, device)
+            # What does not compile is reported when it is timed, and must not keep the others from compiling.
+            with contextlib.suppress(Exception):
+                launch(entry, around, sweep.weight_of(entry.shape, entry.kind, device))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -207,58 +186,46 @@ def run(options: argparse.Namespace) -> None:
     print(f"{len(chosen)} entries", flush=True)
     if options.count:
         return
-    different = list({(e.shape, e.kind, max(16, e.rows), e.config): e for e in chosen}.values())
-    launches: list[Launch] = [partial(compile_only, different[start::64]) for start in range(64)]
-    print(f"compiled in {precompile(launches):.0f} s", flush=True)
+    shares: list[Launch] = [partial(compile_share, chosen, index) for index in range(_PROCESSES)]
+    print(f"compiled in {precompile(shares):.0f} s", flush=True)
     torch.manual_seed(0)
     device = torch.device("cuda")
-    recorder = Recorder(options.out, options.resume)
-    layers: dict[tuple[str, str], Layer] = {}
+    recorder = Recorder(options.out, resume=options.resume)
+    layers: dict[tuple[int, int, str], Layer] = {}
     arounds: dict[tuple[str, str, int], tuple[sweep.Surroundings, Tensor]] = {}
-    deadline = time.monotonic() + options.seconds
+    clock = Clock(options.seconds)
     for entry in chosen:
-        if time.monotonic() > deadline:
+        if clock.over:
             print("out of time", flush=True)
             break
-        if recorder.done(entry):
+        if recorder.done(entry.key()):
             continue
         row = entry.key()
         try:
+            size = (entry.shape.outputs, entry.shape.inputs, entry.kind)
+            if size not in layers:
+                layers[size] = Layer.make(entry.shape, entry.kind, device)
+            layer = layers[size]
             place = (entry.shape.name, entry.kind)
-            if place not in layers:
-                layers[place] = Layer.make(entry.shape, entry.kind, device)
-            layer = layers[place]
             if (*place, entry.rows) not in arounds:
                 around = sweep.Surroundings.make(entry.shape, entry.rows, device)
                 case = sweep.Case(entry.shape, entry.kind, entry.rows, SkinnyConfig("dot", 64, 128, 4))
                 arounds[(*place, entry.rows)] = (around, sweep.reference(case, around, layer.dense))
-            row |= _time(entry, layer, *arounds[(*place, entry.rows)], device)
+            row |= _time(entry, layer, *arounds[(*place, entry.rows)])
         except Exception as error:  # one variant that does not fit must not end the sweep
-            row["failed"] = f"{type(error).__name__}: {error}"[:300]
+            row["failed"] = describe(error)
         recorder.add(row)
         if "failed" in row:
-            _carry_on_or_start_again()
+            carry_on_or_start_again("benchmarks.sweep_linear")
     sweep.report(recorder.rows, options.best)
 
 
-def _time(
-    entry: Entry, layer: Layer, around: sweep.Surroundings, want: Tensor, device: torch.device
-) -> dict[str, float]:
+def _time(entry: Entry, layer: Layer, around: sweep.Surroundings, want: Tensor) -> dict[str, float]:
     around.scratch.copy_(around.residual)
     out = launch(entry, around, layer.copies[0]).float()
-    if entry.config is None and entry.kind == "none" and not entry.shape.norm:
+    if entry.config is None and entry.kind == "none" and entry.shape.residual:
         out += around.residual  # whoever reads the stream next adds it
     error = float((out - want).abs().max() / want.abs().max())
     repeats = -(-12 // len(layer.copies)) if layer.nbytes < 3e8 else 2
-    micros = sweep.time_graph([partial(launch, entry, around, copy) for copy in layer.copies] * repeats, device)
+    micros = min(graph_times([partial(launch, entry, around, copy) for copy in layer.copies] * repeats))
     return {"error": error, "us": micros, "tb_s": layer.nbytes / micros / 1e6}
-
-
-def _carry_on_or_start_again() -> None:
-    """A kernel that died takes the CUDA context with it: the process starts again behind it."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        again = [argument for argument in sys.argv[1:] if argument != "--resume"] + ["--resume"]
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.sweep_linear", *again])

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import environment
+from benchmarks.graph_timing import graph_times
 from benchmarks.precompile import Launch, precompile
+from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 
 _L2_TIMES_FOUR = 240e6
@@ -41,14 +41,14 @@ class Shape:
     inputs: int
     swiglu: bool = False
     norm: bool = False
-    """Without one the layer adds a residual."""
+    residual: bool = False
 
 
 SHAPES = (
     Shape("gate_up", 18432, 2560, swiglu=True, norm=True),
-    Shape("down", 2560, 9216),
+    Shape("down", 2560, 9216, residual=True),
     Shape("in_proj", 12352, 2560, norm=True),
-    Shape("out_proj", 2560, 4096),
+    Shape("out_proj", 2560, 4096, residual=True),
     Shape("head", 248320, 2560, norm=True),
 )
 
@@ -61,6 +61,10 @@ class Case:
     kind: Kind
     rows: int
     config: SkinnyConfig
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"layer": self.shape.name, "kind": self.kind, "rows": self.rows, **asdict(self.config)}
 
 
 def candidates(shape: Shape, kind: Kind, rows: int) -> Iterator[SkinnyConfig]:
@@ -172,7 +176,7 @@ class Surroundings:
             self.x,
             weight,
             norm=Norm(self.gain, 1e-6) if case.shape.norm else None,
-            residual=None if case.shape.norm else self.residual,
+            residual=self.residual if case.shape.residual else None,
             swiglu=case.shape.swiglu,
             config=case.config,
             workspace=self.workspace,
@@ -189,30 +193,6 @@ def compile_only(cases: list[Case], device: torch.device) -> None:
             around.launch(case, weight_of(case.shape, case.kind, device))
 
 
-def time_graph(launches: list[Any], device: torch.device) -> float:
-    """Microseconds a launch, the best of a few replays of a graph that launches all."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        launches[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(): it collects garbage and empties the cache first, ten times what the timing takes.
-        graph.capture_begin()
-        for launch in launches:
-            launch()
-        graph.capture_end()
-        graph.replay()
-        best = float("inf")
-        for _ in range(4):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end))
-    return best * 1e3 / len(launches)
-
-
 def reference(case: Case, around: Surroundings, dense: Tensor) -> Tensor:
     """The layer in float32 on the decoded weight."""
     y = around.x.float()
@@ -222,10 +202,10 @@ def reference(case: Case, around: Surroundings, dense: Tensor) -> Tensor:
     if case.shape.swiglu:
         gate, up = y.chunk(2, -1)
         y = gate * gate.sigmoid() * up
-    return y if case.shape.norm else y + around.residual.float()
+    return y + around.residual.float() if case.shape.residual else y
 
 
-def measure(cases: list[Case], device: torch.device, deadline: float) -> list[dict[str, Any]]:
+def measure(cases: list[Case], device: torch.device, clock: Clock, recorder: Recorder) -> None:
     """Times all cases of one layer and kind; those that do not run or are wrong say so."""
     from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4
 
@@ -242,36 +222,39 @@ def measure(cases: list[Case], device: torch.device, deadline: float) -> list[di
     while len(copies) * nbytes < _L2_TIMES_FOUR:
         clones = [part.clone() for part in parts]
         copies.append(clones[0] if isinstance(weight, Tensor) else type(weight)(*clones))
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[Case, dict[str, Any]]] = []
     arounds = {count: Surroundings.make(shape, count, device) for count in {case.rows for case in cases}}
     expected = {count: reference(next(c for c in cases if c.rows == count), a, dense) for count, a in arounds.items()}
     repeats = -(-12 // len(copies)) if nbytes < 3e8 else 2
     for case in cases:
-        if time.monotonic() > deadline:
-            break
-        around = arounds[case.rows]
-        row: dict[str, Any] = {"layer": shape.name, "kind": kind, "rows": case.rows, **asdict(case.config)}
+        if clock.over:
+            return
+        if recorder.done(case.key):
+            continue
+        around, row = arounds[case.rows], case.key
         try:
             out = around.launch(case, weight).float()
             want = expected[case.rows]
             row["error"] = float((out - want).abs().max() / want.abs().max())
             launches = [partial(around.launch, case, copy) for copy in copies] * repeats
-            row["us"] = time_graph(launches, device)
+            row["us"] = min(graph_times(launches))
             row["tb_s"] = nbytes / row["us"] / 1e6
         except Exception as error:  # one variant that does not fit must not end the sweep
-            row["failed"] = f"{type(error).__name__}: {error}"[:200]
-        rows.append(row)
-    fastest = min((c for c in zip(cases, rows, strict=False) if "us" in c[1]), key=lambda c: c[1]["us"], default=None)
+            row["failed"] = describe(error)
+        rows.append((case, row))
+        recorder.add(row)
+        if "failed" in row:
+            carry_on_or_start_again("benchmarks.sweep_linear")
+    fastest = min((one for one in rows if "us" in one[1]), key=lambda one: one[1]["us"], default=None)
     if fastest is not None:
         case, row = fastest
         launches = [partial(arounds[case.rows].launch, case, copy, pdl=False) for copy in copies] * repeats
-        row["us_alone"] = time_graph(launches, device)
+        row["us_alone"] = min(graph_times(launches))
     if kind == "none":
         for count, around in arounds.items():
             launches = [partial(torch.mm, around.x, copy.t()) for copy in copies] * repeats
-            micros = time_graph(launches, device)
-            rows.append({"layer": shape.name, "kind": kind, "rows": count, "variant": "torch.mm", "us": micros})
-    return rows
+            micros = min(graph_times(launches))
+            recorder.add({"layer": shape.name, "kind": kind, "rows": count, "variant": "torch.mm", "us": micros})
 
 
 def _bound(row: dict[str, Any]) -> float:
@@ -343,7 +326,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="most time to spend timing")
     parser.add_argument("--count", action="store_true", help="only say how many variants there are")
     parser.add_argument("--focus", action="store_true", help="a minute for what matters most (sweep_focus.py)")
-    parser.add_argument("--resume", action="store_true", help="with --focus: leave out what --out has already")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table's entries from such a --out")
     options = parser.parse_args()
@@ -377,11 +360,10 @@ def main() -> None:
     launches: list[Launch] = [partial(compile_only, different[start::64]) for start in range(64)]
     print(f"compiled in {precompile(launches):.0f} s", flush=True)
     torch.manual_seed(0)
-    deadline = time.monotonic() + options.seconds
-    rows = [row for group in groups for row in measure(group, torch.device("cuda"), deadline)]
-    if options.out is not None:
-        options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
-    report(rows, options.best)
+    clock, recorder = Clock(options.seconds), Recorder(options.out, resume=options.resume)
+    for group in groups:
+        measure(group, torch.device("cuda"), clock, recorder)
+    report(recorder.rows, options.best)
 
 
 def rows_of(text: str) -> list[int]:

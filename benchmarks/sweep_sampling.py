@@ -8,17 +8,18 @@ step. Every kind of row is compared with services/engine/sampler.py on the CPU, 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.environment import environment
+from benchmarks.graph_timing import graph_times
 from benchmarks.precompile import precompile
+from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, SamplingBuffers, SamplingConfig, sample_rows
 from services.engine.cuda.sampler import CudaSampler
 from services.engine.plan import Chunk
@@ -94,35 +95,13 @@ def make_sampler(rows: int, device: torch.device, config: SamplingConfig | None 
     return CudaSampler([_EOS], rows + 1, _VOCAB, rows, device, config=config)
 
 
-def device_seconds(launch: Callable[[], object], repeats: int = 10) -> float:
-    """Of one launch, from a graph of several."""
-    launch()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(repeats):
-            launch()
-    best = float("inf")
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3 / repeats)
-    return best
-
-
 def time_case(logits: Tensor, fields: dict[str, Any], config: SamplingConfig | None = None) -> float:
+    """Microseconds."""
     rows = logits.shape[0]
     sampler = make_sampler(rows, logits.device, config)
     prepared = sampler.prepare(make_chunks(rows, fields))
     step = torch.from_numpy(prepared.step).to(logits.device)
-    return device_seconds(lambda: sampler.launch(logits, prepared, step))
+    return min(graph_times([lambda: sampler.launch(logits, prepared, step)] * 10))
 
 
 def check(fields: dict[str, Any], name: str, logits: Tensor, checks: Checks) -> None:
@@ -196,50 +175,105 @@ def _compile(config: SamplingConfig, dtype: torch.dtype) -> Callable[[torch.devi
     return launch
 
 
+class Sweep:
+    """Figures and comparisons, each on disk as it comes; what fails says so and ends nothing else."""
+
+    def __init__(self, recorder: Recorder, clock: Clock) -> None:
+        self._recorder, self._clock = recorder, clock
+        self.checks = Checks()
+
+    def check(self, name: str, fields: dict[str, Any], logits: Tensor) -> None:
+        if self._clock.over or self._recorder.done({"check": name}):
+            return
+        before = len(self.checks.wrong)
+        row: dict[str, Any] = {"check": name}
+        try:
+            check(fields, name, logits, self.checks)
+            row["wrong"] = self.checks.wrong[before:]
+        except Exception as error:  # one kind that does not run must not end the others
+            row["failed"] = describe(error)
+        self._add(row)
+
+    def time(
+        self, key: dict[str, Any], logits: Tensor, fields: dict[str, Any], config: SamplingConfig | None = None
+    ) -> str:
+        """Returns microseconds and the share of the bandwidth, for people."""
+        if self._clock.over:
+            return f"{'-':>17}"
+        if not self._recorder.done(key):
+            row = dict(key)
+            try:
+                row["us"] = round(time_case(logits, fields, config), 2)
+            except Exception as error:  # as above
+                row["failed"] = describe(error)
+            self._add(row)
+        micros = next((row["us"] for row in self._recorder.rows if "us" in row and key.items() <= row.items()), None)
+        if micros is None:
+            return f"{'failed':>17}"
+        return f"{micros:>10.1f} ({logits.nbytes / _BANDWIDTH / micros * 1e6:>4.0%})"
+
+    def host(self, kind: str, device: torch.device) -> None:
+        if self._clock.over or self._recorder.done({"host": kind}):
+            return
+        row: dict[str, Any] = {"host": kind}
+        try:
+            row |= {name: round(s * 1e6, 1) for name, s in host_seconds(256, _KINDS[kind], device).items()}
+            print(f"host, 256 rows, {kind}, us: {row}", flush=True)
+        except Exception as error:  # as above
+            row["failed"] = describe(error)
+        self._add(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self._recorder.add(row)
+        if "failed" in row:
+            print(f"failed: {row}", flush=True)
+            carry_on_or_start_again("benchmarks.sweep_sampling")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="file to write")
+    parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--configs", action="store_true", help="sweep block sizes and warps as well")
+    parser.add_argument("--seconds", type=float, default=120.0, help="most time to spend on the device")
+    parser.add_argument("--resume", action="store_true", help="leave out what --json has already")
     options = parser.parse_args()
     configs = _CONFIGS if options.configs else [SamplingConfig()]
     launches = [_compile(config, torch.float32) for config in {*configs, SamplingConfig()}]
     compiling = precompile([*launches, _compile(SamplingConfig(), torch.bfloat16)])
     device = torch.device("cuda")
-    checks, cases, swept = Checks(), [], []
-    print(f"compiled in {compiling:.1f} s\n{'microseconds':<20}" + "".join(f"{f'R={r}':>18}" for r in _ROWS))
+    clock = Clock(options.seconds)
+    sweep = Sweep(Recorder(options.json, resume=options.resume), clock)
+    print(f"compiled in {compiling:.1f} s\n{'microseconds':<26}" + "".join(f"{f'R={r}':>17}" for r in _ROWS))
+    batches = {(shape.name, rows): make_logits(rows, shape, device) for shape in (_FLAT, _PEAKED) for rows in _ROWS}
+    # bfloat16 is what the model's head gives.
+    half = {rows: make_logits(rows, _FLAT, device, torch.bfloat16) for rows in _ROWS}
     for shape in (_FLAT, _PEAKED):
-        batches = {rows: make_logits(rows, shape, device) for rows in _ROWS}
         for kind, fields in _KINDS.items():
-            check(fields, f"{kind} {shape.name}", batches[8], checks)
+            sweep.check(f"{kind} {shape.name}", fields, batches[shape.name, 8])
             line = f"{kind + ' ' + shape.name:<26}"
-            for rows, logits in batches.items():
-                seconds = time_case(logits, fields)
-                fraction = logits.nbytes / _BANDWIDTH / seconds
-                cases.append({"kind": kind, "logits": shape.name, "rows": rows, "us": seconds * 1e6})
-                line += f"{seconds * 1e6:>10.1f} ({fraction:>4.0%})"
+            for rows in _ROWS:
+                key = {"kind": kind, "logits": shape.name, "rows": rows}
+                line += sweep.time(key, batches[shape.name, rows], fields)
             print(line, flush=True)
-    half = make_logits(64, _FLAT, device, torch.bfloat16)
     for kind in ("plain", "top_p"):
-        check(_KINDS[kind], f"{kind} bfloat16", half[:8], checks)
-        cases.append({"kind": f"{kind} bfloat16", "rows": 64, "us": time_case(half, _KINDS[kind]) * 1e6})
-        print(cases[-1])
+        sweep.check(f"{kind} bfloat16", _KINDS[kind], half[8])
+        line = f"{kind + ' bfloat16':<26}"
+        for rows in _ROWS:
+            line += sweep.time({"kind": kind, "logits": "bfloat16", "rows": rows}, half[rows], _KINDS[kind])
+        print(line, flush=True)
     for config in configs if options.configs else ():
-        found: dict[str, Any] = {"config": str(config)}
+        line = f"{config!s:<90}"
         for rows in (1, 64):
             for kind in ("plain", "top_p", "top_k"):
-                seconds = time_case(make_logits(rows, _FLAT, device), _KINDS[kind], config)
-                found[f"{kind} R={rows}"] = round(seconds * 1e6, 1)
-        swept.append(found)
-        print(found, flush=True)
-    host = {kind: host_seconds(256, _KINDS[kind], device) for kind in ("plain", "top_k, top_p", "penalties")}
-    for kind, spent in host.items():
-        print(f"host, 256 rows, {kind}: " + ", ".join(f"{name} {s * 1e6:.0f} us" for name, s in spent.items()))
-    print(f"{checks.rows} rows checked, {len(checks.wrong)} wrong", *checks.wrong, sep="\n")
-    if options.json:
-        result = environment() | {"cases": cases, "configs": swept, "host_seconds": host, "wrong": checks.wrong}
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    if checks.wrong:
+                key = {"config": str(config), "kind": kind, "rows": rows}
+                line += sweep.time(key, batches["flat", rows], _KINDS[kind], config)
+        print(line, flush=True)
+    for kind in ("plain", "top_k, top_p", "penalties"):
+        sweep.host(kind, device)
+    if clock.over:
+        print("out of time")
+    print(f"{sweep.checks.rows} rows checked, {len(sweep.checks.wrong)} wrong", *sweep.checks.wrong, sep="\n")
+    if sweep.checks.wrong:
         raise SystemExit(1)
 
 
