@@ -24,6 +24,7 @@ alternatives   and one more
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -154,120 +155,50 @@ def sample_rows(
         raise ValueError(f"sampling: results of {width} words do not hold the alternatives")
     if rows == 0:
         return
-    b = buffers
-    config = b.config
-    blocks = triton.cdiv(vocab, config.block)
-    constants = {
-        "EDITS": words is not None,
-        "BIASES": biases is not None,
-        "BLOCK": config.block,
-        "BLOCKS": b.partials.shape[2],
-        "PDL": pdl,
-        "launch_pdl": pdl,
-        # A fused multiply-add would round the penalties otherwise than the reference does.
-        "enable_fp_fusion": False,
-    }
-    # Unused pointers still need a tensor of the right type.
-    inputs = (logits, step, table, words if words is not None else table, biases if biases is not None else b.floats)
-    books = (b.partials, b.floats, b.integers, b.tickets)
-    scale = 2.0 ** (62 - (vocab - 1).bit_length())
-    grid = (blocks, rows)
-    scan_kernel[grid](
-        *inputs,
-        *books,
-        last_tokens,
-        results,
-        rows,
-        vocab,
-        blocks,
-        logits.stride(0),
-        width,
-        scale,
-        num_warps=config.scan_warps,
-        **constants,
+    config = buffers.config
+    batch = state.Batch(rows, step, results, width)
+    tables = state.Tables(
+        logits=logits,
+        logits_stride=logits.stride(0),
+        vocab=vocab,
+        parameters=table,
+        words=words,
+        biases=biases,
+        last_tokens=last_tokens,
+        partials=buffers.partials,
+        floats=buffers.floats,
+        integers=buffers.integers,
+        tickets=buffers.tickets,
+        masses=buffers.masses,
+        counts=buffers.counts,
+        mass_scale=2.0 ** (62 - (vocab - 1).bit_length()),
     )
+
+    def launch(kernel: Any, num_warps: int, *, each_block: bool = True, **constants: Any) -> None:
+        """In a program for each block of each row, or for each row: these look at no edits, so that one compiled form
+        does for all."""
+        kernel[(triton.cdiv(vocab, config.block), rows) if each_block else (rows,)](
+            batch,
+            tables if each_block else tables._replace(words=None, biases=None),
+            **constants,
+            BLOCK=config.block,
+            BLOCKS=buffers.partials.shape[2],
+            PDL=pdl,
+            num_warps=num_warps,
+            launch_pdl=pdl,
+            # A fused multiply-add would round the penalties otherwise than the reference does.
+            enable_fp_fusion=False,
+        )
+
+    launch(scan_kernel, config.scan_warps)
     if nucleus:
-        for last in (False, True):
-            check_kernel[grid](
-                *inputs,
-                *books,
-                last_tokens,
-                results,
-                rows,
-                vocab,
-                logits.stride(0),
-                width,
-                scale,
-                LAST=last,
-                num_warps=config.race_warps,
-                **constants,
-            )
-            if not last:
-                again_kernel[grid](
-                    *inputs,
-                    *books,
-                    last_tokens,
-                    results,
-                    rows,
-                    vocab,
-                    logits.stride(0),
-                    width,
-                    num_warps=config.race_warps,
-                    **constants,
-                )
+        launch(check_kernel, config.race_warps, LAST=False)
+        launch(again_kernel, config.race_warps)
+        launch(check_kernel, config.race_warps, LAST=True)
     for _ in range(selections):
-        select_kernel[grid](
-            *inputs,
-            *books[:3],
-            b.masses,
-            b.counts,
-            rows,
-            vocab,
-            logits.stride(0),
-            scale,
-            num_warps=config.select_warps,
-            **constants,
-        )
-        narrow_kernel[(rows,)](
-            step,
-            table,
-            *books[:3],
-            b.masses,
-            b.counts,
-            vocab,
-            BLOCK=config.block,
-            BLOCKS=b.partials.shape[2],
-            PDL=pdl,
-            num_warps=config.narrow_warps,
-            launch_pdl=pdl,
-        )
+        launch(select_kernel, config.select_warps)
+        launch(narrow_kernel, config.narrow_warps, each_block=False)
     if filters:
-        race_kernel[grid](
-            *inputs,
-            *books,
-            last_tokens,
-            results,
-            rows,
-            vocab,
-            logits.stride(0),
-            width,
-            num_warps=config.race_warps,
-            **constants,
-        )
+        launch(race_kernel, config.race_warps)
     if alternatives:
-        alternatives_kernel[(rows,)](
-            logits,
-            step,
-            table,
-            b.partials,
-            b.floats,
-            results,
-            vocab,
-            logits.stride(0),
-            width,
-            BLOCK=config.block,
-            BLOCKS=b.partials.shape[2],
-            PDL=pdl,
-            num_warps=config.top_warps,
-            launch_pdl=pdl,
-        )
+        launch(alternatives_kernel, config.top_warps, each_block=False)

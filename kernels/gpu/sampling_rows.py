@@ -4,7 +4,7 @@ References: services/engine/sampling_rows.py (edits) and services/engine/noise.p
 """
 
 # Triton's language: constants are upper case and their conditions stand alone; kernels have no annotations for mypy.
-# ruff: noqa: N803, SIM102
+# ruff: noqa: SIM102
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
@@ -58,29 +58,27 @@ def float_parameter(parameters, index: tl.constexpr):
 
 
 @triton.jit
-def edited_logits(
-    x, column, inside, parameters, flags, output_count, words, biases, vocab, EDITS: tl.constexpr, BIASES: tl.constexpr
-):
+def edited_logits(x, column, inside, request, tables):
     """Raw logits [BLOCK] to the final ones: logit_bias, min_tokens, penalties (OpenAI; CTRL), then temperature."""
-    if EDITS:
-        if (flags & EDITED) != 0:
-            row = tl.load(parameters + EDIT_ROW).to(tl.int64) * vocab
-            if BIASES:
-                if (flags & BIASED) != 0:
-                    x += tl.load(biases + row + column, mask=inside, other=0.0)
-            word = tl.load(words + row + column, mask=inside, other=0)
+    if tables.words is not None:
+        if (request.flags & EDITED) != 0:
+            row = tl.load(request.parameters + EDIT_ROW).to(tl.int64) * tables.vocab
+            if tables.biases is not None:
+                if (request.flags & BIASED) != 0:
+                    x += tl.load(tables.biases + row + column, mask=inside, other=0.0)
+            word = tl.load(tables.words + row + column, mask=inside, other=0)
             generated = word & COUNT_MASK
-            early = output_count < tl.load(parameters + MIN_TOKENS)
+            early = request.output_count < tl.load(request.parameters + MIN_TOKENS)
             x = tl.where(early & ((word & MASKED_EARLY) != 0), float("-inf"), x)
-            repetition = float_parameter(parameters, REPETITION)
+            repetition = float_parameter(request.parameters, REPETITION)
             if repetition != 1.0:
                 seen = (generated > 0) | ((word & IN_PROMPT) != 0)
                 factor = tl.full(x.shape, 1.0, tl.float32) * repetition
                 x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
-            amount = generated.to(tl.float32) * float_parameter(parameters, FREQUENCY)
-            amount += float_parameter(parameters, PRESENCE)
+            amount = generated.to(tl.float32) * float_parameter(request.parameters, FREQUENCY)
+            amount += float_parameter(request.parameters, PRESENCE)
             x = tl.where(generated > 0, x - amount, x)
-    return heated(x, parameters)
+    return heated(x, request.parameters)
 
 
 @triton.jit
@@ -100,13 +98,13 @@ def _mix(z):
 
 
 @triton.jit
-def row_keys(parameters, output_count):
+def row_keys(request):
     """The two 32-bit keys of noise.row_keys (splitmix64) for the row's seed and counter."""
-    low = tl.load(parameters + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(parameters + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
+    low = tl.load(request.parameters + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(request.parameters + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     gamma = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     seed = (high << 32) | low
-    mixed = _mix(_mix(seed + gamma) + (output_count.to(tl.uint64) + 1) * gamma)
+    mixed = _mix(_mix(seed + gamma) + (request.output_count.to(tl.uint64) + 1) * gamma)
     return (mixed & 0xFFFFFFFF).to(tl.uint32), (mixed >> 32).to(tl.uint32)
 
 

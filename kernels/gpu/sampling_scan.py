@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.sampling_rows import (
     BINS,
     EDITED,
     FILTERED,
-    FLAGS,
     GREEDY,
     LOG_MIN_P,
     LOGPROB,
     NUCLEUS,
-    PARAMETERS,
     TOP_K,
     TOP_P,
     edited_logits,
@@ -41,14 +38,11 @@ from kernels.gpu.sampling_state import (
     CUT_LOW,
     EVERYTHING_LOW,
     FINISHED,
-    FLOATS,
     FLOOR,
     HEATED_SUM,
-    INTEGERS,
     LEVEL,
     LOG_Z,
     LOWEST,
-    PARTIALS,
     PHASE,
     RACE,
     RAW_LOG_Z,
@@ -61,7 +55,11 @@ from kernels.gpu.sampling_state import (
     TARGET,
     best_token,
     block_race,
+    final_logit,
     finish,
+    load_block,
+    open_row,
+    request_of,
 )
 
 
@@ -92,135 +90,85 @@ def _kth_bound(best, present, k):
     return tl.where((bound > 0) & (value == value), value, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step", "results"])
-def scan_kernel(
-    logits,
-    step,
-    table,
-    words,
-    biases,
-    partials,
-    floats,
-    integers,
-    tickets,
-    last_tokens,
-    results,
-    rows,
-    vocab,
-    blocks,
-    logits_stride,
-    result_stride,
-    mass_scale,
-    EDITS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["batch"])
+def scan_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Program (block, row): sums of one block, and the race of rows without filters. The row's last program finishes
     such rows, and prepares the selection of the others."""
     block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    slot = tl.load(step + row)
-    integers += row * INTEGERS
+    blocks = tl.num_programs(0)
+    row = open_row(tables, 1, BLOCKS, PDL)
+    slot = tl.load(batch.step + row.index)
     if slot <= 0:
         if block == 0:
-            tl.store(integers + PHASE, 0)
+            tl.store(row.integers + PHASE, 0)
         return
-    output_count = tl.load(step + rows + row)
-    parameters = table + slot * PARAMETERS
-    flags = tl.load(parameters + FLAGS)
-    partial = partials + row * PARTIALS * BLOCKS
-    logits += row * logits_stride
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    raw = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    request = request_of(row, slot, batch, tables)
+    column, inside, raw = load_block(request, block, tables, BLOCK)
     raw_max = tl.max(raw, axis=0)
-    top = heated(raw_max, parameters)
+    top = heated(raw_max, request.parameters)
     # A block may be all -inf although its row is not.
-    final = heated(raw, parameters)
+    final = heated(raw, request.parameters)
     weights = tl.exp(final - tl.where(top == float("-inf"), 0.0, top))
     heated_sum = tl.sum(weights, axis=0)
-    tl.store(partial + RAW_MAX * BLOCKS + block, raw_max)
-    tl.store(partial + HEATED_SUM * BLOCKS + block, heated_sum)
-    if (flags & LOGPROB) != 0:
+    tl.store(row.partial + RAW_MAX * BLOCKS + block, raw_max)
+    tl.store(row.partial + HEATED_SUM * BLOCKS + block, heated_sum)
+    if (request.flags & LOGPROB) != 0:
         zero = tl.where(raw_max == float("-inf"), 0.0, raw_max)
-        tl.store(partial + RAW_SUM * BLOCKS + block, tl.sum(tl.exp(raw - zero), axis=0))
+        tl.store(row.partial + RAW_SUM * BLOCKS + block, tl.sum(tl.exp(raw - zero), axis=0))
     best = top
     best_sum = heated_sum
-    if EDITS:
-        if (flags & EDITED) != 0:
-            final = edited_logits(
-                raw, column, inside, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES
-            )
+    if tables.words is not None:
+        if (request.flags & EDITED) != 0:
+            final = edited_logits(raw, column, inside, request, tables)
             best = tl.max(final, axis=0)
             weights = tl.exp(final - tl.where(best == float("-inf"), 0.0, best))
             best_sum = tl.sum(weights, axis=0)
-    tl.store(partial + BEST * BLOCKS + block, best)
-    tl.store(partial + BEST_SUM * BLOCKS + block, best_sum)
-    if (flags & GREEDY) != 0:
-        tl.store(partial + RACE * BLOCKS + block, block_race(final, column, inside, partial, block, BLOCKS))
-    elif ((flags & FILTERED) == 0) | ((flags & NUCLEUS) != 0):
-        key_low, key_high = row_keys(parameters, output_count)
+    tl.store(row.partial + BEST * BLOCKS + block, best)
+    tl.store(row.partial + BEST_SUM * BLOCKS + block, best_sum)
+    if (request.flags & GREEDY) != 0:
+        tl.store(row.partial + RACE * BLOCKS + block, block_race(final, column, inside, row.partial, block, BLOCKS))
+    elif ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0):
+        key_low, key_high = row_keys(request)
         values = race(weights, column, key_low, key_high)
-        winner = block_race(values, column, inside, partial, block, BLOCKS)
+        winner = block_race(values, column, inside, row.partial, block, BLOCKS)
         # Comparable between blocks, whose weights are relative to their own best.
-        tl.store(partial + RACE * BLOCKS + block, tl.where(winner > 0, best + tl.log(winner), float("-inf")))
-    if not is_last(tickets + row, blocks):
+        tl.store(row.partial + RACE * BLOCKS + block, tl.where(winner > 0, best + tl.log(winner), float("-inf")))
+    if not is_last(row.ticket, blocks):
         return
 
     index = tl.arange(0, BLOCKS)
     present = index < blocks
-    floats += row * FLOATS
     none = float("-inf")
-    raw_maxima = tl.load(partial + RAW_MAX * BLOCKS + index, mask=present, other=none, cache_modifier=".cg")
-    sums = tl.load(partial + HEATED_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
-    log_z = _log_sum(heated(raw_maxima, parameters), sums)
+    raw_maxima = tl.load(row.partial + RAW_MAX * BLOCKS + index, mask=present, other=none, cache_modifier=".cg")
+    sums = tl.load(row.partial + HEATED_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
+    log_z = _log_sum(heated(raw_maxima, request.parameters), sums)
     raw_log_z = log_z
-    if (flags & LOGPROB) != 0:
-        sums = tl.load(partial + RAW_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
+    if (request.flags & LOGPROB) != 0:
+        sums = tl.load(row.partial + RAW_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
         raw_log_z = _log_sum(raw_maxima, sums)
-    tl.store(floats + LOG_Z, log_z)
-    tl.store(floats + RAW_LOG_Z, raw_log_z)
-    bests = tl.load(partial + BEST * BLOCKS + index, mask=present, other=none, cache_modifier=".cg")
+    tl.store(row.floats + LOG_Z, log_z)
+    tl.store(row.floats + RAW_LOG_Z, raw_log_z)
+    bests = tl.load(row.partial + BEST * BLOCKS + index, mask=present, other=none, cache_modifier=".cg")
     row_best = tl.max(bests, axis=0)
     # NaN anywhere, or every token masked: there is nothing to select from.
     regular = (log_z == log_z) & (row_best > none) & (row_best < float("inf"))
     token = tl.full((), 0, tl.int32)
-    raced = ((flags & FILTERED) == 0) | ((flags & NUCLEUS) != 0)
+    raced = ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0)
     if raced:
-        token = tl.minimum(best_token(partial, index, present, BLOCKS), vocab - 1)
+        token = tl.minimum(best_token(row.partial, index, present, BLOCKS), tables.vocab - 1)
     # Of rows with top_p alone: the winner of all, which is in the nucleus if little is above it.
     candidate = row_best
-    if (flags & NUCLEUS) != 0:
-        x = tl.load(logits + token).to(tl.float32)
-        candidate = edited_logits(
-            x, token, token >= 0, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES
-        )
+    if (request.flags & NUCLEUS) != 0:
+        candidate = final_logit(request, token, tables)
     blocks_above = tl.sum(tl.where(present & (bests > candidate), 1, 0), axis=0)
-    if (regular == 0) | (raced & (blocks_above == 0)) | ((flags & FILTERED) == 0):
-        tl.store(integers + PHASE, FINISHED)
-        finish(
-            token,
-            logits,
-            parameters,
-            flags,
-            log_z,
-            raw_log_z,
-            words,
-            vocab,
-            last_tokens + slot,
-            results + row * result_stride,
-            EDITS,
-        )
+    if (regular == 0) | (raced & (blocks_above == 0)) | ((request.flags & FILTERED) == 0):
+        tl.store(row.integers + PHASE, FINISHED)
+        finish(token, row, request, log_z, raw_log_z, batch, tables)
         return
 
-    top_k = tl.load(parameters + TOP_K)
-    top_p = float_parameter(parameters, TOP_P)
-    log_min_p = float_parameter(parameters, LOG_MIN_P)
+    top_k = tl.load(request.parameters + TOP_K)
+    top_p = float_parameter(request.parameters, TOP_P)
+    log_min_p = float_parameter(request.parameters, LOG_MIN_P)
     lowest = row_best + log_min_p
     phase = tl.where(top_k > 0, SELECT_COUNT, tl.where(top_p < 1.0, SELECT_MASS, SELECTED))
     target = tl.full((), 0, tl.int64)
@@ -229,27 +177,27 @@ def scan_kernel(
         floor = tl.minimum(floor, row_best - _kth_bound(bests, present, top_k))
     if (phase == SELECT_MASS) & (log_min_p == none):
         # All tokens of probability below (1 - top_p) / V together weigh less than 1 - top_p: none is needed.
-        sums = tl.load(partial + BEST_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
+        sums = tl.load(row.partial + BEST_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
         mass = tl.sum((sums * tl.exp(bests - row_best)).to(tl.float64), axis=0)
-        target = tl.maximum((mass * top_p.to(tl.float64) * mass_scale).to(tl.int64), 1)
-        floor = 0.01 - tl.log(mass.to(tl.float32) * (1.0 - top_p) / vocab)
-    if (flags & NUCLEUS) != 0:
+        target = tl.maximum((mass * top_p.to(tl.float64) * tables.mass_scale).to(tl.int64), 1)
+        floor = 0.01 - tl.log(mass.to(tl.float32) * (1.0 - top_p) / tables.vocab)
+    if (request.flags & NUCLEUS) != 0:
         phase = tl.full((), CHECK, tl.int32)
         active = blocks_above
-        tl.store(integers + CANDIDATE, token)
-        tl.store(floats + CANDIDATE_LOGIT, candidate)
+        tl.store(row.integers + CANDIDATE, token)
+        tl.store(row.floats + CANDIDATE_LOGIT, candidate)
     elif phase == SELECTED:
         active = tl.sum(tl.where(present & (bests >= lowest), 1, 0), axis=0)
     else:
         active = tl.sum(tl.where(present & (row_best - bests <= floor), 1, 0), axis=0)
-    tl.store(floats + ROW_BEST, row_best)
-    tl.store(floats + LOWEST, lowest)
-    tl.store(floats + FLOOR, floor)
-    tl.store(integers + PHASE, phase)
-    tl.store(integers + LEVEL, 1)
-    tl.store(integers + ACTIVE, active)
-    tl.store(integers + BASE_COUNT, 0)
-    tl.store(integers + BASE_MASS, 0)
-    tl.store(integers + TARGET, target)
-    tl.store(integers + CUT_HIGH, BINS - 1)
-    tl.store(integers + CUT_LOW, EVERYTHING_LOW)
+    tl.store(row.floats + ROW_BEST, row_best)
+    tl.store(row.floats + LOWEST, lowest)
+    tl.store(row.floats + FLOOR, floor)
+    tl.store(row.integers + PHASE, phase)
+    tl.store(row.integers + LEVEL, 1)
+    tl.store(row.integers + ACTIVE, active)
+    tl.store(row.integers + BASE_COUNT, 0)
+    tl.store(row.integers + BASE_MASS, 0)
+    tl.store(row.integers + TARGET, target)
+    tl.store(row.integers + CUT_HIGH, BINS - 1)
+    tl.store(row.integers + CUT_LOW, EVERYTHING_LOW)

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.sampling_rows import (
     BINS,
-    FLAGS,
-    PARAMETERS,
     TOP_K,
     TOP_P,
     allowed,
     distance_bins,
-    edited_logits,
     float_parameter,
     is_last,
     race,
@@ -31,13 +27,10 @@ from kernels.gpu.sampling_state import (
     CUT_HIGH,
     CUT_LOW,
     EVERYTHING_LOW,
-    FLOATS,
     FLOOR,
-    INTEGERS,
     LEVEL,
     LOG_Z,
     LOWEST,
-    PARTIALS,
     PHASE,
     PREFIX_HIGH,
     PREFIX_LOW,
@@ -51,6 +44,9 @@ from kernels.gpu.sampling_state import (
     best_token,
     block_race,
     finish,
+    load_final,
+    load_request,
+    open_row,
 )
 
 
@@ -68,226 +64,140 @@ def _share(mass, top_p):
     return tl.maximum(tl.ceil(mass.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step"])
-def select_kernel(
-    logits,
-    step,
-    table,
-    words,
-    biases,
-    partials,
-    floats,
-    integers,
-    masses,
-    counts,
-    rows,
-    vocab,
-    logits_stride,
-    mass_scale,
-    EDITS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["batch"])
+def select_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Program (block, row): adds one block to the histogram of the row's present level."""
     block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    integers += row * INTEGERS
-    phase = tl.load(integers + PHASE).to(tl.int32)
+    row = open_row(tables, 1, BLOCKS, PDL)
+    phase = tl.load(row.integers + PHASE).to(tl.int32)
     if (phase != SELECT_COUNT) & (phase != SELECT_MASS):
         return
-    floats += row * FLOATS
-    row_best = tl.load(floats + ROW_BEST)
-    floor = tl.load(floats + FLOOR)
-    partial = partials + row * PARTIALS * BLOCKS
-    if (row_best - tl.load(partial + BEST * BLOCKS + block) <= floor) == 0:
+    row_best = tl.load(row.floats + ROW_BEST)
+    floor = tl.load(row.floats + FLOOR)
+    if (row_best - tl.load(row.partial + BEST * BLOCKS + block) <= floor) == 0:
         return
-    slot = tl.load(step + row)
-    output_count = tl.load(step + rows + row)
-    parameters = table + slot * PARAMETERS
-    flags = tl.load(parameters + FLAGS)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    raw = tl.load(logits + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
-    final = edited_logits(raw, column, inside, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES)
-    level = tl.load(integers + LEVEL).to(tl.int32)
-    prefix_high = tl.load(integers + PREFIX_HIGH).to(tl.int32)
-    prefix_low = tl.load(integers + PREFIX_LOW).to(tl.int32)
+    request = load_request(row, batch, tables)
+    _, inside, final = load_final(request, block, tables, BLOCK)
+    level = tl.load(row.integers + LEVEL).to(tl.int32)
+    prefix_high = tl.load(row.integers + PREFIX_HIGH).to(tl.int32)
+    prefix_low = tl.load(row.integers + PREFIX_LOW).to(tl.int32)
     first, second, third = distance_bins(final, row_best)
-    chosen = inside & (row_best - final <= floor) & (final >= tl.load(floats + LOWEST))
+    chosen = inside & (row_best - final <= floor) & (final >= tl.load(row.floats + LOWEST))
     chosen = chosen & ((level == 1) | (first == prefix_high)) & ((level < 3) | (second == prefix_low))
     bin_of = tl.where(level == 1, first, tl.where(level == 2, second, third))
-    region = row * 2 * BINS
+    region = row.index * 2 * BINS
     if level > 1:
         region += BINS
     # Integers add up to the same sum in any order.
-    mass = (tl.exp(final - row_best) * mass_scale).to(tl.int64)
-    tl.atomic_add(masses + region + bin_of, mass, mask=chosen, sem="relaxed")
+    mass = (tl.exp(final - row_best) * tables.mass_scale).to(tl.int64)
+    tl.atomic_add(tables.masses + region + bin_of, mass, mask=chosen, sem="relaxed")
     if phase == SELECT_COUNT:
-        tl.atomic_add(counts + region + bin_of, tl.full(bin_of.shape, 1, tl.int32), mask=chosen, sem="relaxed")
+        tl.atomic_add(tables.counts + region + bin_of, tl.full(bin_of.shape, 1, tl.int32), mask=chosen, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["step"])
-def narrow_kernel(
-    step,
-    table,
-    partials,
-    floats,
-    integers,
-    masses,
-    counts,
-    vocab,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["batch"])
+def narrow_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Program (row): finds the bin of the present level in which the threshold lies, which the next level divides
     further. Not the last program of `select_kernel`, because its registers would keep the others off the processor."""
-    row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    integers += row * INTEGERS
-    phase = tl.load(integers + PHASE).to(tl.int32)
+    row = open_row(tables, 0, BLOCKS, PDL)
+    phase = tl.load(row.integers + PHASE).to(tl.int32)
     if (phase != SELECT_COUNT) & (phase != SELECT_MASS):
         return
-    floats += row * FLOATS
-    row_best = tl.load(floats + ROW_BEST)
-    partial = partials + row * PARTIALS * BLOCKS
-    parameters = table + tl.load(step + row) * PARAMETERS
-    level = tl.load(integers + LEVEL).to(tl.int32)
-    prefix_high = tl.load(integers + PREFIX_HIGH).to(tl.int32)
-    prefix_low = tl.load(integers + PREFIX_LOW).to(tl.int32)
-    region = row * 2 * BINS
+    row_best = tl.load(row.floats + ROW_BEST)
+    request = load_request(row, batch, tables)
+    level = tl.load(row.integers + LEVEL).to(tl.int32)
+    prefix_high = tl.load(row.integers + PREFIX_HIGH).to(tl.int32)
+    prefix_low = tl.load(row.integers + PREFIX_LOW).to(tl.int32)
+    region = row.index * 2 * BINS
     if level > 1:
         region += BINS
     bins = tl.arange(0, BINS)
-    top_p = float_parameter(parameters, TOP_P)
-    mass = tl.load(masses + region + bins)
-    base_mass = tl.load(integers + BASE_MASS)
-    target = tl.load(integers + TARGET)
+    top_p = float_parameter(request.parameters, TOP_P)
+    mass = tl.load(tables.masses + region + bins)
+    base_mass = tl.load(row.integers + BASE_MASS)
+    target = tl.load(row.integers + TARGET)
     if phase == SELECT_COUNT:
-        count = tl.load(counts + region + bins).to(tl.int64)
-        base_count = tl.load(integers + BASE_COUNT)
-        crossing = _crossing(count, base_count, tl.load(parameters + TOP_K).to(tl.int64))
-        tl.store(integers + BASE_COUNT, base_count + tl.sum(tl.where(bins < crossing, count, 0), axis=0))
+        count = tl.load(tables.counts + region + bins).to(tl.int64)
+        base_count = tl.load(row.integers + BASE_COUNT)
+        crossing = _crossing(count, base_count, tl.load(request.parameters + TOP_K).to(tl.int64))
+        tl.store(row.integers + BASE_COUNT, base_count + tl.sum(tl.where(bins < crossing, count, 0), axis=0))
     else:
         if target == 0:
             target = _share(tl.sum(mass, axis=0), top_p)
-            tl.store(integers + TARGET, target)
+            tl.store(row.integers + TARGET, target)
         crossing = _crossing(mass, base_mass, target)
     above = base_mass + tl.sum(tl.where(bins < crossing, mass, 0), axis=0)
     resolved = (level == 3) | (crossing == BINS)
     nothing = tl.full((BINS,), 0, tl.int32)
     if level > 1:
         tl.debug_barrier()
-        tl.store(masses + region + bins, nothing.to(tl.int64))
-        tl.store(counts + region + bins, nothing)
+        tl.store(tables.masses + region + bins, nothing.to(tl.int64))
+        tl.store(tables.counts + region + bins, nothing)
     if resolved == 0:
-        tl.store(integers + LEVEL, level + 1)
-        tl.store(integers + BASE_MASS, above)
-        tl.store(integers + (PREFIX_HIGH + level - 1), crossing)
+        tl.store(row.integers + LEVEL, level + 1)
+        tl.store(row.integers + BASE_MASS, above)
+        tl.store(row.integers + (PREFIX_HIGH + level - 1), crossing)
         return
 
     cut_high = tl.where(crossing == BINS, BINS - 1, prefix_high)
     cut_low = tl.where(crossing == BINS, EVERYTHING_LOW, prefix_low * BINS + crossing)
-    first_region = row * 2 * BINS
+    first_region = row.index * 2 * BINS
     if (phase == SELECT_COUNT) & (top_p < 1.0):
         # The nucleus is a part of what top_k left, so the first level's histogram serves again.
         kept = above + tl.sum(tl.where(bins == crossing, mass, 0), axis=0)
         target = _share(kept, top_p)
-        mass = tl.load(masses + first_region + bins)
+        mass = tl.load(tables.masses + first_region + bins)
         crossing = tl.minimum(_crossing(mass, tl.full((), 0, tl.int64), target), BINS - 1)
-        tl.store(integers + PHASE, SELECT_MASS)
-        tl.store(integers + LEVEL, 2)
-        tl.store(integers + TARGET, target)
-        tl.store(integers + BASE_MASS, tl.sum(tl.where(bins < crossing, mass, 0), axis=0))
-        tl.store(integers + PREFIX_HIGH, crossing)
+        tl.store(row.integers + PHASE, SELECT_MASS)
+        tl.store(row.integers + LEVEL, 2)
+        tl.store(row.integers + TARGET, target)
+        tl.store(row.integers + BASE_MASS, tl.sum(tl.where(bins < crossing, mass, 0), axis=0))
+        tl.store(row.integers + PREFIX_HIGH, crossing)
         return
     tl.debug_barrier()
-    tl.store(masses + first_region + bins, nothing.to(tl.int64))
-    tl.store(counts + first_region + bins, nothing)
+    tl.store(tables.masses + first_region + bins, nothing.to(tl.int64))
+    tl.store(tables.counts + first_region + bins, nothing)
     index = tl.arange(0, BLOCKS)
-    bests = tl.load(partial + BEST * BLOCKS + index)
-    considered = (index * BLOCK < vocab) & allowed(bests, row_best, tl.load(floats + LOWEST), cut_high, cut_low)
-    tl.store(integers + PHASE, SELECTED)
-    tl.store(integers + ACTIVE, tl.sum(tl.where(considered, 1, 0), axis=0))
-    tl.store(integers + CUT_HIGH, cut_high)
-    tl.store(integers + CUT_LOW, cut_low)
+    bests = tl.load(row.partial + BEST * BLOCKS + index)
+    considered = (index * BLOCK < tables.vocab) & allowed(
+        bests, row_best, tl.load(row.floats + LOWEST), cut_high, cut_low
+    )
+    tl.store(row.integers + PHASE, SELECTED)
+    tl.store(row.integers + ACTIVE, tl.sum(tl.where(considered, 1, 0), axis=0))
+    tl.store(row.integers + CUT_HIGH, cut_high)
+    tl.store(row.integers + CUT_LOW, cut_low)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step", "results"])
-def race_kernel(
-    logits,
-    step,
-    table,
-    words,
-    biases,
-    partials,
-    floats,
-    integers,
-    tickets,
-    last_tokens,
-    results,
-    rows,
-    vocab,
-    logits_stride,
-    result_stride,
-    EDITS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["batch"])
+def race_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Program (block, row): the race among the allowed tokens of one block; the row's last program finishes it."""
     block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    integers += row * INTEGERS
-    if tl.load(integers + PHASE) != SELECTED:
+    row = open_row(tables, 1, BLOCKS, PDL)
+    if tl.load(row.integers + PHASE) != SELECTED:
         return
-    floats += row * FLOATS
-    row_best = tl.load(floats + ROW_BEST)
-    lowest = tl.load(floats + LOWEST)
-    cut_high = tl.load(integers + CUT_HIGH).to(tl.int32)
-    cut_low = tl.load(integers + CUT_LOW).to(tl.int32)
-    partial = partials + row * PARTIALS * BLOCKS
-    if allowed(tl.load(partial + BEST * BLOCKS + block), row_best, lowest, cut_high, cut_low) == 0:
+    row_best = tl.load(row.floats + ROW_BEST)
+    lowest = tl.load(row.floats + LOWEST)
+    cut_high = tl.load(row.integers + CUT_HIGH).to(tl.int32)
+    cut_low = tl.load(row.integers + CUT_LOW).to(tl.int32)
+    if allowed(tl.load(row.partial + BEST * BLOCKS + block), row_best, lowest, cut_high, cut_low) == 0:
         return
-    slot = tl.load(step + row)
-    output_count = tl.load(step + rows + row)
-    parameters = table + slot * PARAMETERS
-    flags = tl.load(parameters + FLAGS)
-    logits += row * logits_stride
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    raw = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-    final = edited_logits(raw, column, inside, parameters, flags, output_count, words, biases, vocab, EDITS, BIASES)
-    key_low, key_high = row_keys(parameters, output_count)
+    request = load_request(row, batch, tables)
+    column, inside, final = load_final(request, block, tables, BLOCK)
+    key_low, key_high = row_keys(request)
     values = race(tl.exp(final - row_best), column, key_low, key_high)
     values = tl.where(inside & allowed(final, row_best, lowest, cut_high, cut_low), values, -1.0)
-    tl.store(partial + RACE * BLOCKS + block, block_race(values, column, inside, partial, block, BLOCKS))
-    if not is_last(tickets + row, tl.load(integers + ACTIVE).to(tl.int32)):
+    tl.store(row.partial + RACE * BLOCKS + block, block_race(values, column, inside, row.partial, block, BLOCKS))
+    if not is_last(row.ticket, tl.load(row.integers + ACTIVE).to(tl.int32)):
         return
     index = tl.arange(0, BLOCKS)
-    bests = tl.load(partial + BEST * BLOCKS + index)
-    considered = (index * BLOCK < vocab) & allowed(bests, row_best, lowest, cut_high, cut_low)
+    bests = tl.load(row.partial + BEST * BLOCKS + index)
+    considered = (index * BLOCK < tables.vocab) & allowed(bests, row_best, lowest, cut_high, cut_low)
     finish(
-        best_token(partial, index, considered, BLOCKS),
-        logits,
-        parameters,
-        flags,
-        tl.load(floats + LOG_Z),
-        tl.load(floats + RAW_LOG_Z),
-        words,
-        vocab,
-        last_tokens + slot,
-        results + row * result_stride,
-        EDITS,
+        best_token(row.partial, index, considered, BLOCKS),
+        row,
+        request,
+        tl.load(row.floats + LOG_Z),
+        tl.load(row.floats + RAW_LOG_Z),
+        batch,
+        tables,
     )

@@ -1,14 +1,26 @@
-"""What the sampling kernels leave for each other and for the host, and how a row ends."""
+"""What the sampling kernels are given, what they leave for each other and for the host, how a row begins and ends."""
 
 # Triton's language: constants are upper case and their conditions stand alone; kernels have no annotations for mypy.
 # ruff: noqa: N803, SIM102
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.sampling_rows import ALTERNATIVES, EDIT_ROW, EDITED, LOGPROB, heated
+from kernels.gpu.sampling_rows import (
+    ALTERNATIVES,
+    EDIT_ROW,
+    EDITED,
+    FLAGS,
+    LOGPROB,
+    PARAMETERS,
+    edited_logits,
+    heated,
+)
 
 # Partial results: one float32 a block of each row.
 RAW_MAX = tl.constexpr(0)
@@ -68,27 +80,137 @@ MOST_ALTERNATIVES = tl.constexpr(20)
 EVERYTHING_LOW = tl.constexpr(2048 * 2048 - 1)
 
 
+class Batch(NamedTuple):
+    """The rows of a step, as every kernel takes them. Not specialized on: each step has others."""
+
+    rows: Any
+    step: Any
+    """[2, rows] int32: the state slot of each row (0: padding) and its output count."""
+    results: Any
+    result_stride: Any
+
+
+class Tables(NamedTuple):
+    """Everything that rows are looked up in, as every kernel takes it; see sampling.sample_rows and SamplingBuffers."""
+
+    logits: Any
+    logits_stride: Any
+    vocab: Any
+    parameters: Any
+    words: Any
+    """None: no row has edits."""
+    biases: Any
+    """None: no row has a logit_bias."""
+    last_tokens: Any
+    partials: Any
+    floats: Any
+    integers: Any
+    tickets: Any
+    masses: Any
+    counts: Any
+    mass_scale: Any
+    """What a probability mass of 1 is in the integer histograms."""
+
+
+class Row(NamedTuple):
+    """Where a kernel finds what others left about a row."""
+
+    index: Any
+    floats: Any
+    integers: Any
+    partial: Any
+    """[PARTIALS, BLOCKS]."""
+    ticket: Any
+
+
+class Request(NamedTuple):
+    """What a row's request asks for, and its logits."""
+
+    slot: Any
+    output_count: Any
+    parameters: Any
+    flags: Any
+    logits: Any
+
+
+@triton.jit
+def open_row(tables, axis: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """How every kernel begins: waits for the one ahead, lets the next one start; the row of this program."""
+    row = tl.program_id(axis).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    return Row(
+        row,
+        tables.floats + row * FLOATS,
+        tables.integers + row * INTEGERS,
+        tables.partials + row * PARTIALS * BLOCKS,
+        tables.tickets + row,
+    )
+
+
+@triton.jit
+def request_of(row, slot, batch, tables):
+    parameters = tables.parameters + slot * PARAMETERS
+    return Request(
+        slot,
+        tl.load(batch.step + batch.rows + row.index),
+        parameters,
+        tl.load(parameters + FLAGS),
+        tables.logits + row.index * tables.logits_stride,
+    )
+
+
+@triton.jit
+def load_request(row, batch, tables):
+    """Of a row that is no padding."""
+    return request_of(row, tl.load(batch.step + row.index), batch, tables)
+
+
+@triton.jit
+def load_block(request, block, tables, BLOCK: tl.constexpr):
+    """A block's tokens [BLOCK], which of them exist, and their logits as the model gave them, float32."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < tables.vocab
+    return column, inside, tl.load(request.logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def load_final(request, block, tables, BLOCK: tl.constexpr):
+    """As load_block, with all edits and the temperature applied."""
+    column, inside, raw = load_block(request, block, tables, BLOCK)
+    return column, inside, edited_logits(raw, column, inside, request, tables)
+
+
+@triton.jit
+def final_logit(request, token, tables):
+    """The same of one token."""
+    x = tl.load(request.logits + token).to(tl.float32)
+    return edited_logits(x, token, token >= 0, request, tables)
+
+
 @triton.jit
 def bits(x):
     return x.to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def finish(token, logits, parameters, flags, log_z, raw_log_z, words, vocab, last_token, result, EDITS: tl.constexpr):
+def finish(token, row, request, log_z, raw_log_z, batch, tables):
     """Writes the row's token, its log-probabilities and the books that the next step reads."""
-    token = tl.minimum(tl.maximum(token, 0), vocab - 1)
-    x = tl.load(logits + token).to(tl.float32)
-    logprob = heated(x, parameters) - log_z
-    status = tl.where(logprob != logprob, 1, 0) + tl.where((flags & LOGPROB) != 0, 2, 0)
-    status += tl.load(parameters + ALTERNATIVES) * 256
+    token = tl.minimum(tl.maximum(token, 0), tables.vocab - 1)
+    x = tl.load(request.logits + token).to(tl.float32)
+    logprob = heated(x, request.parameters) - log_z
+    status = tl.where(logprob != logprob, 1, 0) + tl.where((request.flags & LOGPROB) != 0, 2, 0)
+    status += tl.load(request.parameters + ALTERNATIVES) * 256
+    result = batch.results + row.index * batch.result_stride
     tl.store(result, token)
     tl.store(result + 1, bits(logprob))
     tl.store(result + 2, bits(x - raw_log_z))
     tl.store(result + 3, status)
-    tl.store(last_token, token)
-    if EDITS:
-        if (flags & EDITED) != 0:
-            word = words + tl.load(parameters + EDIT_ROW).to(tl.int64) * vocab + token
+    tl.store(tables.last_tokens + request.slot, token)
+    if tables.words is not None:
+        if (request.flags & EDITED) != 0:
+            word = tables.words + tl.load(request.parameters + EDIT_ROW).to(tl.int64) * tables.vocab + token
             tl.store(word, tl.load(word) + 1)
 
 
