@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.sampling_rows import is_last, race, row_keys
+from kernels.gpu.sampling_rows import is_last, race, race_winner, row_keys, uniform
 from kernels.gpu.sampling_state import (
     ABOVE,
     ACTIVE,
@@ -25,19 +25,19 @@ from kernels.gpu.sampling_state import (
     FLOOR,
     LOG_Z,
     PHASE,
-    RACE,
     RACE_AGAIN,
     RAW_LOG_Z,
     ROW_BEST,
     SELECT_MASS,
     TARGET,
-    best_token,
-    block_race,
     final_logit,
     finish,
     load_final,
     load_request,
+    load_winners,
     open_row,
+    store_winner,
+    winner_of,
 )
 
 
@@ -63,15 +63,8 @@ def check_kernel(batch, tables, LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCKS:
     tl.store(row.integers + ABOVE, 0)
     if above < tl.load(row.integers + TARGET):
         tl.store(row.integers + PHASE, FINISHED)
-        finish(
-            tl.load(row.integers + CANDIDATE).to(tl.int32),
-            row,
-            request,
-            tl.load(row.floats + LOG_Z),
-            tl.load(row.floats + RAW_LOG_Z),
-            batch,
-            tables,
-        )
+        token = tl.load(row.integers + CANDIDATE).to(tl.int32)
+        finish(token, row, request, tl.load(row.floats + LOG_Z), tl.load(row.floats + RAW_LOG_Z), batch, tables)
         return
     if LAST:
         # The threshold is above the candidate.
@@ -98,16 +91,19 @@ def again_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: 
         return
     request = load_request(row, batch, tables)
     column, inside, final = load_final(request, block, tables, BLOCK)
-    key_low, key_high = row_keys(request)
-    values = race(tl.exp(final - tl.load(row.floats + ROW_BEST)), column, key_low, key_high)
-    values = tl.where(final > refused, values, -1.0)
-    tl.store(row.partial + RACE * BLOCKS + block, block_race(values, column, inside, row.partial, block, BLOCKS))
+    keys = row_keys(request)
+    row_best = tl.load(row.floats + ROW_BEST)
+    winner = race_winner(tl.exp(final - row_best), block, column, inside & (final > refused), keys, BLOCK)
+    store_winner(winner, block, row, BLOCKS)
     if not is_last(row.ticket, tl.load(row.integers + ACTIVE).to(tl.int32)):
         return
     index = tl.arange(0, BLOCKS)
     bests = tl.load(row.partial + BEST * BLOCKS + index)
     present = index * BLOCK < tables.vocab
-    token = tl.minimum(best_token(row.partial, index, present & (bests > refused), BLOCKS), tables.vocab - 1)
+    considered = present & (bests > refused)
+    tokens, logits = load_winners(row, index, considered, request, tables, BLOCKS)
+    races = race(tl.exp(logits - row_best), uniform(tokens, keys))
+    token = tl.minimum(winner_of(races, tokens, considered), tables.vocab - 1)
     candidate = final_logit(request, token, tables)
     active = tl.sum(tl.where(present & (bests > candidate), 1, 0), axis=0)
     tl.store(row.integers + CANDIDATE, token)

@@ -19,11 +19,14 @@ from kernels.gpu.sampling_rows import (
     TOP_K,
     TOP_P,
     edited_logits,
+    first_of,
     float_parameter,
     heated,
     is_last,
     race,
+    race_winner,
     row_keys,
+    uniform,
 )
 from kernels.gpu.sampling_state import (
     ACTIVE,
@@ -44,7 +47,6 @@ from kernels.gpu.sampling_state import (
     LOG_Z,
     LOWEST,
     PHASE,
-    RACE,
     RAW_LOG_Z,
     RAW_MAX,
     RAW_SUM,
@@ -53,13 +55,14 @@ from kernels.gpu.sampling_state import (
     SELECT_MASS,
     SELECTED,
     TARGET,
-    best_token,
-    block_race,
     final_logit,
     finish,
     load_block,
+    load_winners,
     open_row,
     request_of,
+    store_winner,
+    winner_of,
 )
 
 
@@ -125,14 +128,12 @@ def scan_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: t
             best_sum = tl.sum(weights, axis=0)
     tl.store(row.partial + BEST * BLOCKS + block, best)
     tl.store(row.partial + BEST_SUM * BLOCKS + block, best_sum)
+    keys = row_keys(request)
+    raced = ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0)
     if (request.flags & GREEDY) != 0:
-        tl.store(row.partial + RACE * BLOCKS + block, block_race(final, column, inside, row.partial, block, BLOCKS))
-    elif ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0):
-        key_low, key_high = row_keys(request)
-        values = race(weights, column, key_low, key_high)
-        winner = block_race(values, column, inside, row.partial, block, BLOCKS)
-        # Comparable between blocks, whose weights are relative to their own best.
-        tl.store(row.partial + RACE * BLOCKS + block, tl.where(winner > 0, best + tl.log(winner), float("-inf")))
+        store_winner(first_of(inside & (final == tl.max(final, axis=0)), column), block, row, BLOCKS)
+    elif raced:
+        store_winner(race_winner(weights, block, column, inside, keys, BLOCK), block, row, BLOCKS)
     if not is_last(row.ticket, blocks):
         return
 
@@ -153,9 +154,13 @@ def scan_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: t
     # NaN anywhere, or every token masked: there is nothing to select from.
     regular = (log_z == log_z) & (row_best > none) & (row_best < float("inf"))
     token = tl.full((), 0, tl.int32)
-    raced = ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0)
     if raced:
-        token = tl.minimum(best_token(row.partial, index, present, BLOCKS), tables.vocab - 1)
+        tokens, races = load_winners(row, index, present, request, tables, BLOCKS)
+        if (request.flags & GREEDY) == 0:
+            # Comparable between blocks, whose weights are relative to their own best.
+            ratio = race(tl.exp(races - tl.where(bests == none, 0.0, bests)), uniform(tokens, keys))
+            races = tl.where(ratio > 0, bests + tl.log(ratio), none)
+        token = tl.minimum(winner_of(races, tokens, present), tables.vocab - 1)
     # Of rows with top_p alone: the winner of all, which is in the nucleus if little is above it.
     candidate = row_best
     if (request.flags & NUCLEUS) != 0:

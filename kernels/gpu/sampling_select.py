@@ -17,7 +17,9 @@ from kernels.gpu.sampling_rows import (
     float_parameter,
     is_last,
     race,
+    race_winner,
     row_keys,
+    uniform,
 )
 from kernels.gpu.sampling_state import (
     ACTIVE,
@@ -34,19 +36,19 @@ from kernels.gpu.sampling_state import (
     PHASE,
     PREFIX_HIGH,
     PREFIX_LOW,
-    RACE,
     RAW_LOG_Z,
     ROW_BEST,
     SELECT_COUNT,
     SELECT_MASS,
     SELECTED,
     TARGET,
-    best_token,
-    block_race,
     finish,
     load_final,
     load_request,
+    load_winners,
     open_row,
+    store_winner,
+    winner_of,
 )
 
 
@@ -183,21 +185,14 @@ def race_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: t
         return
     request = load_request(row, batch, tables)
     column, inside, final = load_final(request, block, tables, BLOCK)
-    key_low, key_high = row_keys(request)
-    values = race(tl.exp(final - row_best), column, key_low, key_high)
-    values = tl.where(inside & allowed(final, row_best, lowest, cut_high, cut_low), values, -1.0)
-    tl.store(row.partial + RACE * BLOCKS + block, block_race(values, column, inside, row.partial, block, BLOCKS))
+    keys = row_keys(request)
+    passes = inside & allowed(final, row_best, lowest, cut_high, cut_low)
+    store_winner(race_winner(tl.exp(final - row_best), block, column, passes, keys, BLOCK), block, row, BLOCKS)
     if not is_last(row.ticket, tl.load(row.integers + ACTIVE).to(tl.int32)):
         return
     index = tl.arange(0, BLOCKS)
     bests = tl.load(row.partial + BEST * BLOCKS + index)
     considered = (index * BLOCK < tables.vocab) & allowed(bests, row_best, lowest, cut_high, cut_low)
-    finish(
-        best_token(row.partial, index, considered, BLOCKS),
-        row,
-        request,
-        tl.load(row.floats + LOG_Z),
-        tl.load(row.floats + RAW_LOG_Z),
-        batch,
-        tables,
-    )
+    tokens, logits = load_winners(row, index, considered, request, tables, BLOCKS)
+    token = winner_of(race(tl.exp(logits - row_best), uniform(tokens, keys)), tokens, considered)
+    finish(token, row, request, tl.load(row.floats + LOG_Z), tl.load(row.floats + RAW_LOG_Z), batch, tables)

@@ -19,6 +19,7 @@ from kernels.gpu.sampling_rows import (
     LOGPROB,
     PARAMETERS,
     edited_logits,
+    first_of,
     heated,
 )
 
@@ -31,10 +32,9 @@ BEST = tl.constexpr(3)
 """Largest final logit of the block."""
 BEST_SUM = tl.constexpr(4)
 """Sum of exp(final logit - BEST)."""
-RACE = tl.constexpr(5)
-RACE_TOKEN = tl.constexpr(6)
-"""Bits of an int32."""
-PARTIALS = tl.constexpr(7)
+WINNER = tl.constexpr(5)
+"""The token that wins the race of the block: bits of an int32."""
+PARTIALS = tl.constexpr(6)
 
 # State of a row between kernels: float32.
 LOG_Z = tl.constexpr(0)
@@ -215,19 +215,23 @@ def finish(token, row, request, log_z, raw_log_z, batch, tables):
 
 
 @triton.jit
-def best_token(partial, block, considered, BLOCKS: tl.constexpr):
-    """The token of the largest race; of equal ones the first."""
-    races = tl.load(partial + RACE * BLOCKS + block, mask=considered, other=float("-inf"), cache_modifier=".cg")
-    tokens = tl.load(partial + RACE_TOKEN * BLOCKS + block, mask=considered, other=0.0, cache_modifier=".cg")
-    tokens = tokens.to(tl.int32, bitcast=True)
-    winners = considered & (races == tl.max(races, axis=0))
-    return tl.min(tl.where(winners, tokens, 2147483647), axis=0)
+def store_winner(token, block, row, BLOCKS: tl.constexpr):
+    """Leaves the winner of a block to the last program of the row."""
+    tl.store(row.partial + WINNER * BLOCKS + block, token.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def block_race(values, column, inside, partial, block, BLOCKS: tl.constexpr):
-    """Stores the winner of a block."""
-    best = tl.max(values, axis=0)
-    token = tl.min(tl.where(inside & (values == best), column, 2147483647), axis=0)
-    tl.store(partial + RACE_TOKEN * BLOCKS + block, token.to(tl.float32, bitcast=True))
-    return best
+def load_winners(row, block, considered, request, tables, BLOCKS: tl.constexpr):
+    """The winners of all blocks [BLOCKS], and their final logits, -inf where there is none."""
+    place = row.partial + WINNER * BLOCKS + block
+    tokens = tl.load(place, mask=considered, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
+    considered = considered & (tokens < tables.vocab)
+    raw = tl.load(request.logits + tokens, mask=considered, other=float("-inf")).to(tl.float32)
+    return tokens, tl.where(considered, edited_logits(raw, tokens, considered, request, tables), float("-inf"))
+
+
+@triton.jit
+def winner_of(races, tokens, considered):
+    """The token of the largest race; of equal ones the first."""
+    races = tl.where(considered, races, float("-inf"))
+    return first_of(considered & (races == tl.max(races, axis=0)), tokens)
