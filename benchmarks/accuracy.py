@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import environment
 from benchmarks.random_checkpoint import config_of, write
+from benchmarks.recorder import Clock, Recorder, describe
 from services.engine.model.footprint import Quantization
 
 _LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1024)
@@ -130,7 +130,9 @@ def error(ours: Tensor, expected: Tensor) -> float:
     return float((ours.double() - wanted).norm() / wanted.norm())
 
 
-def measure(directory: Path, quantization: Sequence[Quantization], device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    directory: Path, quantization: Sequence[Quantization], device: torch.device, recorder: Recorder, clock: Clock
+) -> None:
     """One row a prompt, way and quantization."""
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator().manual_seed(1)
@@ -141,25 +143,22 @@ def measure(directory: Path, quantization: Sequence[Quantization], device: torch
     half = reference_logits(directory, torch.bfloat16, prompts, device)
     torch.cuda.empty_cache()
     own = [error(a.to(device), b) for a, b in zip(half, expected, strict=True)]
-    rows: list[dict[str, Any]] = []
     for kind in quantization:
         fused = Fused(directory, kind, device)
         for prompt, wanted, theirs in zip(prompts, expected, own, strict=True):
             for way in Way.all(len(prompt)):
-                ours = error(fused.logits(prompt, way), wanted)
-                rows.append(
-                    {
-                        "quantization": kind,
-                        "tokens": len(prompt),
-                        "way": way.name,
-                        "error": ours,
-                        "transformers_bf16_error": theirs,
-                        "ratio": ours / theirs,
-                    }
-                )
+                row: dict[str, Any] = {"quantization": kind, "tokens": len(prompt), "way": way.name}
+                if clock.over:
+                    print("out of time")
+                    return
+                try:
+                    ours = error(fused.logits(prompt, way), wanted)
+                    row |= {"error": ours, "transformers_bf16_error": theirs, "ratio": ours / theirs}
+                except Exception as failure:  # the other ways' figures are still wanted
+                    row["failed"] = describe(failure)
+                recorder.add(row)
         del fused
         torch.cuda.empty_cache()
-    return rows
 
 
 def main() -> None:
@@ -167,21 +166,24 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3.5-4b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--quantization", nargs="+", default=["none"], choices=("none", "fp8", "int4"))
+    parser.add_argument("--seconds", type=float, default=240.0, help="start no prompt after this")
     parser.add_argument("--out", type=Path, help="file for the rows as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         directory = Path(scratch)
         write(directory, config_of(options.shape, options.layers), gentle=True)
-        rows = measure(directory, options.quantization, torch.device("cuda"))
+        clock, recorder = Clock(options.seconds), Recorder(options.out)
+        measure(directory, options.quantization, torch.device("cuda"), recorder, clock)
+    rows = [row for row in recorder.rows if "failed" not in row]
+    print(*(row for row in recorder.rows if "failed" in row), sep="\n")
     for row in rows:
         print(
             f"{row['quantization']:<5} {row['tokens']:>5} tokens {row['way']:<8} error {row['error']:.3e}  "
             f"transformers bf16 {row['transformers_bf16_error']:.3e}  ratio {row['ratio']:.3f}"
         )
     for kind in options.quantization:
-        print(f"{kind}: worst ratio {max(row['ratio'] for row in rows if row['quantization'] == kind):.3f}")
-    if options.out:
-        options.out.write_text(json.dumps(environment() | {"rows": rows}, indent=1) + "\n")
+        ratios = [row["ratio"] for row in rows if row["quantization"] == kind]
+        print(f"{kind}: worst ratio of {len(ratios)}: {max(ratios, default=float('nan')):.3f}")
 
 
 if __name__ == "__main__":

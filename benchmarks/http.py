@@ -20,7 +20,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import psutil
 
 from benchmarks.environment import environment
 from benchmarks.http_client import Answer, Load, run_load
+from benchmarks.recorder import describe
 from benchmarks.serving import Case, checkpoint, milliseconds
 
 _READY_SECONDS = 60.0
@@ -183,7 +184,12 @@ def main() -> None:
             if time.monotonic() - began > options.seconds:
                 sys.stderr.write(f"no time left for {case}\n")
                 break
-            line = json.dumps(common | measure(stack, case, options.clients))
+            report = common | {"case": asdict(case)}
+            try:
+                report |= measure(stack, case, options.clients)
+            except Exception as error:  # the other cases' figures are still wanted
+                report["failed"] = describe(error)
+            line = json.dumps(report)
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
             if options.out is not None:

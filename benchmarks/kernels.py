@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks import kernel_linear, kernel_mixers, kernel_rows
-from benchmarks.environment import environment
 from benchmarks.kernel_timing import Case, Ceilings, Tensors, errors, measure_ceilings, microseconds
 from benchmarks.precompile import precompile
+from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 
 
 def all_cases() -> list[Case]:
@@ -81,41 +80,43 @@ def line(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose name contains it")
-    parser.add_argument("--seconds", type=float, default=500.0, help="start no case after this")
+    parser.add_argument("--seconds", type=float, default=500.0, help="start no case after so long on the device")
     parser.add_argument("--out", type=Path, help="directory for kernels.json")
+    parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--list", action="store_true", help="names only")
     parser.add_argument("--no-precompile", action="store_true")
     options = parser.parse_args()
-    began = time.perf_counter()
     chosen = [case for case in all_cases() if not options.only or any(text in case.name for text in options.only)]
     if options.list:
         sys.stdout.writelines(f"{case.name}\n" for case in chosen)
         return
     compiling = 0.0 if options.no_precompile else precompile([partial(_compile, case) for case in chosen])
+    clock = Clock(options.seconds)
+    recorder = Recorder(options.out / "kernels.json" if options.out else None, resume=options.resume)
     ceilings = measure_ceilings()
     head = {
-        **environment(),
         "compile_s": round(compiling, 1),
         "copy_tb_s": round(ceilings.copy * 1e-12, 3),
         "matmul_tflop_s": round(ceilings.matmul * 1e-12, 1),
     }
+    recorder.note(**head)
     sys.stdout.write(json.dumps(head) + "\n")
-    reports: list[dict[str, Any]] = []
     for case in chosen:
-        if time.perf_counter() - began > options.seconds:
+        if clock.over:
             sys.stdout.write(f"no time left for {case.name} and what follows\n")
             break
+        if recorder.done({"kernel": case.kernel, "shape": case.shape}):
+            continue
         try:
             report = measure(case, ceilings)
         except Exception as error:  # the other kernels' figures are still wanted
-            report = {"kernel": case.kernel, "shape": case.shape, "failed": f"{type(error).__name__}: {error}"[:400]}
-        torch.cuda.empty_cache()
-        reports.append(report)
+            report = {"kernel": case.kernel, "shape": case.shape, "failed": describe(error)}
+        recorder.add(report)
         sys.stdout.write(line(report) + "\n")
         sys.stdout.flush()
-        if options.out is not None:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "kernels.json").write_text(json.dumps({**head, "kernels": reports}, indent=1) + "\n")
+        if "failed" in report:
+            carry_on_or_start_again("benchmarks.kernels")
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

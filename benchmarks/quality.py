@@ -18,6 +18,7 @@ import math
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tokenizers import Tokenizer
 from benchmarks.environment import environment
 from benchmarks.in_process import only_warnings
 from benchmarks.random_checkpoint import TINY, config_of, write
+from benchmarks.recorder import describe
 from benchmarks.scorers import EngineScorer, Mode, Query, TorchScorer
 from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
 from services.engine.model.footprint import Storage
@@ -84,21 +86,17 @@ def torch_score(model: Path, mode: Mode, dtype: str, device: torch.device) -> Sc
     return TorchScorer(loaded, float8_kv=mode.kv_cache_dtype == "fp8").score
 
 
-def measure(
-    model: Path, queries: Sequence[Query], modes: Sequence[Mode], *, engine: bool, device: torch.device
-) -> dict[str, list[float]]:
-    """Mode → log-probabilities; "float32" is the torch forward with the weights as they are."""
-    found = {"float32": torch_score(model, Mode(), "float32", device)(queries)}
-    for mode in modes:
-        sys.stderr.write(f"{model.name}: {mode.name}\n")
-        if engine:
-            with EngineScorer(model, mode) as scorer:
-                found[mode.name] = scorer.score(queries)
-        else:
-            found[mode.name] = torch_score(model, mode, "bfloat16", device)(queries)
+def score(model: Path, queries: Sequence[Query], mode: Mode, *, engine: bool, device: torch.device) -> list[float]:
+    """Log-probabilities of the queries in one mode."""
+    sys.stderr.write(f"{model.name}: {mode.name}\n")
+    try:
+        if not engine:
+            return torch_score(model, mode, "bfloat16", device)(queries)
+        with EngineScorer(model, mode) as scorer:
+            return scorer.score(queries)
+    finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return found
 
 
 def report(
@@ -109,22 +107,43 @@ def report(
     vocab_size: int | None,
     engine: bool,
     device: torch.device,
-) -> dict[str, dict[str, Any]]:
-    """Mode → perplexity of the tiny model and logit error of the random one."""
-    tiny = measure(TINY, held_out, modes, engine=engine, device=device)
+    seconds: float,
+    save: Callable[[dict[str, dict[str, Any]]], None],
+) -> None:
+    """Mode → perplexity of the tiny model and logit error of the random one; "float32" is the torch forward with the
+    weights as they are.
+
+    Args:
+        seconds: no mode starts after this.
+        save: called with all figures so far after each mode.
+    """
+    end = time.monotonic() + seconds
     tokens = 64
-    with tempfile.TemporaryDirectory() as scratch:
+    figures: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         config = config_of("qwen3.5-4b", layers, vocab_size)
-        write(Path(scratch) / "random", config, gentle=True)
+        directory = Path(scratch) / "random"
+        write(directory, config, gentle=True)
         queries = random_queries(config["vocab_size"], prompts=8, length=160, tokens=tokens)
-        random_model = measure(Path(scratch) / "random", queries, modes, engine=engine, device=device)
-    return {
-        name: {
-            "tiny_perplexity": round(perplexity(tiny[name]), 5),
-            "logit_error": round(relative_error(random_model[name], random_model["float32"], tokens), 5),
-        }
-        for name in tiny
-    }
+        plain, truth = (
+            torch_score(model, Mode(), "float32", device)(asked)
+            for model, asked in ((TINY, held_out), (directory, queries))
+        )
+        figures["float32"] = {"tiny_perplexity": round(perplexity(plain), 5), "logit_error": 0.0}
+        save(figures)
+        for mode in modes:
+            if time.monotonic() > end:
+                sys.stderr.write(f"no time left for {mode.name}\n")
+                break
+            row = figures[mode.name] = {}
+            try:
+                tiny = score(TINY, held_out, mode, engine=engine, device=device)
+                row["tiny_perplexity"] = round(perplexity(tiny), 5)
+                mine = score(directory, queries, mode, engine=engine, device=device)
+                row["logit_error"] = round(relative_error(mine, truth, tokens), 5)
+            except Exception as error:  # the other modes' figures are still wanted
+                row["failed"] = describe(error)
+            save(figures)
 
 
 def main() -> None:
@@ -135,6 +154,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=20, help="held-out conversations a skill")
     parser.add_argument("--layers", type=int, help="of the random model; default: all on a GPU, 4 on a CPU")
     parser.add_argument("--vocab-size", type=int, help="default: all on a GPU, 16384 on a CPU")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no mode after this")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     only_warnings()
@@ -143,21 +163,35 @@ def main() -> None:
     layers, vocab_size = options.layers or (4 if small else None), options.vocab_size or (16384 if small else None)
     held_out = held_out_queries(options.items)
     modes = [mode for mode in (ENGINE_MODES if options.engine else MODES) if mode.name in options.modes]
-    figures = report(held_out, modes, layers=layers, vocab_size=vocab_size, engine=options.engine, device=device)
     result = environment() | {
         "path": "engine" if options.engine else "torch",
         "device": device.type,
         "held_out_tokens": len(held_out),
         "random_model": {"shape": "qwen3.5-4b", "layers": layers, "vocab_size": vocab_size},
-        "modes": figures,
     }
+
+    def save(figures: dict[str, dict[str, Any]]) -> None:
+        result["modes"] = figures
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    report(
+        held_out,
+        modes,
+        layers=layers,
+        vocab_size=vocab_size,
+        engine=options.engine,
+        device=device,
+        seconds=options.seconds,
+        save=save,
+    )
     sys.stderr.write(f"{'stored as':24}{'perplexity, tiny':>18}{'logit error, 4B shape':>24}\n")
-    for name, row in figures.items():
-        sys.stderr.write(f"{name:24}{row['tiny_perplexity']:18.4f}{row['logit_error']:24.4f}\n")
-    text = json.dumps(result, indent=1)
-    if options.json is not None:
-        options.json.write_text(text + "\n")
-    sys.stdout.write(text + "\n")
+    for name, row in result["modes"].items():
+        if "failed" in row:
+            sys.stderr.write(f"{name:24} failed: {row['failed']}\n")
+        else:
+            sys.stderr.write(f"{name:24}{row['tiny_perplexity']:18.4f}{row['logit_error']:24.4f}\n")
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ _TOKENS_AT_ONCE = 2048
 _FP8_MAX = 448.0
 _FORCED = 100.0
 """Bias that has the engine sample the token whose log-probability is wanted; the log-probability is without it."""
+_SCORE_SECONDS = 240.0
+"""For the engine to answer all queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ class EngineScorer:
         for name, query in names.items():
             sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logit_bias={query.token: _FORCED})
             self._engine.loop.submit(Submission(name, query.prefix, sampling, AdapterChoice()), sink)
-        done.wait()
+        if not done.wait(_SCORE_SECONDS):
+            failed.append(f"{len(names) - len(found)} of {len(names)} requests had no token in {_SCORE_SECONDS:.0f} s")
         if failed:
             raise RuntimeError(failed[0])
         return [found[name] for name in names]

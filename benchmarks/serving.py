@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import psutil
 
 from benchmarks.environment import environment, gpu
 from benchmarks.random_checkpoint import SHAPES, config_of, write
+from benchmarks.recorder import describe
 from benchmarks.stages import Stages
 
 if TYPE_CHECKING:
@@ -185,16 +186,21 @@ def run(options: argparse.Namespace) -> None:
                 sys.stderr.write(f"no time left for {case}\n")
                 break
             before = pipeline.scheduler.counts()
-            report = common | measure(engine, case)
-            after = pipeline.scheduler.counts()
-            if after.guesses > before.guesses:
-                right = after.guesses_right - before.guesses_right
-                report["acceptance"] = round(right / (after.guesses - before.guesses), 4)
-            if options.swaps:
-                report["swaps"] = measure_swaps(engine, case, options.swaps)
-            if options.profile:
-                name = f"{case.requests}x{case.prompt_tokens}x{case.new_tokens}-{options.profile.name}"
-                report["timeline"] = profile_decode(engine, case, options.profile.with_name(name))
+            report = common | {"case": asdict(case)}
+            try:
+                report |= measure(engine, case)
+                after = pipeline.scheduler.counts()
+                if after.guesses > before.guesses:
+                    right = after.guesses_right - before.guesses_right
+                    report["acceptance"] = round(right / (after.guesses - before.guesses), 4)
+                left = options.seconds - (time.perf_counter() - began)
+                if options.swaps:
+                    report["swaps"] = measure_swaps(engine, case, options.swaps, seconds=left)
+                if options.profile:
+                    name = f"{case.requests}x{case.prompt_tokens}x{case.new_tokens}-{options.profile.name}"
+                    report["timeline"] = profile_decode(engine, case, options.profile.with_name(name))
+            except Exception as error:  # the other cases' figures are still wanted
+                report["failed"] = describe(error)
             _print(report, options.out)
     finally:
         engine.stop()
