@@ -9,6 +9,8 @@ gated_rms_norm}`. Formula: Yang et al., Gated Delta Networks, arXiv 2412.06464, 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,22 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
+
+
+class Mixer(NamedTuple):
+    """What the rule is computed from and where its results go, as kernels take it; see gated_delta_step."""
+
+    mixed: Any
+    mixed_stride: Any
+    projected: Any
+    projected_stride: Any
+    negative_a: Any
+    dt_bias: Any
+    norm_weight: Any
+    eps: Any
+    scale: Any
+    out: Any
+    out_stride: Any
 
 
 @triton.jit
@@ -50,13 +68,7 @@ def advance(
     row,
     head,
     j,
-    mixed,
-    projected,
-    negative_a,
-    dt_bias,
-    scale,
-    mixed_stride,
-    projected_stride,
+    mixer,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -66,22 +78,22 @@ def advance(
     """The new state and the output of the value dimensions j of a head, float32."""
     key_head = head // (HEADS // KEY_HEADS)
     i = tl.arange(0, BLOCK_K)
-    vector = mixed + row * mixed_stride + key_head * KEY_DIM + i
+    vector = mixer.mixed + row * mixer.mixed_stride + key_head * KEY_DIM + i
     q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    value = mixed + row * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    value = mixer.mixed + row * mixer.mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
     v = tl.load(value, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
-    gates = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
+    gates = mixer.projected + row * mixer.projected_stride + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
     b = tl.load(gates).to(tl.float32)
     a = tl.load(gates + HEADS).to(tl.float32)
-    decay = tl.exp(log_decay(a, tl.load(negative_a + head), tl.load(dt_bias + head)))
+    decay = tl.exp(log_decay(a, tl.load(mixer.negative_a + head), tl.load(mixer.dt_bias + head)))
     # The norms of q and k are factors of the results, and Sᵀk and Sᵀq are of the old state (o = exp(g) Sᵀq + (k·q) δ
     # needs no second look at the new one), so that no sum waits for another.
     qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
     read, o = tl.reduce((s * k[:, None], s * q[:, None]), 0, _add_pairs)
     k_norm = tl.rsqrt(kk + 1e-6)
     delta = k_norm * sigmoid(b) * (v - decay * k_norm * read)
-    return decay * s + k[:, None] * delta[None, :], scale * tl.rsqrt(qq + 1e-6) * (decay * o + qk * delta)
+    return decay * s + k[:, None] * delta[None, :], mixer.scale * tl.rsqrt(qq + 1e-6) * (decay * o + qk * delta)
 
 
 @triton.jit
@@ -90,12 +102,7 @@ def store_normed(
     row,
     head,
     j,
-    projected,
-    norm_weight,
-    out,
-    eps,
-    projected_stride,
-    out_stride,
+    mixer,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -103,28 +110,25 @@ def store_normed(
 ):
     """The gated norm of a head's output, [value dimensions] float32."""
     inside = j < VALUE_DIM
-    gate = projected + row * projected_stride + 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM + head * VALUE_DIM + j
+    gate = (
+        mixer.projected
+        + row * mixer.projected_stride
+        + 2 * KEY_HEADS * KEY_DIM
+        + HEADS * VALUE_DIM
+        + head * VALUE_DIM
+        + j
+    )
     z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + j, mask=inside, other=0.0)
-    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + eps) * weight * (z * sigmoid(z))
-    tl.store(out + row * out_stride + head * VALUE_DIM + j, y.to(out.dtype.element_ty), mask=inside)
+    weight = tl.load(mixer.norm_weight + j, mask=inside, other=0.0)
+    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + mixer.eps) * weight * (z * sigmoid(z))
+    tl.store(mixer.out + row * mixer.out_stride + head * VALUE_DIM + j, y.to(mixer.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gated_delta_step_kernel(
-    mixed,
-    projected,
-    negative_a,
-    dt_bias,
-    norm_weight,
+    mixer,
     state,
     slots,
-    out,
-    eps,
-    scale,
-    mixed_stride,
-    projected_stride,
-    out_stride,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -147,15 +151,47 @@ def _gated_delta_step_kernel(
     s = tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if PDL:
         gdc_wait()
-    s, o = advance(
-        s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
-        KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
-    )  # fmt: skip
+    s, o = advance(s, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
     tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
-    store_normed(
-        o, row, head, j, projected, norm_weight, out, eps, projected_stride, out_stride,
-        KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
-    )  # fmt: skip
+    store_normed(o, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
+
+
+def launch_parts(
+    mixed: Tensor,
+    projected: Tensor,
+    negative_a: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    out: Tensor,
+    shape: DeltaShape,
+    pdl: bool,
+) -> tuple[Mixer, dict[str, Any]]:
+    """What a launch of this kernel and one of gated_delta_verify have in common: an argument, and constants."""
+    mixer = Mixer(
+        mixed=mixed,
+        mixed_stride=mixed.stride(0),
+        projected=projected,
+        projected_stride=projected.stride(0),
+        negative_a=negative_a,
+        dt_bias=dt_bias,
+        norm_weight=norm_weight,
+        eps=eps,
+        scale=shape.key_dim**-0.5,
+        out=out,
+        out_stride=out.stride(0),
+    )
+    constants = {
+        "KEY_HEADS": shape.key_heads,
+        "HEADS": shape.value_heads,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "BLOCK_K": triton.next_power_of_2(shape.key_dim),
+        "BLOCK_V": triton.next_power_of_2(shape.value_dim),
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
+    return mixer, constants
 
 
 def gated_delta_step(
@@ -202,28 +238,6 @@ def gated_delta_step(
     if out is None:
         out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows:
-        _gated_delta_step_kernel[(rows * shape.value_heads,)](
-            mixed,
-            projected,
-            negative_a,
-            dt_bias,
-            norm_weight,
-            state,
-            slots,
-            out,
-            eps,
-            shape.key_dim**-0.5,
-            mixed.stride(0),
-            projected.stride(0),
-            out.stride(0),
-            KEY_HEADS=shape.key_heads,
-            HEADS=shape.value_heads,
-            KEY_DIM=shape.key_dim,
-            VALUE_DIM=shape.value_dim,
-            BLOCK_K=triton.next_power_of_2(shape.key_dim),
-            BLOCK_V=triton.next_power_of_2(shape.value_dim),
-            PDL=pdl,
-            num_warps=num_warps,
-            launch_pdl=pdl,
-        )
+        mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
+        _gated_delta_step_kernel[(rows * shape.value_heads,)](mixer, state, slots, **constants, num_warps=num_warps)
     return out

@@ -17,28 +17,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_step import advance, store_normed
+from kernels.gpu.gated_delta_step import advance, launch_parts, store_normed
 from kernels.gpu.segments import Segments
 
 
 @triton.jit
 def _gated_delta_verify_kernel(
-    mixed,
-    projected,
-    negative_a,
-    dt_bias,
-    norm_weight,
+    mixer,
     state,
     begins,
     starts,
     slots,
     out_slots,
-    out,
-    eps,
-    scale,
-    mixed_stride,
-    projected_stride,
-    out_stride,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -66,14 +56,8 @@ def _gated_delta_verify_kernel(
         gdc_wait()
     for index in tl.range(begin, end):
         row = tl.cast(index, tl.int64)
-        s, o = advance(
-            s, row, head, j, mixed, projected, negative_a, dt_bias, scale, mixed_stride, projected_stride,
-            KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K,
-        )  # fmt: skip
-        store_normed(
-            o, row, head, j, projected, norm_weight, out, eps, projected_stride, out_stride,
-            KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
-        )  # fmt: skip
+        s, o = advance(s, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+        store_normed(o, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
     places = state + ((target * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
     tl.store(places, s.to(state.dtype.element_ty), mask=held & (begin < end))
 
@@ -120,31 +104,15 @@ def gated_delta_verify(
     shape = DeltaShape.of(mixed, projected, state)
     if out is None:
         out = torch.empty(mixed.shape[0], shape.value_size, dtype=mixed.dtype, device=mixed.device)
+    mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
     _gated_delta_verify_kernel[(shape.value_heads, segments.max_segments)](
-        mixed,
-        projected,
-        negative_a,
-        dt_bias,
-        norm_weight,
+        mixer,
         state,
         segments.begin,
         segments.start,
         segments.slot,
         segments.out_slot,
-        out,
-        eps,
-        shape.key_dim**-0.5,
-        mixed.stride(0),
-        projected.stride(0),
-        out.stride(0),
-        KEY_HEADS=shape.key_heads,
-        HEADS=shape.value_heads,
-        KEY_DIM=shape.key_dim,
-        VALUE_DIM=shape.value_dim,
-        BLOCK_K=triton.next_power_of_2(shape.key_dim),
-        BLOCK_V=triton.next_power_of_2(shape.value_dim),
-        PDL=pdl,
+        **constants,
         num_warps=num_warps,
-        launch_pdl=pdl,
     )
     return out
