@@ -16,10 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.skinny_parts import GROUP
-from kernels.quantize import FP8_MAX, Fp8Weight
-
-_MAX = tl.constexpr(FP8_MAX)
+from kernels.gpu.preparation import prepare
+from kernels.quantize import Fp8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,51 +35,11 @@ class Fp8Config:
     """Row tiles that go over the columns together, so that L2 serves their weights."""
 
 
-@triton.jit
-def _quantize_rows_kernel(
-    x,
-    norm,
-    values,
-    scale,
-    eps,
-    x_stride,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    half: tl.constexpr = GROUP // 2
-    block = tl.arange(0, BLOCKS)[:, None]
-    k = block * GROUP + tl.arange(0, half)[None, :]
-    inside = block < K // GROUP
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    first = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + row * x_stride + k + half, mask=inside, other=0.0).to(tl.float32)
-    if norm is not None:
-        squares = tl.sum(tl.sum(first * first + second * second, axis=1), axis=0)
-        inverse = 1.0 / tl.sqrt(squares / K + eps)
-        first = first * inverse * tl.load(norm + k, mask=inside, other=0.0)
-        second = second * inverse * tl.load(norm + k + half, mask=inside, other=0.0)
-    most = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1), axis=0)
-    factor = tl.maximum(most, 1e-30) / _MAX
-    pairs = tl.reshape(tl.join(first, second), [BLOCKS, GROUP]) / factor
-    pairs = tl.minimum(tl.maximum(pairs, -_MAX), _MAX)
-    place = values + row * K + block * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(place, pairs.to(tl.float8e4nv), mask=inside)
-    tl.store(scale + row, factor)
-
-
-def quantize_rows(
-    x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0, *, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``x[t] ≈ values[t] · scale[t]`` with scale = max |x[t]| / 448 (dynamic, by token), after an RMSNorm if given.
+def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """``x[t] ≈ values[t] · scale[t]`` with scale = max |x[t]| / 448 (dynamic, by token).
 
     Args:
         x: [T, K] any float dtype, rows contiguous, K a multiple of 128.
-        norm_weight: [K] float32, 1 + w.
-        eps: of the norm.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
@@ -90,26 +48,7 @@ def quantize_rows(
     Raises:
         ValueError: shapes do not fit.
     """
-    rows, inputs = x.shape
-    if inputs % GROUP.value or x.stride(1) != 1:
-        raise ValueError(f"quantize_rows: contiguous rows of a multiple of {GROUP.value} are needed, got {inputs}")
-    values = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if rows:
-        blocks = triton.next_power_of_2(inputs // GROUP.value)
-        _quantize_rows_kernel[(rows,)](
-            x,
-            norm_weight,
-            values,
-            scale,
-            eps,
-            x.stride(0),
-            K=inputs,
-            BLOCKS=blocks,
-            PDL=pdl,
-            num_warps=max(1, min(8, blocks // 4)),
-            launch_pdl=pdl,
-        )
+    values, scale, *_ = prepare(x, rows="float8", pdl=pdl)
     return values, scale
 
 

@@ -1,292 +1,315 @@
 """Low-rank additions of many adapters to one batch, on the GPU. Reference: kernels/lora.py.
 
 ``y[t] += B_s (A_s x[t])`` for each row t of slot s (Hu et al., arXiv 2106.09685; several adapters a batch: Punica,
-arXiv 2310.18547; S-LoRA, arXiv 2311.03285). Two products: shrink, h = A x, and expand, y += B h.
+arXiv 2310.18547; S-LoRA, arXiv 2311.03285). Two products: shrink, h = A x (kernels/gpu/preparation.py), and expand,
+y += B h, here: within the product that y comes from, or as a kernel of its own.
 
-Both walk over the *active* slots of the step, a list on the device, and compute each for all rows of a tile at once on
-the tensor cores, keeping the rows that are the slot's. So the adapters' bytes are read once a step however many rows
-share them, decodes and prefills are one kernel, and a row's result depends on no other row: a slot that is not the
-row's adds nothing to it, not even a zero of the other sign. Rows of slot 0 are never touched. Of a few rows each
-gathers its own slot's A instead, because there it is the latency that counts.
+Expansion walks over the *active* slots of the step, a list on the device, some slots side by side in the depth of one
+product on tensor cores, h of each row at its own slot's place and zeros elsewhere: adapters are read once a step
+however many rows share them, decodes and prefills are one kernel, and a row's result depends on no other row. Within a
+product the weights take all the time there is, so what an expansion reads is asked for before it and used behind it:
+``adapters_ahead`` before the kernel ahead has ended, ``hidden_ahead`` after, ``add_adapters`` behind the product.
 
 Nothing here looks at adapter numbers on the host: a captured CUDA graph serves any adapters.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.lora_rows import LoraRows
-
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
+from kernels.gpu.preparation import ShrinkConfig, shrink, shrink_config
 
 __all__ = [
+    "Adapters",
     "ExpandConfig",
     "LoraRows",
     "ShrinkConfig",
+    "add_adapters",
+    "add_adapters_to_row",
+    "adapters_ahead",
+    "adapters_of_row_ahead",
     "expand_add",
     "expand_config",
-    "expand_tile",
-    "precision",
+    "hidden_ahead",
+    "hidden_of_row_ahead",
+    "shape_of",
     "shrink",
     "shrink_config",
 ]
 
+_STEP = tl.constexpr(16)
+"""Ranks that a product of tensor cores takes at least."""
+
+
+class Adapters(NamedTuple):
+    """The low-rank additions of a step, as a kernel takes them: the tensors of LoraRows and what shrink() made of x."""
+
+    hidden: Any
+    """[splits, T, targets · R] float32."""
+    b: Any
+    """[slots, R, N]."""
+    row_adapters: Any
+    active: Any
+    ranks: Any
+
+
+Shape = tuple[tuple[int, ...], int, int, int]
+"""What of it is known when a kernel is compiled (LORA in kernels): ends of the targets, R, splits, and how many slots
+one product takes side by side."""
+
+
+def shape_of(adapters: Adapters, lora: LoraRows, most_slots: int) -> Shape:
+    """LORA of a kernel that takes up to ``most_slots`` (a power of two) slots at a time."""
+    slots = 1
+    while 2 * slots <= min(most_slots, lora.capacity):
+        slots *= 2
+    return lora.ends, lora.b.shape[1], adapters.hidden.shape[0], slots
+
 
 @triton.jit
-def expand_tile(
+def _target_of(column, LORA: tl.constexpr):
+    ENDS: tl.constexpr = LORA[0]
+    target = column * 0
+    for t in tl.static_range(len(ENDS) - 1):
+        target += (column >= ENDS[t]).to(tl.int32)
+    return target
+
+
+@triton.jit
+def _load_b(lora, columns, inside, width, slots, live, start, LORA: tl.constexpr, SLOTS: tl.constexpr):
+    """[columns, slots · 16]: B of ranks ``start`` … of each slot [slots · 16], as integers: taken for numbers only where
+    it is used, or the compiler would move it to shared memory at once and wait for it there."""
+    RANK: tl.constexpr = LORA[1]
+    r = start + tl.arange(0, SLOTS * _STEP) % _STEP
+    bits: tl.constexpr = tl.int16 if lora.b.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    base = lora.b.to(tl.pointer_type(bits))
+    place = base + (slots.to(tl.int64) * (RANK * width) + r * width)[None, :] + columns[:, None]
+    return tl.load(place, mask=(live & (r < RANK))[None, :] & inside[:, None], other=0)
+
+
+@triton.jit
+def _load_hidden(lora, rows, count, target, start, LORA: tl.constexpr):
+    """[splits, 16, rows]: A x of one target, not yet summed because that would wait for it."""
+    ENDS: tl.constexpr = LORA[0]
+    RANK: tl.constexpr = LORA[1]
+    SPLITS: tl.constexpr = LORA[2]
+    pairs: tl.constexpr = len(ENDS) * RANK
+    split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None, None]
+    r = start + tl.arange(0, _STEP)[None, :, None]
+    place = lora.hidden + (split * count + rows[None, None, :]) * pairs + target * RANK + r
+    return tl.load(place, mask=(split < SPLITS) & (rows[None, None, :] < count) & (r < RANK), other=0.0)
+
+
+@triton.jit
+def _add(acc, lora, b, hidden, adapters, slots, ranks, start, SLOTS: tl.constexpr):
+    """acc [columns, rows] plus B [columns, slots · 16] times h [16, rows] of each row's own slot."""
+    b = b.to(lora.b.dtype.element_ty, bitcast=True)
+    h = tl.sum(hidden, axis=0)
+    depth: tl.constexpr = SLOTS * _STEP
+    spread = tl.broadcast_to(h.to(b.dtype)[None, :, :], [SLOTS, _STEP, h.shape[1]])
+    spread = tl.reshape(spread, [depth, h.shape[1]])
+    # Beyond a rank h is whatever memory held, and B zero.
+    there = start + tl.arange(0, depth) % _STEP < ranks
+    spread = tl.where((slots[:, None] == adapters[None, :]) & there[:, None], spread, 0.0)
+    exact: tl.constexpr = b.dtype == tl.float32
+    return tl.dot(b, spread, acc, input_precision="ieee" if exact else "tf32")
+
+
+@triton.jit
+def _walk(
     acc,
+    done,
+    number,
+    adapters,
+    lora,
     rows,
     columns,
-    h,
-    b,
-    row_adapters,
-    active,
-    ranks,
+    inside,
+    lowest,
+    highest,
     count,
     width,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LORA: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Adds B h to a float32 tile of the output, for use in the epilogue of a product.
-
-    With a norm folded into the product, call it before the tile is multiplied by the row's 1/rms: shrink() leaves h
-    without it.
-
-    Args:
-        acc: [M, N block] float32.
-        rows: [M] row of the batch; those >= count are padding.
-        columns: [N block] ascending neighbours; those >= width are padding.
-        h: [SPLITS, count, targets * RANK] float32, what shrink() gave.
-        b, row_adapters, active, ranks: of LoraRows. ``RANK`` is max_rank, ``ENDS`` is LoraRows.ends.
-        count: rows of h. width: N.
-        PRECISION: "ieee" for float32 weights, any other for half ones (tl.dot's input_precision).
-
-    Returns:
-        The new acc.
-    """
-    targets: tl.constexpr = len(ENDS)
-    # Some slots at a time, side by side in the depth of one product: what is loaded for one does not wait for the
-    # other. More would take the registers that the product around this needs.
-    together: tl.constexpr = 8 if rows.shape[0] <= 16 and columns.shape[0] <= 16 else 2
-    step: tl.constexpr = 16
-    depth = tl.arange(0, together * step)
-    lane = tl.arange(0, step)
-    inside_rows = rows < count
-    adapters = tl.load(row_adapters + rows, mask=inside_rows, other=0)
-    row_rank = tl.load(ranks + adapters, mask=inside_rows & (adapters > 0), other=0)
-    most = tl.max(row_rank, 0)
-    number = tl.load(active)
-    first, last = tl.min(columns, 0), tl.max(columns, 0)
-    for target in tl.static_range(targets):
-        begin = 0 if target == 0 else ENDS[target - 1]
-        end = ENDS[target]
-        if (first < end) & (last >= begin):
-            inside = (columns >= begin) & (columns < end)
-            start = 0
-            while start < most:
-                down = tl.zeros([rows.shape[0], step], dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    place = (split * count + rows)[:, None] * (targets * RANK) + (target * RANK + start + lane)[None, :]
-                    down += tl.load(h + place, mask=(start + lane)[None, :] < row_rank[:, None], other=0.0)
-                half = down.to(b.dtype.element_ty)
-                r = start + depth % step
-                index = 0
-                while index < number:
-                    member = index + depth // step
-                    slot = tl.load(active + 1 + member, mask=member < number, other=-1)
-                    mine = adapters[:, None] == slot[None, :]
-                    if tl.max(tl.max(mine.to(tl.int32), 1), 0) > 0:
-                        rank = tl.load(ranks + slot, mask=slot >= 0, other=0)
-                        up = tl.load(
-                            (b + slot.to(tl.int64) * (RANK * width) + r * width)[:, None] + columns[None, :],
-                            mask=(r < rank)[:, None] & inside[None, :],
-                            other=0.0,
-                        )
-                        spread = tl.broadcast_to(half[:, None, :], [rows.shape[0], together, step])
-                        spread = tl.reshape(spread, [rows.shape[0], together * step])
-                        acc = tl.dot(tl.where(mine, spread, 0.0), up, acc, input_precision=PRECISION)
-                    index += together
-                start += step
+    """acc plus B h of targets ``lowest`` … ``highest``, SLOTS slots and 16 ranks a turn; of the first target and the
+    first ranks the first ``done`` slots have been added already."""
+    member = tl.arange(0, SLOTS * _STEP) // _STEP
+    index = 0
+    while index < number:
+        live = index + member < number
+        slots = tl.load(lora.active + 1 + index + member, mask=live, other=0)
+        ranks = tl.load(lora.ranks + slots, mask=live, other=0)
+        # Of a prompt's tile all rows have one slot: most groups of slots have none of it, as a rule.
+        near = (adapters >= tl.min(tl.where(live, slots, 2**30), 0)) & (adapters <= tl.max(slots, 0))
+        used = tl.max(near.to(tl.int32), 0) * tl.max(ranks, 0)
+        start = 0
+        while start < used:
+            target = lowest
+            while target <= highest:
+                if (index >= done) | (start + target > lowest):
+                    own = inside & (_target_of(columns, LORA) == target)
+                    b = _load_b(lora, columns, own, width, slots, live & (start < ranks), start, LORA, SLOTS)
+                    hidden = _load_hidden(lora, rows, count, target, start, LORA)
+                    acc = _add(acc, lora, b, hidden, adapters, slots, ranks, start, SLOTS)
+                target += 1
+            start += _STEP
+        index += SLOTS
     return acc
 
 
 @triton.jit
+def adapters_ahead(lora, rows, columns, inside, first, count, width, split, LORA: tl.constexpr):
+    """Loads what lies still during a step and is most probably all that a tile needs: B of the first slots and of the
+    target that column ``first`` belongs to.
+
+    Args:
+        rows: [M] row of the batch; those >= count are padding.
+        columns: [N block] of the output, neighbours as the compiler sees them; [N block] ``inside`` those that exist,
+            ``first`` the first of them.
+        count: rows of the batch. width: N.
+        split: which of the programs that share this tile; the first adds the adapters.
+
+    Returns:
+        For add_adapters().
+    """
+    SLOTS: tl.constexpr = LORA[3]
+    member = tl.arange(0, SLOTS * _STEP) // _STEP
+    number = tl.load(lora.active, mask=split == 0, other=0)
+    slots = tl.load(lora.active + 1 + member)
+    adapters = tl.load(lora.row_adapters + rows, mask=rows < count, other=0)
+    live = member < number
+    ranks = tl.load(lora.ranks + slots, mask=live, other=0)
+    own = inside & (_target_of(columns, LORA) == _target_of(first, LORA))
+    return number, adapters, slots, ranks, _load_b(lora, columns, own, width, slots, live, 0, LORA, SLOTS)
+
+
+@triton.jit
+def hidden_ahead(lora, rows, first, count, LORA: tl.constexpr):
+    """Loads h of the target that column ``first`` belongs to, for add_adapters()."""
+    return _load_hidden(lora, rows, count, _target_of(first, LORA), 0, LORA)
+
+
+@triton.jit
+def add_adapters(
+    acc, ahead, hidden, lora, rows, columns, inside, first, last, count, width, LORA: tl.constexpr
+):  # fmt: skip
+    """Adds B h to a float32 tile of the output, columns first: [N block, M].
+
+    With a norm folded into the product, call it before the tile is multiplied by the row's 1/rms: h is without it.
+
+    Args:
+        ahead: of adapters_ahead(), called with the same rows, columns, inside.
+        hidden: of hidden_ahead(), called with the same rows, first.
+        first, last: of ``columns``, scalars.
+    """
+    SLOTS: tl.constexpr = LORA[3]
+    number, adapters, slots, ranks, b = ahead
+    if number > 0:
+        lowest = _target_of(first, LORA)
+        highest = _target_of(last, LORA)
+        acc = _add(acc, lora, b, hidden, adapters, slots, ranks, 0, SLOTS)
+        # More slots, higher ranks, or columns of more targets than one.
+        if (number > SLOTS) | (tl.max(ranks, 0) > _STEP) | (highest > lowest):
+            # Fewer at a time than before, where registers are as many as the product has left.
+            FEW: tl.constexpr = min(SLOTS, 4)
+            acc = _walk(
+                acc, SLOTS, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, FEW
+            )
+    return acc
+
+
+@triton.jit
+def adapters_of_row_ahead(lora, r, columns, inside, width, LORA: tl.constexpr):
+    """adapters_ahead() of a single row, for add_adapters_to_row()."""
+    RANK: tl.constexpr = LORA[1]
+    slot = tl.load(lora.row_adapters + r)
+    i = tl.arange(0, _STEP)
+    place = lora.b + slot.to(tl.int64) * (RANK * width) + i[:, None] * width + columns[None, :]
+    keep = (slot > 0) & (i < RANK)[:, None] & inside[None, :]
+    return slot, tl.load(lora.ranks + slot), tl.load(place, mask=keep, other=0.0)
+
+
+@triton.jit
+def hidden_of_row_ahead(lora, r, columns, inside, start, count, LORA: tl.constexpr):
+    """h of a single row, ranks ``start`` … of each column's target: [16, N block] of each split."""
+    ENDS: tl.constexpr = LORA[0]
+    RANK: tl.constexpr = LORA[1]
+    SPLITS: tl.constexpr = LORA[2]
+    i = start + tl.arange(0, _STEP)
+    width: tl.constexpr = len(ENDS) * RANK
+    place = r * width + _target_of(columns, LORA)[None, :] * RANK + i[:, None]
+    keep = inside[None, :] & (i < RANK)[:, None]
+    parts = ()
+    for split in tl.static_range(SPLITS):
+        parts = parts + (tl.load(lora.hidden + split * count * width + place, mask=keep, other=0.0),)  # noqa: RUF005
+    return parts
+
+
+@triton.jit
+def add_adapters_to_row(acc, ahead, hidden, lora, r, columns, inside, count, width, LORA: tl.constexpr):
+    """add_adapters() for a tile of one row [N block], without tensor cores."""
+    RANK: tl.constexpr = LORA[1]
+    SPLITS: tl.constexpr = LORA[2]
+    slot, rank, b = ahead
+    if slot > 0:
+        start = 0
+        while start < rank:
+            i = start + tl.arange(0, _STEP)
+            if start > 0:
+                hidden = hidden_of_row_ahead(lora, r, columns, inside, start, count, LORA)
+                place = lora.b + slot.to(tl.int64) * (RANK * width) + i[:, None] * width + columns[None, :]
+                b = tl.load(place, mask=inside[None, :] & (i < rank)[:, None], other=0.0)
+            h = hidden[0]
+            for split in tl.static_range(SPLITS - 1):
+                h += hidden[split + 1]
+            acc += tl.sum(tl.where((i < rank)[:, None], h * b.to(tl.float32), 0.0), axis=0)
+            start += _STEP
+    return acc
+
+
+@triton.jit(do_not_specialize=["count"])
 def _expand_kernel(
     out,
-    h,
-    b,
-    row_adapters,
-    active,
-    ranks,
+    lora,
     count,
     width,
     out_stride,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LORA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    inside = columns < width
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    adapters = tl.load(row_adapters + rows, mask=rows < count, other=0)
-    if tl.max(adapters, 0) == 0:
-        return
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    acc = expand_tile(
-        acc, rows, columns, h, b, row_adapters, active, ranks, count, width, ENDS, RANK, SPLITS, PRECISION
-    )
-    place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    keep = (adapters > 0)[:, None] & (columns < width)[None, :]
-    base = tl.load(place, mask=keep, other=0.0)
-    tl.store(place, (base.to(tl.float32) + acc).to(base.dtype), mask=keep)
-
-
-@triton.jit
-def _shrink_kernel(
-    x,
-    norm_weight,
-    h,
-    a,
-    row_adapters,
-    active,
-    ranks,
-    count,
-    x_stride,
-    K: tl.constexpr,
-    RANK: tl.constexpr,
-    TARGETS: tl.constexpr,
-    NORM: tl.constexpr,
-    K_SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # One program: one slot, BLOCK_M rows, BLOCK_R (target, rank) pairs, one stretch of K.
-    blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R
-    part, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    index = tl.program_id(1)
-    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Adapters and their rows lie still during a step: only x has to be waited for. A program without work waits as
-    # well: the kernel behind this one takes the end of this one for the end of the one ahead.
-    if PDL:
-        gdc_launch_dependents()
-    if index >= tl.load(active):
-        if PDL:
-            gdc_wait()
-        return
-    slot = tl.load(active + 1 + index)
-    rank = tl.load(ranks + slot)
-    if BLOCK_R <= RANK and RANK % BLOCK_R == 0 and (part * BLOCK_R) % RANK >= rank:
-        if PDL:
-            gdc_wait()
-        return
-    mine = (tl.load(row_adapters + rows, mask=rows < count, other=0) == slot) & (rows < count)
-    if tl.max(mine.to(tl.int32), 0) == 0:
-        if PDL:
-            gdc_wait()
-        return
-    pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
-    wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
-    slot_a = a + slot.to(tl.int64) * (TARGETS * RANK * K)
-    first = split * K_SPLIT
-    end = min(first + K_SPLIT, K)
-    k = first + tl.arange(0, BLOCK_K)
-    pair_a = slot_a + pairs[None, :] * K
-    down = tl.load(pair_a + k[:, None], mask=wanted[None, :] & (k < end)[:, None], other=0.0)
-    if PDL:
-        gdc_wait()
-    acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-    row_x = x + rows.to(tl.int64)[:, None] * x_stride
-    for _ in range(0, K_SPLIT, BLOCK_K):
-        value = tl.load(row_x + k[None, :], mask=mine[:, None] & (k < end)[None, :], other=0.0)
-        if NORM:
-            weight = tl.load(norm_weight + k, mask=k < end, other=0.0)
-            value = (value.to(tl.float32) * weight[None, :]).to(value.dtype)
-        acc = tl.dot(value, down, acc, input_precision=PRECISION)
-        k += BLOCK_K
-        down = tl.load(pair_a + k[:, None], mask=wanted[None, :] & (k < end)[:, None], other=0.0)
-    place = (split * count + rows)[:, None] * (TARGETS * RANK) + pairs[None, :]
-    tl.store(h + place, acc, mask=mine[:, None] & wanted[None, :])
-
-
-@triton.jit
-def _gather_kernel(
-    x,
-    norm_weight,
-    h,
-    a,
-    row_adapters,
-    ranks,
-    count,
-    x_stride,
-    K: tl.constexpr,
-    RANK: tl.constexpr,
-    TARGETS: tl.constexpr,
-    NORM: tl.constexpr,
-    K_SPLIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # One program: one row, BLOCK_R (target, rank) pairs, all of its stretch of K at once: every load is in flight
-    # before the first is used, and those of the adapter before the kernel ahead has ended.
-    blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R
-    part, split = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    row = tl.program_id(1)
-    # The product behind asks for its weights meanwhile; it reads nothing of this kernel before this one's end.
-    if PDL:
-        gdc_launch_dependents()
-    slot = tl.load(row_adapters + row)
-    rank = tl.load(ranks + slot)
-    pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
-    wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank) & (slot > 0)
-    k = split * K_SPLIT + tl.arange(0, BLOCK_K)
-    inside = k < min(split * K_SPLIT + K_SPLIT, K)
-    place = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[:, None] * K + k[None, :]
-    down = tl.load(place, mask=wanted[:, None] & inside[None, :], other=0.0)
-    if NORM:
-        weight = tl.load(norm_weight + k, mask=inside, other=0.0)
-    if PDL:
-        gdc_wait()
-    value = tl.load(x + row.to(tl.int64) * x_stride + k, mask=inside & (slot > 0), other=0.0)
-    if NORM:
-        value = (value.to(tl.float32) * weight).to(value.dtype)
-    acc = tl.sum(down.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
-    tl.store(h + (split * count + row) * (TARGETS * RANK) + pairs, acc, mask=wanted)
-
-
-@dataclass(frozen=True, slots=True)
-class ShrinkConfig:
-    """How shrink() cuts its work."""
-
-    block_m: int
-    """Rows of a program; 1: a kernel without tensor cores, a program a row."""
-    block_r: int
-    block_k: int
-    splits: int
-    warps: int
-    stages: int
+    adapters = tl.load(lora.row_adapters + rows, mask=rows < count, other=0)
+    if tl.max(adapters, 0) > 0:
+        lowest = _target_of(first, LORA)
+        highest = _target_of(tl.minimum(first + BLOCK_N, width) - 1, LORA)
+        number = tl.load(lora.active)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        acc = _walk(
+            acc, 0, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, LORA[3]
+        )
+        place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        keep = (adapters > 0)[:, None] & inside[None, :]
+        base = tl.load(place, mask=keep, other=0.0)
+        tl.store(place, (base.to(tl.float32) + tl.trans(acc)).to(base.dtype), mask=keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,108 +319,15 @@ class ExpandConfig:
     block_m: int
     block_n: int
     warps: int
-
-
-_INVARIANT = ShrinkConfig(64, 16, 128, 4, 4, 3)
-"""For any number of rows."""
-
-
-def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:
-    """The cut for x [rows, depth] and ``pairs`` = targets · max_rank. Few rows have nothing to be parallel in but
-    pairs and K; of many rows each program reads its own once for all pairs."""
-    if rows <= 16:
-        splits = 1 if depth <= 4096 else -(-depth // 4096)
-        block_k = triton.next_power_of_2(triton.cdiv(depth, splits))
-        return ShrinkConfig(1, 2 if pairs >= 64 else 1, block_k, splits, 4, 1)
-    if rows <= 64:
-        return ShrinkConfig(triton.next_power_of_2(rows), 16, 128, max(1, min(4, depth // 256)), 4, 3)
-    programs = triton.cdiv(rows, 64) * triton.cdiv(pairs, 64)
-    return ShrinkConfig(64, 64, 64, max(1, min(4, _PROGRAMS // programs)), 4, 3)
+    slots: int = 1
+    """Side by side, at most."""
 
 
 def expand_config(rows: int) -> ExpandConfig:
-    """Tiles of the output that fit the registers."""
+    """Tiles of the output that fit the registers. Few rows mix their slots, tiles of many mostly have one."""
     if rows <= 64:
-        return ExpandConfig(max(16, triton.next_power_of_2(rows)), 64, 4)
+        return ExpandConfig(max(16, triton.next_power_of_2(rows)), 64, 4, 8)
     return ExpandConfig(64, 128, 4)
-
-
-def shrink(
-    x: Tensor,
-    lora: LoraRows,
-    norm_weight: Tensor | None = None,
-    *,
-    config: ShrinkConfig | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """A x of every row's adapter.
-
-    Args:
-        x: [T, K], rows contiguous.
-        norm_weight: [K] float32: an RMSNorm's weight to multiply x by; its 1/rms is left to who uses h, because the
-            product that h goes into needs it too.
-
-    Returns:
-        [splits, T, targets * max_rank] float32, to be summed over splits. Only what expand reads is written: rows with
-        an adapter, up to its rank; the rest is not initialised.
-    """
-    rows, depth = x.shape
-    _, targets, rank, width = lora.a.shape
-    if width != depth or x.stride(1) != 1:
-        raise ValueError(f"x must be [T, {width}] with contiguous rows, got {list(x.shape)} strides {x.stride()}")
-    use = config or (_INVARIANT if lora.invariant else shrink_config(rows, depth, targets * rank))
-    h = torch.empty(use.splits, rows, targets * rank, dtype=torch.float32, device=x.device)
-    blocks = triton.cdiv(targets * rank, use.block_r)
-    if use.block_m == 1:
-        if use.block_k * use.splits < depth:
-            raise ValueError(f"{use.splits} splits of block_k {use.block_k} do not cover {depth} inputs")
-        _gather_kernel[blocks * use.splits, rows](
-            x,
-            norm_weight,
-            h,
-            lora.a,
-            lora.row_adapters,
-            lora.ranks,
-            rows,
-            x.stride(0),
-            K=depth,
-            RANK=rank,
-            TARGETS=targets,
-            NORM=norm_weight is not None,
-            K_SPLIT=triton.cdiv(triton.cdiv(depth, use.splits), 16) * 16,
-            BLOCK_R=use.block_r,
-            BLOCK_K=use.block_k,
-            PDL=pdl,
-            num_warps=use.warps,
-            launch_pdl=pdl,
-        )
-        return h
-    grid = (blocks * use.splits, max(1, min(lora.capacity, rows)), triton.cdiv(rows, use.block_m))
-    _shrink_kernel[grid](
-        x,
-        norm_weight,
-        h,
-        lora.a,
-        lora.row_adapters,
-        lora.active,
-        lora.ranks,
-        rows,
-        x.stride(0),
-        K=depth,
-        RANK=rank,
-        TARGETS=targets,
-        NORM=norm_weight is not None,
-        K_SPLIT=triton.cdiv(triton.cdiv(depth, use.splits), use.block_k) * use.block_k,
-        PRECISION=precision(x.dtype),
-        BLOCK_M=use.block_m,
-        BLOCK_R=use.block_r,
-        BLOCK_K=use.block_k,
-        PDL=pdl,
-        num_warps=use.warps,
-        num_stages=use.stages,
-        launch_pdl=pdl,
-    )
-    return h
 
 
 def expand_add(
@@ -409,33 +339,21 @@ def expand_add(
         h: what shrink() gave.
         out: [T, N], rows contiguous.
     """
-    splits, rows, _ = h.shape
-    rank, width = lora.b.shape[1:]
+    rows, width = h.shape[1], lora.b.shape[2]
     if out.shape != (rows, width) or out.stride(1) != 1:
         raise ValueError(f"out must be [{rows}, {width}] with contiguous rows, got {list(out.shape)}")
     use = config or expand_config(rows)
+    adapters = Adapters(h, lora.b, lora.row_adapters, lora.active, lora.ranks)
     _expand_kernel[triton.cdiv(width, use.block_n), triton.cdiv(rows, use.block_m)](
         out,
-        h,
-        lora.b,
-        lora.row_adapters,
-        lora.active,
-        lora.ranks,
+        adapters,
         rows,
         width,
         out.stride(0),
-        ENDS=lora.ends,
-        RANK=rank,
-        SPLITS=splits,
-        PRECISION=precision(lora.b.dtype),
+        LORA=shape_of(adapters, lora, use.slots),
         BLOCK_M=use.block_m,
         BLOCK_N=use.block_n,
         PDL=pdl,
         num_warps=use.warps,
         launch_pdl=pdl,
     )
-
-
-def precision(dtype: torch.dtype) -> str:
-    """tl.dot's input_precision: float32 is computed as such, not rounded to TF32."""
-    return "ieee" if dtype == torch.float32 else "tf32"

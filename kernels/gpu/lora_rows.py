@@ -35,7 +35,7 @@ class LoraRows:
     ends: tuple[int, ...]
     """One past the last column of each target, ascending; the last is N. Up to 4 targets."""
     ranks: Tensor
-    """[slots] int32: the largest rank of the slot's adapter; rows of a and b beyond it are not read."""
+    """[slots] int32: the largest rank of the slot's adapter; rows of a beyond it are not read, rows of b are zeros."""
     row_adapters: Tensor
     """[T] int32: slot of each row, 0 for none."""
     active: Tensor

@@ -14,15 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu.fp8 import quantize_rows
-from kernels.gpu.lora import LoraRows, shrink
+from kernels.gpu.lora import Adapters, LoraRows, shape_of
+from kernels.gpu.preparation import Rows, prepare
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
 from kernels.gpu.skinny_int4 import MAX_ROWS as INT4_VECTOR_ROWS
 from kernels.gpu.skinny_int4 import fixed_point, int4_vector_kernel
 from kernels.gpu.skinny_kernels import dot_kernel, vector_kernel
-from kernels.gpu.skinny_parts import Adapters
 from kernels.gpu.skinny_stream import stream_kernel
-from kernels.gpu.skinny_tma import normed, tile_descriptor, tma_kernel
+from kernels.gpu.skinny_tma import tile_descriptor, tma_kernel
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
 
 Weight = Tensor | Fp8Weight | Int4Weight
@@ -78,8 +77,9 @@ def skinny_linear(
 ) -> Tensor:
     """``activation(norm(x) Wᵀ + adapters) + residual``, sums in float32.
 
-    The norm is folded in: ``norm(x) Wᵀ = (x ∘ w) Wᵀ / sqrt(mean(x²) + eps)``, both sums in one pass; the tma variant
-    norms x first unless its config says otherwise, and in float8 quantizes it too. Nothing of the result depends on how
+    The norm is folded in: ``norm(x) Wᵀ = (x ∘ w) Wᵀ / sqrt(mean(x²) + eps)``, both sums in one pass; for the tma
+    variant, unless its config says otherwise, a kernel of its own makes x ∘ w and Σx² (`kernels.gpu.preparation`; in
+    float8 it quantizes too), the same that multiplies adapters' A with x. Nothing of the result depends on how
     programs are scheduled.
 
     Args:
@@ -119,34 +119,28 @@ def skinny_linear(
     chosen = config or choose(rows, outputs, inputs, kind, swiglu)
     if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")
-    x_scale = None
-    if chosen.variant == "tma":
-        if kind == "int4":
-            raise ValueError("skinny_linear: int4 has no tma variant")
-        if norm is not None and ((kind == "none" and not chosen.inside) or (kind == "fp8" and lora is not None)):
-            x, norm = normed(x, norm.weight, norm.eps, pdl=pdl), None
-    adapters = None if lora is None else _adapters(x, lora, norm, pdl)
-    if chosen.variant == "tma" and kind == "fp8":
-        (x, x_scale), norm = quantize_rows(x, *(() if norm is None else (norm.weight, norm.eps)), pdl=pdl), None
-    lora_shape: tuple[tuple[int, ...], int, int] = ((), 0, 0)
-    if lora is not None and adapters is not None:
-        lora_shape = (lora.ends, lora.b.shape[1], adapters.hidden.shape[0])
-    ends, rank, lora_splits = lora_shape
+    if chosen.variant == "tma" and kind == "int4":
+        raise ValueError("skinny_linear: int4 has no tma variant")
+    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    prepared = prepare(x, gain, rows=_rows_of(chosen, kind, gain), lora=lora, pdl=pdl)
+    adapters, shape = None, None
+    if lora is not None:
+        adapters = Adapters(prepared.hidden, lora.b, lora.row_adapters, lora.active, lora.ranks)
+        shape = shape_of(adapters, lora, chosen.slots)
+    if prepared.x is not x:
+        x, gain = prepared.x, None
     # What every variant is told.
     shared: dict[str, Any] = {
         "K": inputs,
         "BLOCK_N": chosen.block_n,
         "SWIGLU": swiglu,
-        "ENDS": ends,
-        "RANK": rank,
-        "LORA_SPLITS": lora_splits,
+        "LORA": shape,
         "INTERPRETED": triton.knobs.runtime.interpret,
         "PDL": pdl,
         "num_warps": chosen.warps,
         "launch_pdl": pdl,
     }
     values, scale, zero = _parts(weight)
-    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     residual_stride = 0 if residual is None else residual.stride(0)
     tiles = triton.cdiv(outputs, chosen.block_n)
     if chosen.variant == "vector" and isinstance(weight, Int4Weight):
@@ -232,7 +226,8 @@ def skinny_linear(
         raw = weight.values if isinstance(weight, Fp8Weight) else values
         tma_kernel[(tiles, chosen.splits, row_tiles)](
             tile_descriptor(x, block, chosen.block_k),
-            x_scale,
+            prepared.scale,
+            prepared.squares,
             tile_descriptor(raw, chosen.block_n // (2 if swiglu else 1), chosen.block_k),
             raw,
             scale,
@@ -296,6 +291,8 @@ def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return weight.packed, weight.scale, weight.zero
 
 
-def _adapters(x: Tensor, lora: LoraRows, norm: Norm | None, pdl: bool) -> Adapters:
-    hidden = shrink(x, lora, None if norm is None else norm.weight, pdl=pdl)
-    return Adapters(hidden, lora.b, lora.row_adapters, lora.active, lora.ranks)
+def _rows_of(config: SkinnyConfig, kind: Kind, gain: Tensor | None) -> Rows:
+    """The form of x that a variant multiplies."""
+    if config.variant != "tma" or (kind == "none" and (gain is None or config.inside)):
+        return "as they are"
+    return "float8" if kind == "fp8" else "weighted"

@@ -35,14 +35,16 @@ class SkinnyConfig:
     the tile that many tiles further on (not int4)."""
 
     inside: bool = False
-    """Whether x goes through its norm in the product and not in a kernel before it (tma, not fp8)."""
+    """Whether x is multiplied with its norm's weight in the product and not in a kernel before it (tma, not fp8)."""
     stagger: bool = False
     """Whether programs begin at different columns (tma)."""
+    slots: int = 8
+    """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
 
     def __post_init__(self) -> None:
-        sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1)
+        sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
-            raise ValueError(f"block sizes, warps and prefetch are powers of two, stages and splits at least 1: {self}")
+            raise ValueError(f"block sizes, warps, prefetch and slots are powers of two, stages and splits at least 1: {self}")
         if self.variant not in ("dot", "tma") and self.splits > 1:
             raise ValueError("only the dot and tma variants split K between programs")
 
@@ -80,15 +82,15 @@ def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
 def invariant() -> tuple[SkinnyConfig, int]:
     """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
-    return SkinnyConfig("dot", 64, 128, warps=4, stages=3), 64
+    return SkinnyConfig("dot", 64, 128, warps=4, stages=3, slots=4), 64
 
 
 _Measured = tuple[tuple[int, SkinnyConfig], ...]
 """Ascending: most rows, and the variant up to there. More than the last go to the plain product."""
 
 
-def _tma(block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0) -> SkinnyConfig:
-    return SkinnyConfig("tma", block_n, block_k, 4, stages, splits, prefetch)
+def _tma(block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0, slots: int = 8) -> SkinnyConfig:
+    return SkinnyConfig("tma", block_n, block_k, 4, stages, splits, prefetch, slots=slots)
 
 
 _FEW_IN_FP8 = SkinnyConfig("stream", 16, 512, 4, 3)
@@ -126,7 +128,7 @@ _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
     # 279; 305 (317)
     ("none", 248320, 2560): ((1, SkinnyConfig("vector", 8, 512, 2)), (16, _tma(128, 128, 3))),
     # 15.3; 21.2 at 8 rows; 18.5
-    ("fp8", 18432, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(128, 128, 4))),
+    ("fp8", 18432, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(128, 128, 4, slots=4))),
     # 8.2; 13.0 at 8 rows; 20.5
     ("fp8", 2560, 9216): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 128, 8, 3))),
     # 10.9; 15.7 at 8 rows; 27.8*

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.skinny_parts import GROUP, INT4, finish, weight_rows
+from kernels.gpu.lora import adapters_of_row_ahead, add_adapters_to_row, hidden_of_row_ahead
+from kernels.gpu.skinny_parts import GROUP, finish, tile_columns, weight_rows
 
 MAX_ROWS = 4
 """Each row of x costs as many products again; from here on tensor cores are ahead."""
@@ -120,9 +121,7 @@ def int4_vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SWIGLU: tl.constexpr,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
+    LORA: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -139,7 +138,7 @@ def int4_vector_kernel(
         gdc_launch_dependents()
     held = ()
     for piece in tl.static_range(pieces):
-        piece_row, _ = weight_rows(tl.program_id(0) * pieces + piece, N, _ROWS, SWIGLU)
+        piece_row = weight_rows(tl.program_id(0) * pieces + piece, N, _ROWS, SWIGLU)
         for turn in tl.static_range(turns):
             # Past the last group x is zero and the weight is of some group that exists.
             begin = turn * BLOCK_G if whole else tl.where(g + turn * BLOCK_G < groups, turn * BLOCK_G, groups - 1 - g)
@@ -149,10 +148,10 @@ def int4_vector_kernel(
         gdc_wait()
     # Not unrolled, nothing moved out of the loop: masked words of all rows at once would not fit the registers.
     for r in tl.range(0, ROWS, loop_unroll_factor=1, disable_licm=True):
-        squares = tl.zeros((1,), tl.float32)
+        squares = None
         if norm is not None:
             i = tl.arange(0, triton.next_power_of_2(groups))
-            squares += tl.sum(tl.load(x.squares + r * groups + i, mask=i < groups, other=0.0), axis=0, keep_dims=True)
+            squares = tl.sum(tl.load(x.squares + r * groups + i, mask=i < groups, other=0.0), axis=0, keep_dims=True)
         accs = ()
         for _ in tl.static_range(pieces):
             accs = accs + (tl.zeros((BLOCK_G, _ROWS, 4), tl.float32),)  # noqa: RUF005
@@ -166,7 +165,7 @@ def int4_vector_kernel(
             less = tl.load(x.sums + (r * groups + g + step) * 4 + quarter)
             sums = ()
             for piece in tl.static_range(pieces):
-                row, _ = weight_rows(tl.program_id(0) * pieces + piece, N, _ROWS, SWIGLU)
+                row = weight_rows(tl.program_id(0) * pieces + piece, N, _ROWS, SWIGLU)
                 w = held[piece * turns + turn]
                 first = w & 0x0F0F0F0F
                 second = (w >> 4) & 0x0F0F0F0F
@@ -181,30 +180,26 @@ def int4_vector_kernel(
             accs = sums
         for piece in tl.static_range(pieces):
             tile = tl.program_id(0) * pieces + piece
-            row, inside = weight_rows(tile, N, _ROWS, SWIGLU)
+            total = tl.sum(tl.sum(accs[piece], axis=2), axis=0)
+            if lora is not None:
+                columns, inside, _, _ = tile_columns(tile, N, _ROWS, SWIGLU)
+                ahead = adapters_of_row_ahead(lora, r, columns, inside, N, LORA)
+                hidden = hidden_of_row_ahead(lora, r, columns, inside, 0, ROWS, LORA)
+                total = add_adapters_to_row(total, ahead, hidden, lora, r, columns, inside, ROWS, N, LORA)
             finish(
-                tl.sum(tl.sum(accs[piece], axis=2), axis=0)[None, :],
+                total[None, :],
                 squares,
                 tile,
-                row,
-                inside,
                 r + tl.arange(0, 1),
                 ROWS,
                 N,
-                scale,
-                norm,
-                lora,
                 residual,
                 out,
                 eps,
                 residual_stride,
                 out_stride,
                 K,
-                INT4,
                 _ROWS,
                 1,
                 SWIGLU,
-                ENDS,
-                RANK,
-                LORA_SPLITS,
             )

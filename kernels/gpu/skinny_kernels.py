@@ -14,6 +14,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.lora import (
+    adapters_ahead,
+    adapters_of_row_ahead,
+    add_adapters,
+    add_adapters_to_row,
+    hidden_ahead,
+    hidden_of_row_ahead,
+)
 from kernels.gpu.skinny_parts import (
     DENSE,
     FP8,
@@ -22,6 +30,7 @@ from kernels.gpu.skinny_parts import (
     finish,
     prefetch_rows,
     prefetch_tile,
+    tile_columns,
     unpack,
     unpack_to_float,
     weight_rows,
@@ -49,15 +58,14 @@ def vector_kernel(
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
+    LORA: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_N rows of the weight, all of K held in registers, against each row of x in turn."""
     tile = tl.program_id(0)
-    row, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    row = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    columns, inside, _, _ = tile_columns(tile, N, BLOCK_N, SWIGLU)
     # Numbers of a word, and how far apart in K they are.
     parts: tl.constexpr = 2 if KIND == FP8 else 1
     words: tl.constexpr = BLOCK_K // parts
@@ -77,11 +85,18 @@ def vector_kernel(
         else:
             tail = (chunk * words + c < K // parts)[None, :]
             held = held + (tl.load(w_base + chunk * words, mask=tail, other=0, eviction_policy="evict_first"),)  # noqa: RUF005
+    ahead, hidden = (), ()
+    if lora is not None:
+        for r in tl.static_range(ROWS):
+            ahead = ahead + (adapters_of_row_ahead(lora, r, columns, inside, N, LORA),)  # noqa: RUF005
     if PDL:
         if PREFETCH > 0:
             size: tl.constexpr = 1 if KIND == FP8 else 2
             prefetch_tile(weight, tile + PREFETCH, tl.num_programs(0), N, K * size, BLOCK_N, SWIGLU)
         gdc_wait()
+    if lora is not None:
+        for r in tl.static_range(ROWS):
+            hidden = hidden + (hidden_of_row_ahead(lora, r, columns, inside, 0, ROWS, LORA),)  # noqa: RUF005
     for r in tl.static_range(ROWS):
         acc = tl.zeros((BLOCK_N, sums), tl.float32)
         squares = tl.zeros((sums,), tl.float32)
@@ -94,31 +109,27 @@ def vector_kernel(
                     value *= tl.load(norm + at, mask=at < K, other=0.0)
                 w = unpack_to_float(held[chunk], part, INTERPRETED) if KIND == FP8 else held[chunk].to(tl.float32)
                 acc += tl.sum(tl.reshape(w * value[None, :], [BLOCK_N, sums, 8]), axis=2)
+        total = tl.sum(acc, axis=1)
+        if KIND == FP8:
+            total *= tl.load(scale + row)
+        if lora is not None:
+            total = add_adapters_to_row(total, ahead[r], hidden[r], lora, r, columns, inside, ROWS, N, LORA)
         finish(
-            tl.sum(acc, axis=1)[None, :],
-            tl.sum(squares, axis=0, keep_dims=True),
+            total[None, :],
+            tl.sum(squares, axis=0, keep_dims=True) if norm is not None else None,
             tile,
-            row,
-            inside,
             r + tl.arange(0, 1),
             ROWS,
             N,
-            scale,
-            norm,
-            lora,
             residual,
             out,
             eps,
             residual_stride,
             out_stride,
             K,
-            KIND,
             BLOCK_N,
             1,
             SWIGLU,
-            ENDS,
-            RANK,
-            LORA_SPLITS,
         )
 
 
@@ -217,16 +228,15 @@ def dot_kernel(
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
+    LORA: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_N rows of the weight, a SPLITS-th of K, BLOCK_M rows of x."""
     tile = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    row = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    columns, inside, low, high = tile_columns(tile, N, BLOCK_N, SWIGLU)
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     share: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     split = tl.program_id(1)
@@ -242,11 +252,20 @@ def dot_kernel(
             else:
                 size: tl.constexpr = 1 if KIND == FP8 else 2
                 prefetch_rows(weight, row, first * BLOCK_K * size, PREFETCH, K * size)
+    if lora is not None:
+        ahead = adapters_ahead(lora, m, columns, inside, low, M, N, split, LORA)
+    if PDL:
         gdc_wait()
+    if lora is not None:
+        hidden = hidden_ahead(lora, m, low, M, LORA)
     acc, squares = _product(
         x, weight, scale, zero, norm, row, m, M, N, first, x_stride,
         K, KIND, BLOCK_M, BLOCK_N, BLOCK_K, share, even, STAGES, INTERPRETED,
     )  # fmt: skip
+    if KIND == FP8:
+        acc *= tl.load(scale + row)[:, None]
+    if lora is not None:
+        acc = add_adapters(acc, ahead, hidden, lora, m, columns, inside, low, high, M, N, LORA)
     mine = True
     if SPLITS > 1:
         # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
@@ -270,27 +289,18 @@ def dot_kernel(
     if mine:
         finish(
             tl.trans(acc),
-            squares,
+            squares if norm is not None else None,
             tile,
-            row,
-            inside,
             m,
             M,
             N,
-            scale,
-            norm,
-            lora,
             residual,
             out,
             eps,
             residual_stride,
             out_stride,
             K,
-            KIND,
             BLOCK_N,
             BLOCK_M,
             SWIGLU,
-            ENDS,
-            RANK,
-            LORA_SPLITS,
         )

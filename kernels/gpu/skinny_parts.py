@@ -6,12 +6,8 @@ everything that follows the product."""
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-
-from kernels.gpu.lora import expand_tile
 
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -20,19 +16,6 @@ GROUP = tl.constexpr(128)
 """Inputs that share a scale in int4."""
 _LINE = tl.constexpr(128)
 """Bytes of a cache line of L2."""
-
-
-class Adapters(NamedTuple):
-    """The low-rank additions of a step, as a kernel takes them: the tensors of kernels.gpu.lora.LoraRows and what
-    shrink() made of x."""
-
-    hidden: Any
-    """[splits, T, targets · R] float32."""
-    b: Any
-    """[slots, R, N]."""
-    row_adapters: Any
-    active: Any
-    ranks: Any
 
 
 @triton.jit
@@ -48,11 +31,23 @@ def row_of(i, tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
 
 @triton.jit
 def weight_rows(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
-    """All rows of a program's tile [BLOCK_N], and which of them exist."""
+    """All rows of a program's tile [BLOCK_N], those that do not exist clamped to the matrix."""
+    return row_of(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, SWIGLU)
+
+
+@triton.jit
+def tile_columns(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """The same as columns of the output before the activation, as the compiler sees neighbours in them: not clamped;
+    which of them exist, and the first and the last of those."""
     i = tl.arange(0, BLOCK_N)
-    row = row_of(i, tile, N, BLOCK_N, SWIGLU)
-    inside = tile * (BLOCK_N // 2) + i % (BLOCK_N // 2) < N // 2 if SWIGLU else tile * BLOCK_N + i < N
-    return row, inside
+    if SWIGLU:
+        half: tl.constexpr = BLOCK_N // 2
+        first = tile * half
+        inside = first + i % half < N // 2
+        return first + i % half + (i // half) * (N // 2), inside, first, N // 2 + tl.minimum(first + half, N // 2) - 1
+    else:  # noqa: RET505
+        first = tile * BLOCK_N
+        return first + i, first + i < N, first, tl.minimum(first + BLOCK_N, N) - 1
 
 
 @triton.jit
@@ -77,7 +72,7 @@ def prefetch_tile(weight, tile, tiles, N, ROW_BYTES: tl.constexpr, BLOCK_N: tl.c
     """Asks L2 for all of a later tile. While the kernel ahead ends, programs that hold their weights already wait for
     x: memory would be idle."""
     if tile < tiles:
-        row, _ = weight_rows(tile, N, BLOCK_N, SWIGLU)
+        row = weight_rows(tile, N, BLOCK_N, SWIGLU)
         lines: tl.constexpr = (ROW_BYTES + _LINE - 1) // _LINE
         line = tl.minimum(tl.arange(0, triton.next_power_of_2(lines)), lines - 1) * _LINE
         base = weight.to(tl.pointer_type(tl.int8)) + row.to(tl.int64)[:, None] * ROW_BYTES
@@ -154,72 +149,26 @@ def unpack_to_float(words, PART: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _add_one_row(acc, r, columns, lora, N, ENDS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, ROWS):
-    """acc [1, BLOCK_N] plus the adapter of row r, without tensor cores."""
-    slot = tl.load(lora.row_adapters + r)
-    if slot > 0:
-        targets: tl.constexpr = len(ENDS)
-        rank = tl.load(lora.ranks + slot)
-        target = tl.zeros_like(columns)
-        for t in tl.static_range(targets - 1):
-            target += (columns >= ENDS[t]).to(tl.int32)
-        start = 0
-        while start < rank:
-            i = start + tl.arange(0, 16)
-            keep = (i < rank)[:, None] & (columns < N)[None, :]
-            down = tl.zeros((16, columns.shape[0]), tl.float32)
-            for split in tl.static_range(SPLITS):
-                place = (split * ROWS + r) * (targets * RANK) + target[None, :] * RANK + i[:, None]
-                down += tl.load(lora.hidden + place, mask=keep, other=0.0)
-            up = tl.load(
-                lora.b + slot.to(tl.int64) * (RANK * N) + i[:, None] * N + columns[None, :], mask=keep, other=0.0
-            )
-            acc += tl.sum(down * up.to(tl.float32), axis=0)[None, :]
-            start += 16
-    return acc
-
-
-@triton.jit
 def finish(
     acc,
     squares,
     tile,
-    row,
-    inside,
     m,
     M,
     N,
-    scale,
-    norm,
-    lora,
     residual,
     out,
     eps,
     residual_stride,
     out_stride,
     K: tl.constexpr,
-    KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SWIGLU: tl.constexpr,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
-    """What follows the product acc [BLOCK_M, BLOCK_N]: scales of the weight's rows, adapters, the norm's scale (from
-    the sums of squares [BLOCK_M]), activation, residual, store."""
-    if KIND == FP8:
-        acc = acc * tl.load(scale + row)[None, :]
-    if lora is not None:
-        if BLOCK_M == 1:
-            acc = _add_one_row(acc, tl.sum(m, axis=0), row, lora, N, ENDS, RANK, SPLITS, M)
-        else:
-            half_type: tl.constexpr = lora.b.dtype.element_ty
-            acc = expand_tile(
-                acc, m, row, lora.hidden, lora.b, lora.row_adapters, lora.active, lora.ranks, M, N,
-                ENDS, RANK, SPLITS, "ieee" if half_type == tl.float32 else "tf32",
-            )  # fmt: skip
-    if norm is not None:
+    """What follows the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares
+    [BLOCK_M]; None: no norm), activation, residual, store."""
+    if squares is not None:
         acc = acc * (1.0 / tl.sqrt(squares / K + eps))[:, None]
     if SWIGLU:
         half: tl.constexpr = BLOCK_N // 2
@@ -228,8 +177,9 @@ def finish(
         column = tile * half + tl.arange(0, half)
         inside = column < N // 2
     else:
-        # Not ``row``: the compiler does not see neighbours in what is clamped, and would store number by number.
+        # Not weight_rows(): the compiler does not see neighbours in what is clamped, and would store number by number.
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = column < N
     keep = (m < M)[:, None] & inside[None, :]
     if residual is not None:
         source = residual + m.to(tl.int64)[:, None] * residual_stride + column[None, :]

@@ -16,7 +16,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.skinny_parts import DENSE, FP8, GROUP, INT4, finish, prefetch_tile, row_of, unpack, weight_rows
+from kernels.gpu.lora import adapters_ahead, add_adapters, hidden_ahead
+from kernels.gpu.skinny_parts import (
+    DENSE,
+    FP8,
+    GROUP,
+    INT4,
+    finish,
+    prefetch_tile,
+    row_of,
+    tile_columns,
+    unpack,
+    weight_rows,
+)
 
 
 @triton.jit
@@ -57,9 +69,7 @@ def stream_kernel(
     AHEAD: tl.constexpr,
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
+    LORA: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -89,11 +99,17 @@ def stream_kernel(
     for s in tl.static_range(AHEAD):
         if s < steps:
             held = held + (_load_words(weight, at, k, N, s, K, KIND, words, even),)  # noqa: RUF005
+    columns, inside, first, last = tile_columns(tile, N, BLOCK_N, SWIGLU)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if lora is not None:
+        ahead = adapters_ahead(lora, rows, columns, inside, first, M, N, 0, LORA)
     if PDL:
         if PREFETCH > 0 and KIND != INT4:
             size: tl.constexpr = 1 if KIND == FP8 else 2
             prefetch_tile(weight, tile + PREFETCH, tl.num_programs(0), N, K * size, BLOCK_N, SWIGLU)
         gdc_wait()
+    if lora is not None:
+        hidden = hidden_ahead(lora, rows, first, M, LORA)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((8, blocks, wide, 4), tl.float32)
     x_base = x + m.to(tl.int64) * x_stride
@@ -122,31 +138,25 @@ def stream_kernel(
             right = tl.reshape(value, [8, turns, WARPS, wide, 4, 2, 2, 2])
             right = tl.reshape(tl.permute(right, [2, 1, 5, 6, 4, 7, 3, 0]), [WARPS, turns * 32, BLOCK_M])
             acc = tl.dot(left, right, acc, input_precision="ieee")
-    total = tl.sum(tl.sum(squares, axis=3), axis=1)
-    rows, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    total = tl.sum(acc, axis=0)
+    if KIND == FP8:
+        total *= tl.load(scale + weight_rows(tile, N, BLOCK_N, SWIGLU))[:, None]
+    if lora is not None:
+        total = add_adapters(total, ahead, hidden, lora, rows, columns, inside, first, last, M, N, LORA)
     finish(
-        tl.trans(tl.sum(acc, axis=0)),
-        tl.reshape(tl.trans(total), [BLOCK_M]),
+        tl.trans(total),
+        tl.reshape(tl.trans(tl.sum(tl.sum(squares, axis=3), axis=1)), [BLOCK_M]) if norm is not None else None,
         tile,
         rows,
-        inside,
-        tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M),
         M,
         N,
-        scale,
-        norm,
-        lora,
         residual,
         out,
         eps,
         residual_stride,
         out_stride,
         K,
-        KIND,
         BLOCK_N,
         BLOCK_M,
         SWIGLU,
-        ENDS,
-        RANK,
-        LORA_SPLITS,
     )

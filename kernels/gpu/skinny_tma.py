@@ -2,8 +2,8 @@
 and from there to the tensor cores (wgmma), and no thread touches them.
 
 A row of the weight is a row of the accumulator, the rows of x are its columns. x comes in the form that is multiplied:
-normed, and in float8 where the weight is (`normed`, kernels.gpu.fp8); or its norm is folded in, through registers. All
-programs are resident at once, each with many tiles on their way, so memory decides how fast each gets on, and it does
+times its norm's weight, and in float8 where the weight is (kernels.gpu.preparation), its sums of squares beside it; or
+its norm is folded in, through registers. All programs are resident at once, each with many tiles on their way, so memory decides how fast each gets on, and it does
 not matter that some multiprocessors have more programs than others.
 """
 
@@ -19,32 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.lora import adapters_ahead, add_adapters, hidden_ahead
 from kernels.gpu.skinny_parts import FP8, finish, prefetch_rows, weight_rows
-
-
-@triton.jit
-def norm_kernel(
-    x,
-    norm,
-    out,
-    eps,
-    x_stride,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program: a row of x through its norm, into contiguous rows. Lets the product start before x is there, so that
-    it asks for its weights in the meantime."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-    gain = tl.load(norm + k, mask=k < K, other=0.0)
-    if PDL:
-        gdc_wait()
-    value = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / K + eps)
-    tl.store(out + row * K + k, (value * inverse * gain).to(out.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -75,6 +51,7 @@ def _columns(x, norm, m0, k, squares, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def tma_kernel(
     x,
     x_scale,
+    x_squares,
     weight,
     values,
     scale,
@@ -99,9 +76,7 @@ def tma_kernel(
     STAGGER: tl.constexpr,
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
-    ENDS: tl.constexpr,
-    RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
+    LORA: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -109,7 +84,7 @@ def tma_kernel(
     x. ``x`` and ``weight`` are descriptors of tiles of BLOCK_K columns, ``values`` is the weight itself."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    row, inside = weight_rows(tile, N, BLOCK_N, SWIGLU)
+    row = weight_rows(tile, N, BLOCK_N, SWIGLU)
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     share: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     high: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
@@ -122,9 +97,26 @@ def tma_kernel(
         if PREFETCH > 0:
             size: tl.constexpr = 1 if KIND == FP8 else 2
             prefetch_rows(values, row, (first + turn) * BLOCK_K * size, PREFETCH, K * size)
-        gdc_wait()
     m0 = tl.program_id(2) * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
     n0 = tile * high
+    column = n0 + tl.arange(0, high)
+    end = N // 2 if SWIGLU else N
+    if lora is not None:
+        ahead = adapters_ahead(lora, m, column, column < end, n0, M, N, split, LORA)
+        if SWIGLU:
+            other_ahead = adapters_ahead(lora, m, column + end, column < end, n0 + end, M, N, split, LORA)
+    if PDL:
+        gdc_wait()
+    if x_squares is not None:
+        given_squares = tl.load(x_squares + m, mask=m < M, other=1.0)
+    if KIND == FP8:
+        factor = tl.load(x_scale + m, mask=m < M, other=0.0)
+    if lora is not None:
+        hidden = hidden_ahead(lora, m, n0, M, LORA)
+        if SWIGLU:
+            other_hidden = hidden_ahead(lora, m, n0 + end, M, LORA)
+    last = tl.minimum(n0 + high, end) - 1
     acc = tl.zeros((high, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     if SWIGLU:
@@ -136,17 +128,30 @@ def tma_kernel(
             right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
             acc = _dot(gate, right, acc, INTERPRETED, promote)
             other = _dot(up, right, other, INTERPRETED, promote)
-        # [BLOCK_M, gate rows | up rows], as finish() wants them.
-        both = tl.permute(tl.join(tl.trans(acc), tl.trans(other)), [0, 2, 1])
-        total = tl.reshape(both, [BLOCK_M, BLOCK_N])
+        if KIND == FP8:
+            other *= tl.load(scale + end + tl.minimum(column, end - 1))[:, None]
+            other *= factor[None, :]
+        if lora is not None:
+            other = add_adapters(
+                other, other_ahead, other_hidden, lora, m, column + end, column < end, n0 + end, last + end, M, N, LORA
+            )
     else:
         for step in tl.range(0, share, num_stages=STAGES):
             k = (first + (step + turn) % share if STAGGER else first + step) * BLOCK_K
             left = weight.load([n0, k])
             right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
             acc = _dot(left, right, acc, INTERPRETED, promote)
+    if KIND == FP8:
+        acc *= tl.load(scale + tl.minimum(column, end - 1))[:, None]
+        acc *= factor[None, :]
+    if lora is not None:
+        acc = add_adapters(acc, ahead, hidden, lora, m, column, column < end, n0, last, M, N, LORA)
+    if SWIGLU:
+        # [BLOCK_M, gate rows | up rows], as finish() wants them.
+        both = tl.permute(tl.join(tl.trans(acc), tl.trans(other)), [0, 2, 1])
+        total = tl.reshape(both, [BLOCK_M, BLOCK_N])
+    else:
         total = tl.trans(acc)
-    m = m0 + tl.arange(0, BLOCK_M)
     squares = tl.sum(squares, axis=1)
     mine = True
     if SPLITS > 1:
@@ -173,24 +178,23 @@ def tma_kernel(
                     squares += tl.load(base + s * area + j, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:
-        if KIND == FP8:
-            total *= tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
         finish(
-            total, squares, tile, row, inside, m, M, N, scale, norm, lora, residual, out, eps, residual_stride,
-            out_stride, K, KIND, BLOCK_N, BLOCK_M, SWIGLU, ENDS, RANK, LORA_SPLITS,
-        )  # fmt: skip
-
-
-def normed(x: Tensor, weight: Tensor, eps: float, *, pdl: bool) -> Tensor:
-    """``x / sqrt(mean(x²) + eps) · weight`` [M, K] in x's dtype. Reference: `kernels.rms_norm.rms_norm`."""
-    rows, inputs = x.shape
-    out = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(inputs)
-    warps = max(1, min(16, block // 256))
-    norm_kernel[(rows,)](
-        x, weight, out, eps, x.stride(0), K=inputs, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
-    )
-    return out
+            total,
+            given_squares if x_squares is not None else squares if norm is not None else None,
+            tile,
+            m,
+            M,
+            N,
+            residual,
+            out,
+            eps,
+            residual_stride,
+            out_stride,
+            K,
+            BLOCK_N,
+            BLOCK_M,
+            SWIGLU,
+        )
 
 
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

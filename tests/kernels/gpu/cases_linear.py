@@ -48,5 +48,5 @@ def launches() -> None:
         gate_up = weight("int4", 2 * INTERMEDIATE, HIDDEN)
         skinny_linear(rows(count, HIDDEN), gate_up, norm=norm, swiglu=True, config=whole, pdl=True)
     dequantize(weight("int4", HIDDEN, INTERMEDIATE), torch.bfloat16)  # type: ignore[arg-type]
-    values, scale = quantize_rows(rows(512, HIDDEN), norm.weight, norm.eps, pdl=True)
+    values, scale = quantize_rows(rows(512, HIDDEN), pdl=True)
     fp8_linear(values, scale, weight("fp8", 2 * INTERMEDIATE, HIDDEN), pdl=True)  # type: ignore[arg-type]

@@ -1,10 +1,13 @@
-"""The launches of kernels/gpu/lora.py at the shapes of Qwen3.5-4B, for tests.kernels.hopper."""
+"""Adapters at the shapes of Qwen3.5-4B, alone and within products, for tests.kernels.hopper."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.gpu.lora import LoraRows, expand_add, shrink
+from kernels.gpu.skinny import Norm, skinny_linear
+from kernels.gpu.skinny_configs import SkinnyConfig
+from tests.kernels.gpu.cases_linear import weight
 
 GROUPS = {
     "in, DeltaNet": (2560, (8192, 12288, 12320, 12352)),
@@ -16,7 +19,7 @@ GROUPS = {
 """Input width and ends of the targets."""
 
 
-def rows_of(group: str, rows: int, *, slots: int = 9, rank: int = 16) -> LoraRows:
+def rows_of(group: str, rows: int, *, slots: int = 10, rank: int = 32) -> LoraRows:
     """Empty adapters of a group."""
     depth, ends = GROUPS[group]
     return LoraRows(
@@ -25,7 +28,24 @@ def rows_of(group: str, rows: int, *, slots: int = 9, rank: int = 16) -> LoraRow
         ends,
         torch.empty(slots, dtype=torch.int32),
         torch.empty(rows, dtype=torch.int32),
-        torch.empty(slots, dtype=torch.int32),
+        torch.empty(1 + min(rows, slots), dtype=torch.int32),
+    )
+
+
+def linear(group: str, rows: int, kind: str = "none", config: SkinnyConfig | None = None) -> None:
+    """A product with adapters as the engine launches it."""
+    depth, ends = GROUPS[group]
+    x = torch.empty(rows, depth, dtype=torch.bfloat16)
+    normed = group not in ("out", "down")
+    skinny_linear(
+        x,
+        weight(kind, ends[-1], depth),
+        norm=Norm(torch.empty(depth), 1e-6) if normed else None,
+        residual=None if normed else torch.empty(rows, ends[-1], dtype=torch.bfloat16),
+        swiglu=group == "gate_up",
+        lora=rows_of(group, rows),
+        config=config,
+        pdl=True,
     )
 
 
@@ -34,6 +54,14 @@ def launches() -> None:
         for rows in (1, 64, 512, 8192):
             lora = rows_of(group, rows)
             x = torch.empty(rows, depth, dtype=torch.bfloat16)
-            norm = torch.empty(depth) if group in ("in, DeltaNet", "gate_up") and rows <= 64 else None
-            h = shrink(x, lora, norm, pdl=rows <= 64)
+            h = shrink(x, lora, pdl=rows <= 64)
             expand_add(h, lora, torch.empty(rows, ends[-1], dtype=torch.bfloat16), pdl=rows <= 64)
+    for group in ("in, DeltaNet", "out", "gate_up", "down"):
+        for rows in (1, 8, 64):
+            linear(group, rows)
+        linear(group, 1, "fp8")
+    linear("out", 8, "fp8")
+    linear("down", 8, "fp8")
+    linear("down", 64, config=SkinnyConfig("dot", 64, 128, 4, 3, slots=4))
+    linear("gate_up", 64, "fp8")
+    linear("down", 1, "int4", SkinnyConfig("vector", 8, 512, 4))

@@ -23,14 +23,6 @@ def test_rows_are_scaled_rounded_and_paired(device: torch.device, dtype: torch.d
     assert (error <= x.float().abs() * 1.01 * 2**-4 + scale[:, None] * 2**-9).all()
 
 
-def test_a_norm_comes_first(device: torch.device) -> None:
-    x, weight = torch.randn(3, 256, device=device), torch.rand(256, device=device) + 0.5
-    normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-    values, scale = quantize_rows(x, weight, 1e-6)
-    torch.testing.assert_close(scale, normed.abs().amax(1) / 448, rtol=1e-5, atol=0)
-    torch.testing.assert_close(unpair(values.float()) * scale[:, None], normed, rtol=2**-4, atol=1e-2)
-
-
 @pytest.mark.parametrize("rows", [1, 70, 200])
 def test_product(device: torch.device, rows: int) -> None:
     x = torch.randn(rows, 256, device=device)
