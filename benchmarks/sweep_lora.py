@@ -1,35 +1,94 @@
-"""Times every sensible cut of the adapter kernels at the 4B shape: `python -m benchmarks.sweep_lora [--out DIR]`.
+"""What adapters cost a product, and every sensible cut of their kernels, at the 4B shape:
+`python -m benchmarks.sweep_lora [--parts pairs,shrink,expand] [--seconds N] --out FILE`.
 
-Fills shrink_config() and expand_config() of kernels/gpu/lora.py. 8 adapters of rank 16, row i uses adapter i mod 8.
+8 adapters of rank 16, row i uses adapter i mod 8. "pairs": a product with all that the engine launches for it, in
+bfloat16, without adapters and with them. "shrink" and "expand" fill shrink_config() and expand_config().
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
-import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.environment import environment
-from benchmarks.kernel_linear import MATRICES, make_lora
-from benchmarks.kernel_timing import Tensors, microseconds
-from benchmarks.precompile import precompile
-from kernels.gpu.lora_rows import LoraRows
+from benchmarks.graph_timing import graph_times
+from benchmarks.kernel_linear import EPS, MATRICES, make_lora, weight_bytes
+from benchmarks.kernel_timing import Tensors
+from benchmarks.launches import NoProducts, one_share
+from benchmarks.precompile import Launch, precompile
+from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
+from kernels.gpu.skinny_configs import SkinnyConfig, choose
 
-ROWS = (1, 8, 64, 256, 8192)
-NAMES = ("in_delta", "down")
+PARTS = ("pairs", "shrink", "expand")
+_PAIRS = ("in_delta", "gate_up", "out", "down")
+_NORMED = ("in_delta", "gate_up")
+_PREFETCHES = (0, 512, 1024, 2048)
+_LAUNCHES = 24
+"""In a graph, at least."""
+_PROCESSES = 16
 
 
-def shrink_cuts(rows: int, depth: int, pairs: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One figure."""
+
+    part: str
+    name: str
+    """Of MATRICES."""
+    rows: int
+    adapters: bool = True
+    cut: tuple[int, ...] = ()
+    """Arguments of ShrinkConfig or ExpandConfig."""
+    config: SkinnyConfig | None = None
+    """Of a pair; None: a kernel for each of norm, product, adapters and activation."""
+
+    def key(self) -> dict[str, Any]:
+        key: dict[str, Any] = {"part": self.part, "name": self.name, "rows": self.rows, "adapters": self.adapters}
+        if self.part == "pairs":
+            return {**key, **({"variant": "apart"} if self.config is None else asdict(self.config))}
+        return {**key, "cut": list(self.cut)}
+
+    @property
+    def label(self) -> str:
+        if self.part != "pairs":
+            return " ".join(map(str, self.cut))
+        return "apart" if self.config is None else f"{self.config.variant} prefetch {self.config.prefetch}"
+
+
+def entries(parts: tuple[str, ...]) -> Iterator[Entry]:
+    """The most important first."""
+    if "pairs" in parts:
+        for rows in (8, 1, 64, 16):
+            for name in _PAIRS:
+                n, k, _ = MATRICES[name]
+                chosen = choose(rows, n, k, "none", name == "gate_up")
+                configs: list[SkinnyConfig | None] = [chosen]
+                if chosen.variant in ("tma", "dot"):
+                    configs += [replace(chosen, prefetch=bytes_) for bytes_ in _PREFETCHES if bytes_ != chosen.prefetch]
+                    configs.append(replace(chosen, slots=1))
+                if rows == 64:
+                    configs.append(None)
+                for config in configs:
+                    yield Entry("pairs", name, rows, adapters=False, config=config)
+                    yield Entry("pairs", name, rows, config=config)
+    for name in ("in_delta", "down"):
+        _, depth, ends = MATRICES[name]
+        for rows in (1, 8, 16, 64, 256, 8192):
+            if "shrink" in parts:
+                yield from (Entry("shrink", name, rows, cut=cut) for cut in _shrink_cuts(rows, depth, 16 * len(ends)))
+            if "expand" in parts and rows >= 64:
+                yield from (Entry("expand", name, rows, cut=cut) for cut in _expand_cuts(rows))
+
+
+def _shrink_cuts(rows: int, depth: int, pairs: int) -> Iterator[tuple[int, ...]]:
     """Arguments of ShrinkConfig."""
-    if rows <= 16:
+    if rows <= 64:
         for splits in (1, 3) if depth > 4096 else (1, 2):
             block_k = 1 << (-(-depth // splits) - 1).bit_length()
             for block_r in (1, 2, 4):
@@ -39,82 +98,131 @@ def shrink_cuts(rows: int, depth: int, pairs: int) -> Iterator[tuple[int, int, i
     block_m = min(64, max(16, 1 << (rows - 1).bit_length()))
     for splits in (1, 2, 4, 8) if rows <= 256 else (1,):
         for block_r in {16, min(64, pairs)}:
-            for block_k, stages in ((64, 4), (128, 3), (256, 2)):
+            for block_k, stages in ((64, 4), (128, 3), (128, 4), (256, 2)):
                 yield block_m, block_r, block_k, splits, 4, stages
 
 
-def expand_cuts(rows: int) -> Iterator[tuple[int, int, int]]:
+def _expand_cuts(rows: int) -> Iterator[tuple[int, ...]]:
     """Arguments of ExpandConfig."""
     for block_m in (64, 128):
-        if block_m <= max(16, rows):
+        if block_m <= rows:
             for block_n in (64, 128, 256):
                 for warps in (4, 8):
-                    yield block_m, block_n, warps
+                    for slots in (8,) if rows <= 64 else (1, 2):
+                        yield block_m, block_n, warps, slots
 
 
-def launch_shrink(t: Tensors, name: str, rows: int, cut: tuple[int, int, int, int, int, int], lora: Any = None) -> Any:
-    """One launch as the engine makes it."""
-    from kernels.gpu.lora import ShrinkConfig, shrink
-
-    x = t.normal(rows, MATRICES[name][1])
-    return partial(shrink, x, lora or make_lora(t, name, rows), config=ShrinkConfig(*cut), pdl=rows <= 64)
+def launches(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
+    """The same work on different memory, more than L2 holds, as the engine launches it."""
+    return {"pairs": _pairs, "shrink": _shrinks, "expand": _expands}[entry.part](t, entry)
 
 
-def launch_expand(t: Tensors, name: str, rows: int, cut: tuple[int, int, int], lora: Any = None) -> Any:
-    from kernels.gpu.lora import ExpandConfig, expand_add
+def _pairs(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
+    from kernels.gpu.products import finished, normed
+    from kernels.gpu.skinny import Norm, SplitWorkspace, skinny_linear
 
-    n, _, ends = MATRICES[name]
-    h = t.normal(1, rows, len(ends) * 16, dtype=torch.float32)
-    out = t.zeros(rows, n)
-    return partial(expand_add, h, lora or make_lora(t, name, rows), out, config=ExpandConfig(*cut), pdl=rows <= 64)
+    n, k, _ = MATRICES[entry.name]
+    swiglu, config = entry.name == "gate_up", entry.config
+    x = t.normal(entry.rows, k)
+    norm = Norm(1 + t.normal(k, scale=0.1, dtype=torch.float32), EPS) if entry.name in _NORMED else None
+    stream = None if norm is not None else t.normal(entry.rows, n)
+    workspace = SplitWorkspace.allocate(t.device)
+    found: list[Callable[[], object]] = []
+    for _ in range(t.copies(weight_bytes(n, k, "none"))):
+        weight = t.normal(n, k, scale=k**-0.5)
+        lora = make_lora(t, entry.name, entry.rows) if entry.adapters else None
+        if config is None:
 
+            def apart(weight: torch.Tensor = weight, lora: Any = lora) -> torch.Tensor:
+                inputs = normed(x, norm, None, pdl=True)
+                return finished(torch.mm(inputs, weight.t()), inputs, swiglu=swiglu, lora=lora, pdl=True)
 
-def variants() -> list[tuple[Any, str, int, Any]]:
-    found: list[tuple[Any, str, int, Any]] = []
-    for name in NAMES:
-        _, depth, ends = MATRICES[name]
-        for rows in ROWS:
-            found += [(launch_shrink, name, rows, cut) for cut in shrink_cuts(rows, depth, 16 * len(ends))]
-            if rows > 64:
-                found += [(launch_expand, name, rows, cut) for cut in expand_cuts(rows)]
+            found.append(apart)
+        else:
+            found.append(
+                partial(
+                    skinny_linear, x, weight, norm=norm, residual=stream, out=stream, swiglu=swiglu, lora=lora,
+                    config=config, workspace=workspace, pdl=True,
+                )
+            )  # fmt: skip
     return found
 
 
-def _compile(variant: tuple[Any, str, int, Any], device: torch.device) -> None:
-    make, *arguments = variant
-    # What does not compile is reported when it is timed, and must not keep the others from compiling.
-    with contextlib.suppress(Exception):
-        make(Tensors(device), *arguments)()
+def _shrinks(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
+    from kernels.gpu.lora import ShrinkConfig, shrink
+
+    x = t.normal(entry.rows, MATRICES[entry.name][1])
+    loras = [make_lora(t, entry.name, entry.rows) for _ in range(8 if t.device.type == "cuda" else 1)]
+    config = ShrinkConfig(*entry.cut)
+    return [partial(shrink, x, lora, config=config, pdl=entry.rows <= 64) for lora in loras]
+
+
+def _expands(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
+    from kernels.gpu.lora import ExpandConfig, expand_add
+
+    n, _, ends = MATRICES[entry.name]
+    h = t.normal(1, entry.rows, len(ends) * 16, dtype=torch.float32)
+    outs = [t.zeros(entry.rows, n) for _ in range(t.copies(2 * entry.rows * n, most=4))]
+    lora, config = make_lora(t, entry.name, entry.rows), ExpandConfig(*entry.cut)
+    return [partial(expand_add, h, lora, out, config=config, pdl=entry.rows <= 64) for out in outs]
+
+
+def _compile(chosen: list[Entry], share: int, device: torch.device) -> None:
+    with one_share(share, _PROCESSES), NoProducts():
+        for entry in chosen:
+            try:
+                launches(Tensors(device), entry)[0]()
+            except Exception as error:  # what does not compile must not keep the others from compiling
+                print(f"{entry.part} {entry.name} {entry.rows} {entry.label}: {describe(error)}", flush=True)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Prints the pairs, and the four best cuts of each other kernel."""
+    best: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
+    pairs: dict[tuple[str, int, str], dict[bool, float]] = defaultdict(dict)
+    for row in rows:
+        if "us" not in row:
+            continue
+        if row["part"] == "pairs":
+            what = row["variant"] + (f" prefetch {row['prefetch']} slots {row['slots']}" if "prefetch" in row else "")
+            pairs[(row["name"], row["rows"], what)][row["adapters"]] = row["us"]
+        else:
+            best[(row["part"], row["name"], row["rows"])].append((row["us"], " ".join(map(str, row["cut"]))))
+    for (name, count, what), us in sorted(pairs.items()):
+        if len(us) == 2:
+            print(f"{name:9} rows {count:3} {what:28} {us[False]:7.2f} {us[True]:7.2f} us  +{us[True] - us[False]:.2f}")
+    for key, found in best.items():
+        print(*key, "  ".join(f"[{cut}] {us:.2f}" for us, cut in sorted(found)[:4]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="directory for sweep_lora.json")
-    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--parts", default="pairs,shrink,expand")
+    parser.add_argument("--seconds", type=float, default=120.0, help="measure for so long at most, after compiling")
+    parser.add_argument("--out", type=Path, required=True, help="file of the result, written after each figure")
+    parser.add_argument("--resume", action="store_true", help="go on with what the file has")
     options = parser.parse_args()
-    began = time.perf_counter()
-    wanted = variants()
-    precompile([partial(_compile, variant) for variant in wanted])
+    chosen = list(entries(tuple(options.parts.split(","))))
+    shares: list[Launch] = [partial(_compile, chosen, share) for share in range(_PROCESSES)]
+    print(f"{len(chosen)} figures, compiled in {precompile(shares):.0f} s", flush=True)
+    recorder, clock = Recorder(options.out, resume=options.resume), Clock(options.seconds)
     t = Tensors(torch.device("cuda"))
-    results: dict[str, list[dict[str, Any]]] = {}
-    loras: dict[tuple[str, int], list[LoraRows]] = {}
-    for make, name, rows, cut in wanted:
-        if time.perf_counter() - began > options.seconds:
+    for entry in chosen:
+        if clock.over:
+            print("out of time", flush=True)
             break
-        key = f"{make.__name__.removeprefix('launch_')} {name} rows={rows}"
+        if recorder.done(entry.key()):
+            continue
+        row = entry.key()
         try:
-            if (name, rows) not in loras:
-                loras = {(name, rows): [make_lora(t, name, rows) for _ in range(8)]}
-            taken = microseconds([make(t, name, rows, cut, lora) for lora in loras[name, rows]], repeats=5)
-            results.setdefault(key, []).append({"cut": cut, "us": round(taken, 2)})
-        except Exception as error:
-            results.setdefault(key, []).append({"cut": cut, "us": 1e9, "failed": str(error)[:200]})
-    for key, found in results.items():
-        found.sort(key=lambda entry: float(entry["us"]))
-        sys.stdout.write(f"{key}: " + "  ".join(f"{entry['cut']} {entry['us']}" for entry in found[:4]) + "\n")
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "sweep_lora.json").write_text(json.dumps({**environment(), "results": results}) + "\n")
+            made = launches(t, entry)
+            row["us"] = round(min(graph_times(made * -(-_LAUNCHES // len(made)))), 2)
+        except Exception as error:  # one cut that does not fit must not end the sweep
+            row["failed"] = describe(error)
+        recorder.add(row)
+        if "failed" in row:
+            carry_on_or_start_again("benchmarks.sweep_lora")
+    report(recorder.rows)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ __all__ = [
     "ExpandConfig",
     "LoraRows",
     "ShrinkConfig",
-    "add_adapters",
-    "add_adapters_to_row",
     "adapters_ahead",
     "adapters_of_row_ahead",
+    "add_adapters",
+    "add_adapters_to_row",
     "expand_add",
     "expand_config",
     "hidden_ahead",
@@ -78,36 +78,37 @@ def shape_of(adapters: Adapters, lora: LoraRows, most_slots: int) -> Shape:
 
 @triton.jit
 def _target_of(column, LORA: tl.constexpr):
-    ENDS: tl.constexpr = LORA[0]
+    ends: tl.constexpr = LORA[0]
     target = column * 0
-    for t in tl.static_range(len(ENDS) - 1):
-        target += (column >= ENDS[t]).to(tl.int32)
+    for t in tl.static_range(len(ends) - 1):
+        target += (column >= ends[t]).to(tl.int32)
     return target
 
 
 @triton.jit
 def _load_b(lora, columns, inside, width, slots, live, start, LORA: tl.constexpr, SLOTS: tl.constexpr):
-    """[columns, slots · 16]: B of ranks ``start`` … of each slot [slots · 16], as integers: taken for numbers only where
-    it is used, or the compiler would move it to shared memory at once and wait for it there."""
-    RANK: tl.constexpr = LORA[1]
+    """[columns, slots · 16]: B of ranks ``start`` … of each slot [slots · 16], as integers that _add() takes for what
+    they are: from numbers the compiler would make an operand in shared memory at once, where the copy engine's tiles
+    are to be."""
+    largest: tl.constexpr = LORA[1]
     r = start + tl.arange(0, SLOTS * _STEP) % _STEP
     bits: tl.constexpr = tl.int16 if lora.b.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
     base = lora.b.to(tl.pointer_type(bits))
-    place = base + (slots.to(tl.int64) * (RANK * width) + r * width)[None, :] + columns[:, None]
-    return tl.load(place, mask=(live & (r < RANK))[None, :] & inside[:, None], other=0)
+    place = base + (slots.to(tl.int64) * (largest * width) + r * width)[None, :] + columns[:, None]
+    return tl.load(place, mask=(live & (r < largest))[None, :] & inside[:, None], other=0)
 
 
 @triton.jit
 def _load_hidden(lora, rows, count, target, start, LORA: tl.constexpr):
     """[splits, 16, rows]: A x of one target, not yet summed because that would wait for it."""
-    ENDS: tl.constexpr = LORA[0]
-    RANK: tl.constexpr = LORA[1]
-    SPLITS: tl.constexpr = LORA[2]
-    pairs: tl.constexpr = len(ENDS) * RANK
-    split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None, None]
+    ends: tl.constexpr = LORA[0]
+    largest: tl.constexpr = LORA[1]
+    splits: tl.constexpr = LORA[2]
+    pairs: tl.constexpr = len(ends) * largest
+    split = tl.arange(0, triton.next_power_of_2(splits))[:, None, None]
     r = start + tl.arange(0, _STEP)[None, :, None]
-    place = lora.hidden + (split * count + rows[None, None, :]) * pairs + target * RANK + r
-    return tl.load(place, mask=(split < SPLITS) & (rows[None, None, :] < count) & (r < RANK), other=0.0)
+    place = lora.hidden + (split * count + rows[None, None, :]) * pairs + target * largest + r
+    return tl.load(place, mask=(split < splits) & (rows[None, None, :] < count) & (r < largest), other=0.0)
 
 
 @triton.jit
@@ -183,15 +184,15 @@ def adapters_ahead(lora, rows, columns, inside, first, count, width, split, LORA
     Returns:
         For add_adapters().
     """
-    SLOTS: tl.constexpr = LORA[3]
-    member = tl.arange(0, SLOTS * _STEP) // _STEP
+    together: tl.constexpr = LORA[3]
+    member = tl.arange(0, together * _STEP) // _STEP
     number = tl.load(lora.active, mask=split == 0, other=0)
     slots = tl.load(lora.active + 1 + member)
     adapters = tl.load(lora.row_adapters + rows, mask=rows < count, other=0)
     live = member < number
     ranks = tl.load(lora.ranks + slots, mask=live, other=0)
     own = inside & (_target_of(columns, LORA) == _target_of(first, LORA))
-    return number, adapters, slots, ranks, _load_b(lora, columns, own, width, slots, live, 0, LORA, SLOTS)
+    return number, adapters, slots, ranks, _load_b(lora, columns, own, width, slots, live, 0, LORA, together)
 
 
 @triton.jit
@@ -213,18 +214,18 @@ def add_adapters(
         hidden: of hidden_ahead(), called with the same rows, first.
         first, last: of ``columns``, scalars.
     """
-    SLOTS: tl.constexpr = LORA[3]
+    together: tl.constexpr = LORA[3]
     number, adapters, slots, ranks, b = ahead
     if number > 0:
         lowest = _target_of(first, LORA)
         highest = _target_of(last, LORA)
-        acc = _add(acc, lora, b, hidden, adapters, slots, ranks, 0, SLOTS)
+        acc = _add(acc, lora, b, hidden, adapters, slots, ranks, 0, together)
         # More slots, higher ranks, or columns of more targets than one.
-        if (number > SLOTS) | (tl.max(ranks, 0) > _STEP) | (highest > lowest):
+        if (number > together) | (tl.max(ranks, 0) > _STEP) | (highest > lowest):
             # Fewer at a time than before, where registers are as many as the product has left.
-            FEW: tl.constexpr = min(SLOTS, 4)
+            fewer: tl.constexpr = min(together, 4)
             acc = _walk(
-                acc, SLOTS, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, FEW
+                acc, together, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, fewer
             )
     return acc
 
@@ -232,26 +233,26 @@ def add_adapters(
 @triton.jit
 def adapters_of_row_ahead(lora, r, columns, inside, width, LORA: tl.constexpr):
     """adapters_ahead() of a single row, for add_adapters_to_row()."""
-    RANK: tl.constexpr = LORA[1]
+    largest: tl.constexpr = LORA[1]
     slot = tl.load(lora.row_adapters + r)
     i = tl.arange(0, _STEP)
-    place = lora.b + slot.to(tl.int64) * (RANK * width) + i[:, None] * width + columns[None, :]
-    keep = (slot > 0) & (i < RANK)[:, None] & inside[None, :]
+    place = lora.b + slot.to(tl.int64) * (largest * width) + i[:, None] * width + columns[None, :]
+    keep = (slot > 0) & (i < largest)[:, None] & inside[None, :]
     return slot, tl.load(lora.ranks + slot), tl.load(place, mask=keep, other=0.0)
 
 
 @triton.jit
 def hidden_of_row_ahead(lora, r, columns, inside, start, count, LORA: tl.constexpr):
     """h of a single row, ranks ``start`` … of each column's target: [16, N block] of each split."""
-    ENDS: tl.constexpr = LORA[0]
-    RANK: tl.constexpr = LORA[1]
-    SPLITS: tl.constexpr = LORA[2]
+    ends: tl.constexpr = LORA[0]
+    largest: tl.constexpr = LORA[1]
+    splits: tl.constexpr = LORA[2]
     i = start + tl.arange(0, _STEP)
-    width: tl.constexpr = len(ENDS) * RANK
-    place = r * width + _target_of(columns, LORA)[None, :] * RANK + i[:, None]
-    keep = inside[None, :] & (i < RANK)[:, None]
+    width: tl.constexpr = len(ends) * largest
+    place = r * width + _target_of(columns, LORA)[None, :] * largest + i[:, None]
+    keep = inside[None, :] & (i < largest)[:, None]
     parts = ()
-    for split in tl.static_range(SPLITS):
+    for split in tl.static_range(splits):
         parts = parts + (tl.load(lora.hidden + split * count * width + place, mask=keep, other=0.0),)  # noqa: RUF005
     return parts
 
@@ -259,8 +260,8 @@ def hidden_of_row_ahead(lora, r, columns, inside, start, count, LORA: tl.constex
 @triton.jit
 def add_adapters_to_row(acc, ahead, hidden, lora, r, columns, inside, count, width, LORA: tl.constexpr):
     """add_adapters() for a tile of one row [N block], without tensor cores."""
-    RANK: tl.constexpr = LORA[1]
-    SPLITS: tl.constexpr = LORA[2]
+    largest: tl.constexpr = LORA[1]
+    splits: tl.constexpr = LORA[2]
     slot, rank, b = ahead
     if slot > 0:
         start = 0
@@ -268,10 +269,10 @@ def add_adapters_to_row(acc, ahead, hidden, lora, r, columns, inside, count, wid
             i = start + tl.arange(0, _STEP)
             if start > 0:
                 hidden = hidden_of_row_ahead(lora, r, columns, inside, start, count, LORA)
-                place = lora.b + slot.to(tl.int64) * (RANK * width) + i[:, None] * width + columns[None, :]
+                place = lora.b + slot.to(tl.int64) * (largest * width) + i[:, None] * width + columns[None, :]
                 b = tl.load(place, mask=inside[None, :] & (i < rank)[:, None], other=0.0)
             h = hidden[0]
-            for split in tl.static_range(SPLITS - 1):
+            for split in tl.static_range(splits - 1):
                 h += hidden[split + 1]
             acc += tl.sum(tl.where((i < rank)[:, None], h * b.to(tl.float32), 0.0), axis=0)
             start += _STEP
@@ -303,9 +304,7 @@ def _expand_kernel(
         highest = _target_of(tl.minimum(first + BLOCK_N, width) - 1, LORA)
         number = tl.load(lora.active)
         acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        acc = _walk(
-            acc, 0, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, LORA[3]
-        )
+        acc = _walk(acc, 0, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, LORA[3])
         place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
         keep = (adapters > 0)[:, None] & inside[None, :]
         base = tl.load(place, mask=keep, other=0.0)

@@ -219,7 +219,7 @@ def _prepare_kernel(
             else:
                 _weigh_row(x, gain, values, squares, program, x_stride, K, PDL)
         program -= count
-    if hidden is not None:
+    if hidden is not None:  # noqa: SIM102 (known when compiled, the other only when run)
         if program >= 0:
             blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R
             part = program % blocks

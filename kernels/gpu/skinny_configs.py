@@ -44,7 +44,7 @@ class SkinnyConfig:
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
-            raise ValueError(f"block sizes, warps, prefetch and slots are powers of two, stages and splits at least 1: {self}")
+            raise ValueError(f"sizes, warps, prefetch, slots are powers of two, stages and splits at least 1: {self}")
         if self.variant not in ("dot", "tma") and self.splits > 1:
             raise ValueError("only the dot and tma variants split K between programs")
 
@@ -128,7 +128,11 @@ _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
     # 279; 305 (317)
     ("none", 248320, 2560): ((1, SkinnyConfig("vector", 8, 512, 2)), (16, _tma(128, 128, 3))),
     # 15.3; 21.2 at 8 rows; 18.5
-    ("fp8", 18432, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(128, 128, 4, slots=4))),
+    ("fp8", 18432, 2560): (
+        (1, SkinnyConfig("vector", 4, 1024, 2)),
+        (16, _FEW_IN_FP8),
+        (64, _tma(128, 128, 4, slots=4)),
+    ),
     # 8.2; 13.0 at 8 rows; 20.5
     ("fp8", 2560, 9216): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 128, 8, 3))),
     # 10.9; 15.7 at 8 rows; 27.8*

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.gpu.ahead import prefetch_l2
+
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
 INT4 = tl.constexpr(2)
@@ -48,14 +50,6 @@ def tile_columns(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
     else:  # noqa: RET505
         first = tile * BLOCK_N
         return first + i, first + i < N, first, tl.minimum(first + BLOCK_N, N) - 1
-
-
-@triton.jit
-def prefetch_l2(pointers):
-    """Asks L2 for the cache line at each pointer; waits for nothing. Not in the interpreter."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -3,8 +3,8 @@ and from there to the tensor cores (wgmma), and no thread touches them.
 
 A row of the weight is a row of the accumulator, the rows of x are its columns. x comes in the form that is multiplied:
 times its norm's weight, and in float8 where the weight is (kernels.gpu.preparation), its sums of squares beside it; or
-its norm is folded in, through registers. All programs are resident at once, each with many tiles on their way, so memory decides how fast each gets on, and it does
-not matter that some multiprocessors have more programs than others.
+its norm is folded in, through registers. All programs are resident at once, each with many tiles on their way, so
+memory decides how fast each gets on, and it does not matter that some multiprocessors have more programs than others.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
