@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -16,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
+from benchmarks.graph_timing import graph_times
+
 _SPIN = 60_000
 """Nanoseconds that the first kernel takes at least: longer than the host takes to launch the others."""
 _AFTER = 5_000
 """And the others behind their wait."""
 _REPEATS = 9
 _PROGRAMS = 132
+_LAUNCHES = 200
 
 
 @triton.jit
@@ -79,10 +83,29 @@ def launch(chain: Chain, times: Tensor) -> None:
         )
 
 
+def launch_nothing(times: Tensor, *, pdl: bool) -> None:
+    """A kernel that waits and ends. times: [3, programs] int64."""
+    _node_kernel[(times.shape[1],)](times, SPIN=0, TRIGGER="first", WAIT=True, num_warps=1, launch_pdl=pdl)
+
+
 def compile_all(device: torch.device) -> None:
     """Launches every variant, for benchmarks.precompile."""
     for chain in CHAINS:
         launch(chain, _times(chain, device))
+    for pdl in (False, True):
+        launch_nothing(_times(CHAINS[0], device)[0], pdl=pdl)
+
+
+def floor(device: torch.device) -> list[dict[str, object]]:
+    """Microseconds of a kernel that does nothing, in a graph of many of them."""
+    rows: list[dict[str, object]] = []
+    for programs in (1, _PROGRAMS, 8 * _PROGRAMS):
+        times = torch.zeros(3, programs, dtype=torch.int64, device=device)
+        for pdl in (False, True):
+            taken = statistics.median(graph_times([partial(launch_nothing, times, pdl=pdl)] * _LAUNCHES))
+            name = f"{_LAUNCHES} that do nothing, of {programs} programs"
+            rows.append({"chain": name, "how": "early" if pdl else "ordinary", "us each": round(taken, 3)})
+    return rows
 
 
 def probe(device: torch.device) -> list[dict[str, object]]:
@@ -110,7 +133,7 @@ def probe(device: torch.device) -> list[dict[str, object]]:
             median = {key: round(statistics.median(f[key] for f in figures), 2) for key in figures[0]}
             rows.append({"chain": chain.name, "how": how, **median})
         del graph
-    return rows
+    return rows + floor(device)
 
 
 def gaps(times: Tensor) -> dict[str, float]:
