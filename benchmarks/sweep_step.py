@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import statistics
 from collections import Counter
 from functools import partial
@@ -209,13 +210,18 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3.5-4b")
     parser.add_argument("--probe", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of such a --out")
     options = parser.parse_args()
+    if options.table is not None:
+        result = json.loads(options.table.read_text())
+        print(probe_launch.report(result.get("probe", [])), table(result["rows"], result["floor_us"]), sep="\n")
+        return
     config = ModelConfig.from_dict(config_of(options.shape))
     shares: list[Launch] = [partial(compile_share, options, config, index) for index in range(_PROCESSES)]
     print(f"compiled in {precompile(shares):.0f} s", flush=True)
     # A step that hangs would take all of the time of whoever waits for it.
-    faulthandler.dump_traceback_later(options.seconds + 60, exit=True)
+    faulthandler.dump_traceback_later(options.seconds + 90, exit=True)
     device = torch.device("cuda")
     recorder = Recorder(options.out, resume=options.resume)
     if options.probe and not options.resume:
