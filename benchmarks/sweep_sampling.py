@@ -46,7 +46,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 _CONFIGS = [
     SamplingConfig(block, scan_warps=scan, select_warps=other, race_warps=other)
     for block in (1024, 2048, 4096)
-    for scan, other in ((4, 4), (8, 8), (8, 4))
+    for scan, other in ((2, 4), (4, 4), (8, 8), (8, 4))
 ]
 
 

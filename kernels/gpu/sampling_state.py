@@ -135,11 +135,11 @@ class Request(NamedTuple):
 
 @triton.jit
 def open_row(tables, axis: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """How every kernel begins: waits for the one ahead, lets the next one start; the row of this program."""
+    """How every kernel begins: lets the next one start, waits for the one ahead; the row of this program."""
     row = tl.program_id(axis).to(tl.int64)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     return Row(
         row,
         tables.floats + row * FLOATS,
