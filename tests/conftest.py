@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.stack import Stack
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 # A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
 settings.register_profile("temper", deadline=None)
@@ -19,6 +24,19 @@ settings.load_profile("temper")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Without a GPU Triton kernels run in Triton's interpreter; read when the kernels' modules are imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """With `pytest -n`, tests of a whole Temper, whose processes compute on all cores, run one after the other in one
+    worker and share a stack; the other workers take the rest, test by test."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWholeAtATime(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "whole" if nodeid.startswith(("tests/e2e/", "tests/conformance/")) else nodeid
+
+    return OneWholeAtATime(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,9 +24,13 @@ TINY = ROOT / "models" / "tiny"
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment without what a developer may have set for Temper, plus ``extra``."""
+    """The environment without what a developer may have set for Temper, plus ``extra``.
+
+    An engine computes on one core, because others run beside it: threads of one that wait for a thread that does not
+    get a core burn the time of the rest.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TEMPER_")}
-    return {**kept, "PYTHONPATH": str(ROOT), **(extra or {})}
+    return {**kept, "PYTHONPATH": str(ROOT), "TEMPER_TORCH_THREADS": "1", **(extra or {})}
 
 
 @dataclass(slots=True)

@@ -52,7 +52,8 @@ def addresses_of(stack: Stack) -> set[str]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Stack:
-    return Stack(tmp_path / "data")
+    """As a user has it: with as many threads as there are cores."""
+    return Stack(tmp_path / "data", env={"TEMPER_TORCH_THREADS": "0"})
 
 
 def test_one_line_when_ready_and_nothing_but_the_gateway_in_the_open(stack: Stack) -> None:
