@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.random_model import RandomWeights, random_adapter
 from kernels.gpu import skinny_configs
 from kernels.gpu.attention_decode import DecodeWorkspace, decode_splits
-from kernels.gpu.skinny import SplitWorkspace
+from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 from kernels.rope import inverse_frequencies
 from services.engine.model.config import ModelConfig
@@ -44,8 +44,21 @@ class LeftOut:
         outputs = self.shape[0]
         return torch.empty(len(rows), outputs // 2 if swiglu else outputs, dtype=rows.dtype, device=rows.device)
 
-    def add_to(self, stream: Residual, x: Tensor, **_: Any) -> None:
-        """Adds nothing."""
+    def add_to(
+        self, stream: Residual, x: Tensor, *, ahead: tuple[Norm, Matrix | LeftOut] | None = None, **_: Any
+    ) -> None:
+        """Adds nothing; what it makes ready for the next norm has any contents as well."""
+        del x
+        if ahead is None or not ahead[1].few(stream.shape[0]):
+            return
+        norm, rows = ahead[0], stream.settled()
+        squares = torch.empty(1, len(rows), dtype=torch.float32, device=rows.device)
+        stream.added(norm, Scaled(torch.empty_like(rows), squares, norm.eps))
+
+    def few(self, rows: int) -> bool:
+        """Whether it reads what others make ready."""
+        del rows
+        return False
 
 
 class DecodeStep:

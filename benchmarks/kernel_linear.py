@@ -109,9 +109,12 @@ def skinny(name: str, rows: int, kind: str, lora: bool) -> Case:
     n, k, _ = MATRICES[name]
 
     def make(t: Tensors) -> Work:
-        from kernels.gpu.skinny import Norm, SplitWorkspace, skinny_linear
+        from kernels.gpu.skinny import Scaled, SplitWorkspace, skinny_linear
 
         x, norm = t.normal(rows, k), 1 + t.normal(k, scale=0.1, dtype=torch.float32)
+        # As the product before leaves it.
+        squares = (x.float().square().sum(1) / 40).expand(40, rows).contiguous()
+        scaled = Scaled((x.float() * norm).to(x.dtype), squares, EPS)
         residual = t.normal(rows, n)
         adapters = make_lora(t, name, rows) if lora else None
         weights = [_weight(t, n, k, kind) for _ in range(t.copies(weight_bytes(n, k, kind)))]
@@ -120,9 +123,8 @@ def skinny(name: str, rows: int, kind: str, lora: bool) -> Case:
 
         def run(weight: Weight) -> Tensor:
             return skinny_linear(
-                x,
+                scaled if name in _NORMED else x,
                 weight,
-                norm=Norm(norm, EPS) if name in _NORMED else None,
                 residual=residual if name in ("down", "out") else None,
                 swiglu=name == "gate_up",
                 lora=adapters,

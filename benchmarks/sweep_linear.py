@@ -149,34 +149,49 @@ class Surroundings:
 
     x: Tensor
     gain: Tensor
+    scaled: Any
+    """x made ready for its norm, as the product before does it."""
     residual: Tensor
     scratch: Tensor
-    """As large as the residual."""
+    """The residual stream that a product adds to: set it to ``residual`` before a result is looked at."""
+    ahead: Any
+    """The norm that reads that stream next."""
     workspace: Any
 
     @classmethod
     def make(cls, shape: Shape, rows: int, device: torch.device) -> Surroundings:
-        from kernels.gpu.skinny import SplitWorkspace
+        from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace
 
         make = torch.randn if device.type == "cuda" else torch.empty
         width = shape.outputs // (2 if shape.swiglu else 1)
+        x = make(rows, shape.inputs, device=device).to(torch.bfloat16)
+        gain = make(shape.inputs, device=device).mul(0.1).add(1) if device.type == "cuda" else make(shape.inputs)
+        # As many parts as a product of 2,560 outputs in tiles of 64 leaves, or of 2 for one row.
+        parts = 1280 if rows == 1 else 40
+        squares = (x.float().square().sum(1) / parts).expand(parts, rows).contiguous()
+        residual = make(rows, width, device=device).to(torch.bfloat16)
         return cls(
-            make(rows, shape.inputs, device=device).to(torch.bfloat16),
-            make(shape.inputs, device=device).mul(0.1).add(1) if device.type == "cuda" else make(shape.inputs),
-            make(rows, width, device=device).to(torch.bfloat16),
-            torch.empty(rows, width, dtype=torch.bfloat16, device=device),
+            x,
+            gain,
+            Scaled((x.float() * gain).to(torch.bfloat16), squares, 1e-6),
+            residual,
+            residual.clone(),
+            Norm(torch.ones(width, device=device), 1e-6),
             SplitWorkspace.allocate(device),
         )
 
     def launch(self, case: Case, weight: Any, *, pdl: bool = True) -> Tensor:
         """One product as the engine calls it."""
-        from kernels.gpu.skinny import Norm, skinny_linear
+        from kernels.gpu.skinny import skinny_add, skinny_linear
 
+        if case.shape.residual:
+            skinny_add(
+                self.scratch, self.x, weight, ahead=self.ahead, config=case.config, workspace=self.workspace, pdl=pdl
+            )
+            return self.scratch
         return skinny_linear(
-            self.x,
+            self.scaled if case.shape.norm else self.x,
             weight,
-            norm=Norm(self.gain, 1e-6) if case.shape.norm else None,
-            residual=self.residual if case.shape.residual else None,
             swiglu=case.shape.swiglu,
             config=case.config,
             workspace=self.workspace,
@@ -233,6 +248,7 @@ def measure(cases: list[Case], device: torch.device, clock: Clock, recorder: Rec
             continue
         around, row = arounds[case.rows], case.key
         try:
+            around.scratch.copy_(around.residual)
             out = around.launch(case, weight).float()
             want = expected[case.rows]
             row["error"] = float((out - want).abs().max() / want.abs().max())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.graph_timing import graph_times
 from benchmarks.kernel_linear import EPS, MATRICES, make_lora, weight_bytes
@@ -23,6 +24,7 @@ from benchmarks.kernel_timing import Tensors
 from benchmarks.launches import NoProducts, one_share
 from benchmarks.precompile import Launch, precompile
 from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
+from kernels.gpu.lora_rows import LoraRows
 from kernels.gpu.skinny_configs import SkinnyConfig, choose
 
 PARTS = ("pairs", "shrink", "expand")
@@ -119,32 +121,33 @@ def launches(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
 
 def _pairs(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
     from kernels.gpu.products import finished, normed
-    from kernels.gpu.skinny import Norm, SplitWorkspace, skinny_linear
+    from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, skinny_add, skinny_linear
 
     n, k, _ = MATRICES[entry.name]
-    swiglu, config = entry.name == "gate_up", entry.config
-    x = t.normal(entry.rows, k)
-    norm = Norm(1 + t.normal(k, scale=0.1, dtype=torch.float32), EPS) if entry.name in _NORMED else None
-    stream = None if norm is not None else t.normal(entry.rows, n)
+    rows, swiglu, config = entry.rows, entry.name == "gate_up", entry.config
+    x, stream = t.normal(rows, k), t.normal(rows, n)
+    own = Norm(1 + t.normal(k, scale=0.1, dtype=torch.float32), EPS) if entry.name in _NORMED else None
+    following = Norm(1 + t.normal(n, scale=0.1, dtype=torch.float32), EPS)
+    # As many parts as a product of 2,560 outputs leaves.
+    scaled = Scaled(x, 1 + t.zeros(1280 if rows == 1 else 40, rows, dtype=torch.float32), EPS)
     workspace = SplitWorkspace.allocate(t.device)
+
+    def apart(weight: Tensor, lora: LoraRows | None) -> Tensor:
+        inputs = normed(x, own, None, pdl=True)
+        return finished(torch.mm(inputs, weight.t()), inputs, swiglu=swiglu, lora=lora, pdl=True)
+
+    def one(weight: Tensor, lora: LoraRows | None) -> object:
+        if own is None:
+            return skinny_add(
+                stream, x, weight, lora=lora, ahead=following, config=config, workspace=workspace, pdl=True
+            )
+        return skinny_linear(scaled, weight, swiglu=swiglu, lora=lora, config=config, workspace=workspace, pdl=True)
+
     found: list[Callable[[], object]] = []
     for _ in range(t.copies(weight_bytes(n, k, "none"))):
         weight = t.normal(n, k, scale=k**-0.5)
-        lora = make_lora(t, entry.name, entry.rows) if entry.adapters else None
-        if config is None:
-
-            def apart(weight: torch.Tensor = weight, lora: Any = lora) -> torch.Tensor:
-                inputs = normed(x, norm, None, pdl=True)
-                return finished(torch.mm(inputs, weight.t()), inputs, swiglu=swiglu, lora=lora, pdl=True)
-
-            found.append(apart)
-        else:
-            found.append(
-                partial(
-                    skinny_linear, x, weight, norm=norm, residual=stream, out=stream, swiglu=swiglu, lora=lora,
-                    config=config, workspace=workspace, pdl=True,
-                )
-            )  # fmt: skip
+        lora = make_lora(t, entry.name, rows) if entry.adapters else None
+        found.append(partial(apart if config is None else one, weight, lora))
     return found
 
 

@@ -253,6 +253,8 @@ class ShrinkConfig:
     stages: int
 
 
+_ROWS_ALONE = ShrinkConfig(1, 1, 16, 1, 4, 1)
+"""As many warps as with adapters: a row's sum of squares does not depend on whether some row has one."""
 _INVARIANT = ShrinkConfig(64, 16, 128, 4, 4, 3)
 """For any number of rows."""
 
@@ -278,7 +280,7 @@ class Prepared(NamedTuple):
     scale: Any = None
     """[T] float32 of float8 rows: max / 448."""
     squares: Any = None
-    """[T] float32: sums of squares of rows that were multiplied with the norm's weight; the norm's 1/rms, which is
+    """[1, T] float32: sums of squares of rows that were multiplied with the norm's weight; the norm's 1/rms, which is
     neither in x nor in hidden, comes from these."""
     hidden: Any = None
     """[splits, T, targets * max_rank] float32, to be summed over splits: A of each row's adapter times (x times the
@@ -315,10 +317,9 @@ def prepare(
     if rows != "as they are":
         values = torch.empty(x.shape, dtype=torch.float8_e4m3fn if rows == "float8" else x.dtype, device=x.device)
         scale = _floats(x, count) if rows == "float8" else None
-        squares = None if gain is None else _floats(x, count)
+        squares = None if gain is None else _floats(x, 1, count)
     programs, slots, targets, rank = count if _ROWS[rows] else 0, 1, 0, 1
-    # Without adapters: as many warps as there are 512 inputs.
-    use = ShrinkConfig(1, 1, 16, 1, max(1, min(8, triton.next_power_of_2(depth) // 512)), 1)
+    use = _ROWS_ALONE
     if lora is not None:
         _, targets, rank, width = lora.a.shape
         if width != depth:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear, weight_kind
+from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, Weight, skinny_add, skinny_linear, weight_kind
 from kernels.gpu.skinny_configs import invariant as invariant_config
 from kernels.gpu.skinny_configs import most_rows
 
@@ -21,35 +21,46 @@ def streams(rows: int, weight: Weight, invariant: bool) -> bool:
 
 
 def few_rows(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: Weight,
     workspace: SplitWorkspace | None,
     *,
     norm: Norm | None = None,
     swiglu: bool = False,
-    onto: Tensor | None = None,
     lora: LoraRows | None,
     invariant: bool,
     pdl: bool,
 ) -> Tensor:
-    """`skinny_linear`, cut up by the table or, with ``invariant``, in the one way for all numbers of rows.
-
-    Args:
-        onto: [T, N], what the result is added to, in place.
-    """
+    """`skinny_linear`, cut up by the table or, with ``invariant``, in the one way for all numbers of rows."""
     config, block_m = invariant_config() if invariant else (None, None)
     return skinny_linear(
         x,
         weight,
         norm=norm,
-        residual=onto,
         swiglu=swiglu,
         lora=lora,
-        out=onto,
         config=config,
         block_m=block_m,
         workspace=workspace,
         pdl=pdl,
+    )
+
+
+def few_rows_onto(
+    stream: Tensor,
+    x: Tensor,
+    weight: Weight,
+    workspace: SplitWorkspace | None,
+    *,
+    ahead: Norm | None,
+    lora: LoraRows | None,
+    invariant: bool,
+    pdl: bool,
+) -> Scaled | None:
+    """`skinny_add`, cut up likewise."""
+    config, block_m = invariant_config() if invariant else (None, None)
+    return skinny_add(
+        stream, x, weight, lora=lora, ahead=ahead, config=config, block_m=block_m, workspace=workspace, pdl=pdl
     )
 
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large matrix, norm before and adapters, activation, residual after in one kernel.
+"""Products of a few rows with a large matrix; adapters, activation, residual and the next norm's start in one kernel.
 
 Reference: ``F.linear`` around `kernels.rms_norm.rms_norm`, `kernels.activations.swiglu` and `kernels.lora`, weights
 decoded by `kernels.quantize`.
@@ -14,12 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.gpu.lora import Adapters, LoraRows, shape_of
-from kernels.gpu.preparation import Rows, prepare
+from kernels.gpu.lora import Adapters, LoraRows, Shape, shape_of
+from kernels.gpu.preparation import Prepared, Rows, prepare
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
 from kernels.gpu.skinny_int4 import MAX_ROWS as INT4_VECTOR_ROWS
+from kernels.gpu.skinny_int4 import TILE as INT4_VECTOR_TILE
 from kernels.gpu.skinny_int4 import fixed_point, int4_vector_kernel
 from kernels.gpu.skinny_kernels import dot_kernel, vector_kernel
+from kernels.gpu.skinny_parts import Around
 from kernels.gpu.skinny_stream import stream_kernel
 from kernels.gpu.skinny_tma import tile_descriptor, tma_kernel
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
@@ -31,11 +33,29 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The RMSNorm that x goes through before the product."""
+    """An RMSNorm before a product."""
 
     weight: Tensor
     """[K] float32, as used (Qwen3.5: 1 + w)."""
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Rows x on their way through a norm: ``norm(x) = values / sqrt(mean(x²) + eps)``. The division is left to the end
+    of the product, whose factor it is: so a product can make this of its result while it has only a part of each row,
+    and what multiplies with it next needs nothing but ``values``."""
+
+    values: Tensor
+    """[T, K]: x times the norm's weight, rounded to x's dtype."""
+    squares: Tensor
+    """[parts, T] float32: the sum of squares of each row of x, in parts."""
+    eps: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, width = self.values.shape
+        return rows, width
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +81,7 @@ def weight_kind(weight: Weight) -> Kind:
 
 
 def skinny_linear(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: Weight,
     *,
     norm: Norm | None = None,
@@ -75,17 +95,13 @@ def skinny_linear(
     workspace: SplitWorkspace | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """``activation(norm(x) Wᵀ + adapters) + residual``, sums in float32.
-
-    The norm is folded in: ``norm(x) Wᵀ = (x ∘ w) Wᵀ / sqrt(mean(x²) + eps)``, both sums in one pass; for the tma
-    variant, unless its config says otherwise, a kernel of its own makes x ∘ w and Σx² (`kernels.gpu.preparation`; in
-    float8 it quantizes too), the same that multiplies adapters' A with x. Nothing of the result depends on how
-    programs are scheduled.
+    """``activation(norm(x) Wᵀ + adapters) + residual``, sums in float32. Nothing of the result depends on how programs
+    are scheduled.
 
     Args:
-        x: [M, K] bfloat16 or float32, last dimension contiguous.
+        x: [M, K] bfloat16 or float32, last dimension contiguous; or what skinny_add() made ready for its norm.
         weight: [N, K] in x's dtype and contiguous, or quantized.
-        norm: applied to x first.
+        norm: applied to x first, if x is a tensor: a kernel of its own makes it Scaled (`kernels.gpu.preparation`).
         residual: [M, N] (N / 2 with swiglu), added last; may be ``out`` itself.
         swiglu: rows of the weight are gate | up, and ``silu(gate) · up`` is what is stored.
         lora: each row's adapter, added before the activation.
@@ -102,180 +118,192 @@ def skinny_linear(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
+    given = x.values if isinstance(x, Scaled) else x
+    width = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    if out is None:
+        out = torch.empty(given.shape[0], width, dtype=out_dtype or given.dtype, device=given.device)
+    _multiply(x, weight, out, residual, norm, None, swiglu, lora, config, block_m, workspace, pdl)
+    return out
+
+
+def skinny_add(
+    stream: Tensor,
+    x: Tensor,
+    weight: Weight,
+    *,
+    lora: LoraRows | None = None,
+    ahead: Norm | None = None,
+    config: SkinnyConfig | None = None,
+    block_m: int | None = None,
+    workspace: SplitWorkspace | None = None,
+    pdl: bool = False,
+) -> Scaled | None:
+    """``stream += x Wᵀ + adapters`` in place; arguments as of skinny_linear().
+
+    Args:
+        stream: [M, N].
+        ahead: the norm that reads the stream next.
+
+    Returns:
+        The new stream made ready for that norm; None without one.
+    """
+    return _multiply(x, weight, stream, stream, None, ahead, False, lora, config, block_m, workspace, pdl)
+
+
+def _multiply(
+    x: Tensor | Scaled,
+    weight: Weight,
+    out: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    ahead: Norm | None,
+    swiglu: bool,
+    lora: LoraRows | None,
+    config: SkinnyConfig | None,
+    block_m: int | None,
+    workspace: SplitWorkspace | None,
+    pdl: bool,
+) -> Scaled | None:
     rows, inputs = x.shape
     outputs, expected = weight.shape
     kind = weight_kind(weight)
-    if inputs != expected or x.stride(1) != 1 or (swiglu and outputs % 2):
-        raise ValueError(f"skinny_linear: x {tuple(x.shape)} (contiguous rows) does not fit {outputs} x {expected}")
-    if isinstance(weight, Tensor) and (weight.dtype != x.dtype or not weight.is_contiguous()):
-        raise ValueError(f"skinny_linear: a contiguous weight of {x.dtype} is needed, got {weight.dtype}")
+    scaled = x if isinstance(x, Scaled) else None
+    source = x.values if isinstance(x, Scaled) else x
     width = outputs // 2 if swiglu else outputs
-    if out is None:
-        out = torch.empty(rows, width, dtype=out_dtype or x.dtype, device=x.device)
+    if inputs != expected or source.stride(1) != 1 or (swiglu and outputs % 2) or (scaled is not None and norm):
+        raise ValueError(f"skinny_linear: x {(rows, inputs)} (contiguous rows) does not fit {outputs} x {expected}")
+    if isinstance(weight, Tensor) and (weight.dtype != source.dtype or not weight.is_contiguous()):
+        raise ValueError(f"skinny_linear: a contiguous weight of {source.dtype} is needed, got {weight.dtype}")
     if out.shape != (rows, width) or (residual is not None and residual.shape != out.shape):
         raise ValueError(f"skinny_linear: out and residual must be [{rows}, {width}]")
-    if rows == 0:
-        return out
     chosen = config or choose(rows, outputs, inputs, kind, swiglu)
     if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")
     if chosen.variant == "tma" and kind == "int4":
         raise ValueError("skinny_linear: int4 has no tma variant")
-    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    prepared = prepare(x, gain, rows=_rows_of(chosen, kind, gain), lora=lora, pdl=pdl)
-    adapters, shape = None, None
+    whole = chosen.variant == "vector" and kind == "int4"
+    made = None
+    if ahead is not None:
+        parts = triton.cdiv(outputs, INT4_VECTOR_TILE if whole else chosen.block_n)
+        made = Scaled(
+            torch.empty(rows, outputs, dtype=out.dtype, device=out.device),
+            torch.empty(parts, rows, dtype=torch.float32, device=out.device),
+            ahead.eps,
+        )
+    if rows == 0:
+        return made
+    gain = None if norm is None else norm.weight
+    form: Rows = "as they are" if gain is None else "weighted"
+    if chosen.variant == "tma" and kind == "fp8":
+        form = "float8"
+    prepared = prepare(source, gain, rows=form, lora=lora, pdl=pdl)
+    adapters = shape = None
     if lora is not None:
         adapters = Adapters(prepared.hidden, lora.b, lora.row_adapters, lora.active, lora.ranks)
         shape = shape_of(adapters, lora, chosen.slots)
-    if prepared.x is not x:
-        x, gain = prepared.x, None
+    squares = prepared.squares if scaled is None else scaled.squares
+    around = Around(
+        squares,
+        scaled.eps if scaled is not None else 0.0 if norm is None else norm.eps,
+        residual,
+        0 if residual is None else residual.stride(0),
+        out,
+        out.stride(0),
+        *(() if made is None or ahead is None else (ahead.weight, made.values, made.squares)),
+    )
+    _launch(prepared, weight, around, adapters, shape, outputs, chosen, block_m, workspace, swiglu, pdl)
+    return made
+
+
+def _launch(
+    prepared: Prepared,
+    weight: Weight,
+    around: Around,
+    adapters: Adapters | None,
+    shape: Shape | None,
+    outputs: int,
+    config: SkinnyConfig,
+    block_m: int | None,
+    workspace: SplitWorkspace | None,
+    swiglu: bool,
+    pdl: bool,
+) -> None:
+    x = prepared.x
+    rows, inputs = x.shape
+    kind = weight_kind(weight)
+    values, scale, zero = _parts(weight)
     # What every variant is told.
     shared: dict[str, Any] = {
         "K": inputs,
-        "BLOCK_N": chosen.block_n,
+        "BLOCK_N": config.block_n,
         "SWIGLU": swiglu,
         "LORA": shape,
+        "PARTS": 0 if around.squares is None else around.squares.shape[0],
         "INTERPRETED": triton.knobs.runtime.interpret,
         "PDL": pdl,
-        "num_warps": chosen.warps,
+        "num_warps": config.warps,
         "launch_pdl": pdl,
     }
-    values, scale, zero = _parts(weight)
-    residual_stride = 0 if residual is None else residual.stride(0)
-    tiles = triton.cdiv(outputs, chosen.block_n)
-    if chosen.variant == "vector" and isinstance(weight, Int4Weight):
-        if rows > INT4_VECTOR_ROWS or chosen.block_n < 8 or chosen.block_k < GROUP:
+    tiles = triton.cdiv(outputs, config.block_n)
+    if config.variant == "vector" and isinstance(weight, Int4Weight):
+        if rows > INT4_VECTOR_ROWS or config.block_n < INT4_VECTOR_TILE or config.block_k < GROUP:
             raise ValueError(f"skinny_linear: int4 vector takes {INT4_VECTOR_ROWS} rows and 8 x {GROUP} at least")
+        fixed = fixed_point(x, pdl=pdl)
+        packed = weight.packed.view(torch.int32)
         int4_vector_kernel[(tiles,)](
-            fixed_point(x, gain, pdl=pdl),
-            weight.packed.view(torch.int32),
-            scale,
-            zero,
-            gain,
-            residual,
-            out,
-            adapters,
-            outputs,
-            eps,
-            residual_stride,
-            out.stride(0),
-            ROWS=rows,
-            BLOCK_G=chosen.block_k // GROUP,
-            **shared,
-        )
-        return out
-    shared["KIND"] = _KINDS[kind]
-    if chosen.variant == "vector":
+            fixed, packed, scale, zero, around, adapters, outputs,
+            ROWS=rows, BLOCK_G=config.block_k // GROUP, **shared,
+        )  # fmt: skip
+        return
+    shared |= {"KIND": _KINDS[kind], "PREFETCH": config.prefetch}
+    if config.variant == "vector":
         vector_kernel[(tiles,)](
-            x,
-            values,
-            scale,
-            gain,
-            residual,
-            out,
-            adapters,
-            outputs,
-            eps,
-            x.stride(0),
-            residual_stride,
-            out.stride(0),
-            ROWS=rows,
-            BLOCK_K=chosen.block_k,
-            PREFETCH=chosen.prefetch,
-            **shared,
+            x, values, scale, around, adapters, outputs, x.stride(0), ROWS=rows, BLOCK_K=config.block_k, **shared
         )
-        return out
-    if chosen.variant == "stream":
-        words = chosen.block_k // _PARTS[kind]
-        if words % (32 * chosen.warps) or chosen.block_n < 16:
-            raise ValueError(f"skinny_linear: a stream of 16 rows and 32 words a warp at least, got {chosen}")
-        narrow = block_m or max(8, min(MAX_ROWS, triton.next_power_of_2(rows)))
-        stream_kernel[(tiles, triton.cdiv(rows, narrow))](
-            x,
-            values,
-            scale,
-            zero,
-            gain,
-            residual,
-            out,
-            adapters,
-            rows,
-            outputs,
-            eps,
-            x.stride(0),
-            residual_stride,
-            out.stride(0),
-            BLOCK_M=narrow,
-            BLOCK_K=chosen.block_k,
-            WARPS=chosen.warps,
-            AHEAD=chosen.stages,
-            PREFETCH=chosen.prefetch,
-            **shared,
-        )
-        return out
+        return
+    if config.variant == "stream":
+        words = config.block_k // _PARTS[kind]
+        if words % (32 * config.warps) or config.block_n < 16:
+            raise ValueError(f"skinny_linear: a stream of 16 rows and 32 words a warp at least, got {config}")
+        block = block_m or max(8, min(MAX_ROWS, triton.next_power_of_2(rows)))
+        stream_kernel[(tiles, triton.cdiv(rows, block))](
+            x, values, scale, zero, around, adapters, rows, outputs, x.stride(0),
+            BLOCK_M=block, BLOCK_K=config.block_k, WARPS=config.warps, AHEAD=config.stages, **shared,
+        )  # fmt: skip
+        return
     block = block_m or min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
     row_tiles = triton.cdiv(rows, block)
     partials = counters = None
-    if chosen.splits > 1:
-        sums = tiles * row_tiles * chosen.splits * (chosen.block_n + 1) * block
+    if config.splits > 1:
+        sums = tiles * row_tiles * config.splits * config.block_n * block
         space = workspace or SplitWorkspace.allocate(x.device, sums=sums, tiles=tiles * row_tiles)
         if space.partials.numel() < sums or space.counters.numel() < tiles * row_tiles:
             raise ValueError(f"skinny_linear: the workspace must hold {sums} sums and {tiles * row_tiles} counters")
         partials, counters = space.partials, space.counters
-    if chosen.variant == "tma":
+    shared |= {"BLOCK_M": block, "SPLITS": config.splits, "STAGES": config.stages}
+    if config.variant == "tma":
         raw = weight.values if isinstance(weight, Fp8Weight) else values
-        tma_kernel[(tiles, chosen.splits, row_tiles)](
-            tile_descriptor(x, block, chosen.block_k),
+        tma_kernel[(tiles, config.splits, row_tiles)](
+            tile_descriptor(x, block, config.block_k),
             prepared.scale,
-            prepared.squares,
-            tile_descriptor(raw, chosen.block_n // (2 if swiglu else 1), chosen.block_k),
+            tile_descriptor(raw, config.block_n // (2 if swiglu else 1), config.block_k),
             raw,
             scale,
-            gain,
-            residual,
-            out,
+            around,
             adapters,
             partials,
             counters,
             rows,
             outputs,
-            eps,
-            residual_stride,
-            out.stride(0),
-            BLOCK_M=block,
-            BLOCK_K=chosen.block_k,
-            SPLITS=chosen.splits,
-            STAGES=chosen.stages,
-            STAGGER=chosen.stagger,
-            PREFETCH=chosen.prefetch,
+            BLOCK_K=config.block_k,
+            STAGGER=config.stagger,
             **shared,
         )
-        return out
-    dot_kernel[(tiles, chosen.splits, row_tiles)](
-        x,
-        values,
-        scale,
-        zero,
-        gain,
-        residual,
-        out,
-        adapters,
-        partials,
-        counters,
-        rows,
-        outputs,
-        eps,
-        x.stride(0),
-        residual_stride,
-        out.stride(0),
-        BLOCK_M=block,
-        BLOCK_K=GROUP if kind == "int4" else chosen.block_k,
-        SPLITS=chosen.splits,
-        STAGES=chosen.stages,
-        PREFETCH=chosen.prefetch,
-        **shared,
-    )
-    return out
+        return
+    dot_kernel[(tiles, config.splits, row_tiles)](
+        x, values, scale, zero, around, adapters, partials, counters, rows, outputs, x.stride(0),
+        BLOCK_K=GROUP if kind == "int4" else config.block_k, **shared,
+    )  # fmt: skip
 
 
 _KINDS: dict[Kind, int] = {"none": 0, "fp8": 1, "int4": 2}
@@ -289,10 +317,3 @@ def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if isinstance(weight, Fp8Weight):
         return weight.words(), weight.scale, None
     return weight.packed, weight.scale, weight.zero
-
-
-def _rows_of(config: SkinnyConfig, kind: Kind, gain: Tensor | None) -> Rows:
-    """The form of x that a variant multiplies."""
-    if config.variant != "tma" or (kind == "none" and (gain is None or config.inside)):
-        return "as they are"
-    return "float8" if kind == "fp8" else "weighted"

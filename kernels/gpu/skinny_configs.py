@@ -20,7 +20,7 @@ class SkinnyConfig:
     variant: Literal["vector", "stream", "dot", "tma"]
     """Products in registers, all of K in one program (int4: of whole numbers, up to 4 rows of x); tensor
     cores fed from registers, likewise, warps sharing K; tensor cores fed from shared memory, through registers; or that
-    without (a kernel before it norms x)."""
+    without (in float8 a kernel before it quantizes x)."""
     block_n: int
     """Rows of the weight a program reads."""
     block_k: int
@@ -34,8 +34,6 @@ class SkinnyConfig:
     """What is asked of L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
     the tile that many tiles further on (not int4)."""
 
-    inside: bool = False
-    """Whether x is multiplied with its norm's weight in the product and not in a kernel before it (tma, not fp8)."""
     stagger: bool = False
     """Whether programs begin at different columns (tma)."""
     slots: int = 8

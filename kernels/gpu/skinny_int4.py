@@ -20,18 +20,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.lora import adapters_of_row_ahead, add_adapters_to_row, hidden_of_row_ahead
-from kernels.gpu.skinny_parts import GROUP, finish, tile_columns, weight_rows
+from kernels.gpu.skinny_parts import GROUP, finish, squares_ahead, tile_columns, weight_rows
 
 MAX_ROWS = 4
 """Each row of x costs as many products again; from here on tensor cores are ahead."""
-_ROWS = tl.constexpr(8)
+TILE = 8
 """Rows of the weight that a warp reads of a group at once: 8 · 64 bytes."""
+_ROWS = tl.constexpr(TILE)
 _LARGEST = tl.constexpr(127 * 256.0)
 """Of a whole number: its bytes are signed."""
 
 
 class FixedPoint(NamedTuple):
-    """x times the norm's weight as whole numbers v and a factor a group: 256 · high byte + low byte."""
+    """x as whole numbers v and a factor a group: 256 · high byte + low byte."""
 
     words: Any
     """[M, K / 128, 4, 16] int32 of four bytes each: high bytes for bits 0 … 3 and 8 … 11 of the halves of a word of
@@ -40,12 +41,10 @@ class FixedPoint(NamedTuple):
     """[M, K / 128] float32."""
     sums: Any
     """[M, K / 128, 4] int32: v summed over every fourth of a group's words."""
-    squares: Any
-    """[M, K / 128] float32: x² summed."""
 
 
 @triton.jit
-def _fix_kernel(x, norm, words, factors, sums, squares, x_stride, K: tl.constexpr, PDL: tl.constexpr):
+def _fix_kernel(x, words, factors, sums, x_stride, K: tl.constexpr, PDL: tl.constexpr):
     """One program: a group of a row."""
     group, r = tl.program_id(0), tl.program_id(1)
     groups: tl.constexpr = K // GROUP
@@ -53,14 +52,11 @@ def _fix_kernel(x, norm, words, factors, sums, squares, x_stride, K: tl.constexp
     half = tl.arange(0, 2)[None, :, None]
     byte = tl.arange(0, 4)[None, None, :]
     k = group * GROUP + word * 2 + half * 32 + (byte % 2) * 64 + byte // 2
-    gain = 1.0 if norm is None else tl.load(norm + k)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + r * x_stride + k).to(tl.float32)
     at = r * groups + group
-    tl.store(squares + at, tl.sum(value * value))
-    value *= gain
     factor = tl.maximum(tl.max(tl.abs(value)) / _LARGEST, 1e-30)
     # Adding and taking away 1.5 · 2^23 rounds to the nearest whole number.
     whole = ((value / factor + 12582912.0) - 12582912.0).to(tl.int32)
@@ -75,17 +71,16 @@ def _fix_kernel(x, norm, words, factors, sums, squares, x_stride, K: tl.constexp
     tl.store(place + 32, tl.sum((low & 255) << shift, axis=2, keep_dims=True))
 
 
-def fixed_point(x: Tensor, norm: Tensor | None, *, pdl: bool = False) -> FixedPoint:
-    """x [M, K] for int4_vector_kernel; norm [K] float32."""
+def fixed_point(x: Tensor, *, pdl: bool = False) -> FixedPoint:
+    """x [M, K] for int4_vector_kernel."""
     rows, inputs = x.shape
     groups = inputs // GROUP.value
     fixed = FixedPoint(
         torch.empty(rows, groups, 4, 16, dtype=torch.int32, device=x.device),
         torch.empty(rows, groups, dtype=torch.float32, device=x.device),
         torch.empty(rows, groups, 4, dtype=torch.int32, device=x.device),
-        torch.empty(rows, groups, dtype=torch.float32, device=x.device),
     )
-    _fix_kernel[(groups, rows)](x, norm, *fixed, x.stride(0), K=inputs, PDL=pdl, num_warps=1, launch_pdl=pdl)
+    _fix_kernel[(groups, rows)](x, *fixed, x.stride(0), K=inputs, PDL=pdl, num_warps=1, launch_pdl=pdl)
     return fixed
 
 
@@ -108,20 +103,16 @@ def int4_vector_kernel(
     weight,
     scale,
     zero,
-    norm,
-    residual,
-    out,
+    around,
     lora,
     N,
-    eps,
-    residual_stride,
-    out_stride,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -148,10 +139,8 @@ def int4_vector_kernel(
         gdc_wait()
     # Not unrolled, nothing moved out of the loop: masked words of all rows at once would not fit the registers.
     for r in tl.range(0, ROWS, loop_unroll_factor=1, disable_licm=True):
-        squares = None
-        if norm is not None:
-            i = tl.arange(0, triton.next_power_of_2(groups))
-            squares = tl.sum(tl.load(x.squares + r * groups + i, mask=i < groups, other=0.0), axis=0, keep_dims=True)
+        m = r + tl.arange(0, 1)
+        squares = squares_ahead(around, m, ROWS, PARTS) if PARTS > 0 else None
         accs = ()
         for _ in tl.static_range(pieces):
             accs = accs + (tl.zeros((BLOCK_G, _ROWS, 4), tl.float32),)  # noqa: RUF005
@@ -186,20 +175,4 @@ def int4_vector_kernel(
                 ahead = adapters_of_row_ahead(lora, r, columns, inside, N, LORA)
                 hidden = hidden_of_row_ahead(lora, r, columns, inside, 0, ROWS, LORA)
                 total = add_adapters_to_row(total, ahead, hidden, lora, r, columns, inside, ROWS, N, LORA)
-            finish(
-                total[None, :],
-                squares,
-                tile,
-                r + tl.arange(0, 1),
-                ROWS,
-                N,
-                residual,
-                out,
-                eps,
-                residual_stride,
-                out_stride,
-                K,
-                _ROWS,
-                1,
-                SWIGLU,
-            )
+            finish(total[None, :], squares, around, tile, m, ROWS, N, K, _ROWS, 1, SWIGLU)

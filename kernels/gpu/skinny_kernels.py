@@ -30,6 +30,7 @@ from kernels.gpu.skinny_parts import (
     finish,
     prefetch_rows,
     prefetch_tile,
+    squares_ahead,
     tile_columns,
     unpack,
     unpack_to_float,
@@ -42,15 +43,10 @@ def vector_kernel(
     x,
     weight,
     scale,
-    norm,
-    residual,
-    out,
+    around,
     lora,
     N,
-    eps,
     x_stride,
-    residual_stride,
-    out_stride,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
@@ -59,6 +55,7 @@ def vector_kernel(
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -98,15 +95,13 @@ def vector_kernel(
         for r in tl.static_range(ROWS):
             hidden = hidden + (hidden_of_row_ahead(lora, r, columns, inside, 0, ROWS, LORA),)  # noqa: RUF005
     for r in tl.static_range(ROWS):
+        m = r + tl.arange(0, 1)
+        squares = squares_ahead(around, m, ROWS, PARTS) if PARTS > 0 else None
         acc = tl.zeros((BLOCK_N, sums), tl.float32)
-        squares = tl.zeros((sums,), tl.float32)
         for chunk in tl.static_range(chunks):
             for part in tl.static_range(parts):
                 at = chunk * BLOCK_K + k + part * apart
                 value = tl.load(x + r * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
-                if norm is not None:
-                    squares += tl.sum(tl.reshape(value * value, [sums, 8]), axis=1)
-                    value *= tl.load(norm + at, mask=at < K, other=0.0)
                 w = unpack_to_float(held[chunk], part, INTERPRETED) if KIND == FP8 else held[chunk].to(tl.float32)
                 acc += tl.sum(tl.reshape(w * value[None, :], [BLOCK_N, sums, 8]), axis=2)
         total = tl.sum(acc, axis=1)
@@ -114,23 +109,7 @@ def vector_kernel(
             total *= tl.load(scale + row)
         if lora is not None:
             total = add_adapters_to_row(total, ahead[r], hidden[r], lora, r, columns, inside, ROWS, N, LORA)
-        finish(
-            total[None, :],
-            tl.sum(squares, axis=0, keep_dims=True) if norm is not None else None,
-            tile,
-            r + tl.arange(0, 1),
-            ROWS,
-            N,
-            residual,
-            out,
-            eps,
-            residual_stride,
-            out_stride,
-            K,
-            BLOCK_N,
-            1,
-            SWIGLU,
-        )
+        finish(total[None, :], squares, around, tile, m, ROWS, N, K, BLOCK_N, 1, SWIGLU)
 
 
 @triton.jit
@@ -139,7 +118,6 @@ def _product(
     weight,
     scale,
     zero,
-    norm,
     row,
     m,
     M,
@@ -156,14 +134,13 @@ def _product(
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Weight rows [BLOCK_N] times rows m of x (times the norm's weight), and the sums of squares of x, over STEPS
-    blocks of K from block ``first``. In int4 a block is one group, scaled after it is summed."""
+    """Weight rows [BLOCK_N] times rows m of x over STEPS blocks of K from block ``first``. In int4 a block is one
+    group, scaled after it is summed."""
     parts: tl.constexpr = 4 if KIND == INT4 else (2 if KIND == FP8 else 1)
     words: tl.constexpr = BLOCK_K // parts
     apart: tl.constexpr = GROUP // parts
     c = tl.arange(0, words)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((words, BLOCK_M), tl.float32)
     k = c if parts == 1 else (c // apart) * GROUP + c % apart
     x_base = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     w_base = weight + row.to(tl.int64)[:, None] * (K // parts) + c[None, :]
@@ -188,17 +165,13 @@ def _product(
             if not EVEN:
                 live = live & (start + k < K)[:, None]
             value = tl.load(x_base + start, mask=live, other=0.0)
-            if norm is not None:
-                wide = value.to(tl.float32)
-                squares += wide * wide
-                value = (wide * tl.load(norm + start + k, mask=start + k < K, other=0.0)[:, None]).to(value.dtype)
             number = w if KIND == DENSE else unpack(w, offset, None, part, KIND, value.dtype, INTERPRETED)
             total = tl.dot(number, value, total, input_precision="ieee")
         if KIND == INT4:
             acc += total * tl.load(scale + at).to(tl.float32)[:, None]
         else:
             acc = total
-    return acc, tl.sum(squares, axis=0)
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -207,18 +180,13 @@ def dot_kernel(
     weight,
     scale,
     zero,
-    norm,
-    residual,
-    out,
+    around,
     lora,
     partials,
     counters,
     M,
     N,
-    eps,
     x_stride,
-    residual_stride,
-    out_stride,
     K: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -229,6 +197,7 @@ def dot_kernel(
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -256,10 +225,11 @@ def dot_kernel(
         ahead = adapters_ahead(lora, m, columns, inside, low, M, N, split, LORA)
     if PDL:
         gdc_wait()
+    squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
     if lora is not None:
         hidden = hidden_ahead(lora, m, low, M, LORA)
-    acc, squares = _product(
-        x, weight, scale, zero, norm, row, m, M, N, first, x_stride,
+    acc = _product(
+        x, weight, scale, zero, row, m, M, N, first, x_stride,
         K, KIND, BLOCK_M, BLOCK_N, BLOCK_K, share, even, STAGES, INTERPRETED,
     )  # fmt: skip
     if KIND == FP8:
@@ -271,36 +241,16 @@ def dot_kernel(
         # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
         block = tl.program_id(2) * tl.num_programs(0) + tile
         i = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        j = BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
-        area: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
+        area: tl.constexpr = BLOCK_N * BLOCK_M
         base = partials + block.to(tl.int64) * SPLITS * area
         tl.store(base + split * area + i, acc)
-        tl.store(base + split * area + j, squares)
         tl.debug_barrier()
         mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if mine:
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            squares = tl.zeros((BLOCK_M,), tl.float32)
             # Four at a time: as many loads in flight as there are registers for.
             for s in tl.range(0, SPLITS, loop_unroll_factor=4):
                 acc += tl.load(base + s * area + i, cache_modifier=".cg")
-                squares += tl.load(base + s * area + j, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:
-        finish(
-            tl.trans(acc),
-            squares if norm is not None else None,
-            tile,
-            m,
-            M,
-            N,
-            residual,
-            out,
-            eps,
-            residual_stride,
-            out_stride,
-            K,
-            BLOCK_N,
-            BLOCK_M,
-            SWIGLU,
-        )
+        finish(tl.trans(acc), squares, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU)

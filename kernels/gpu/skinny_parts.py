@@ -6,6 +6,8 @@ everything that follows the product."""
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,27 @@ GROUP = tl.constexpr(128)
 """Inputs that share a scale in int4."""
 _LINE = tl.constexpr(128)
 """Bytes of a cache line of L2."""
+
+
+class Around(NamedTuple):
+    """What surrounds a product of few rows, as a kernel takes it."""
+
+    squares: Any
+    """[parts, T] float32, summed over parts: Σx² of each row, where x comes through a norm; or None."""
+    eps: Any
+    """Of that norm."""
+    residual: Any
+    """[T, width] or None, and the stride of its rows."""
+    residual_stride: Any
+    out: Any
+    """[T, width], and the stride of its rows."""
+    out_stride: Any
+    next_gain: Any = None
+    """[N] float32: the weight of the norm that reads the result next; or None."""
+    next_values: Any = None
+    """[T, N]: the result times that weight."""
+    next_squares: Any = None
+    """[tiles, T] float32: the sum of squares of the result's columns in each tile."""
 
 
 @triton.jit
@@ -143,27 +166,30 @@ def unpack_to_float(words, PART: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def squares_ahead(around, m, M, PARTS: tl.constexpr):
+    """Loads the sums of squares of rows m, for finish(): [PARTS, rows], not yet added because that would wait."""
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None]
+    return tl.load(around.squares + part * M + m[None, :], mask=(part < PARTS) & (m < M)[None, :], other=0.0)
+
+
+@triton.jit
 def finish(
     acc,
     squares,
+    around,
     tile,
     m,
     M,
     N,
-    residual,
-    out,
-    eps,
-    residual_stride,
-    out_stride,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):
-    """What follows the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares
-    [BLOCK_M]; None: no norm), activation, residual, store."""
+    """What follows the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares of
+    squares_ahead(); None: no norm), activation, residual, store; and what the norm that reads the result next wants."""
     if squares is not None:
-        acc = acc * (1.0 / tl.sqrt(squares / K + eps))[:, None]
+        acc = acc * (1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + around.eps))[:, None]
     if SWIGLU:
         half: tl.constexpr = BLOCK_N // 2
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, half]), [0, 2, 1]))
@@ -175,8 +201,14 @@ def finish(
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < N
     keep = (m < M)[:, None] & inside[None, :]
-    if residual is not None:
-        source = residual + m.to(tl.int64)[:, None] * residual_stride + column[None, :]
+    if around.residual is not None:
+        source = around.residual + m.to(tl.int64)[:, None] * around.residual_stride + column[None, :]
         acc += tl.load(source, mask=keep, other=0.0).to(tl.float32)
-    place = out + m.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=keep)
+    result = acc.to(around.out.dtype.element_ty)
+    tl.store(around.out + m.to(tl.int64)[:, None] * around.out_stride + column[None, :], result, mask=keep)
+    if around.next_gain is not None:
+        exact = tl.where(keep, result.to(tl.float32), 0.0)
+        gain = tl.load(around.next_gain + column, mask=inside, other=0.0)
+        scaled = (exact * gain[None, :]).to(around.next_values.dtype.element_ty)
+        tl.store(around.next_values + m.to(tl.int64)[:, None] * N + column[None, :], scaled, mask=keep)
+        tl.store(around.next_squares + tile * M + m, tl.sum(exact * exact, axis=1), mask=m < M)

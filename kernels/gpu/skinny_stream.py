@@ -25,6 +25,7 @@ from kernels.gpu.skinny_parts import (
     finish,
     prefetch_tile,
     row_of,
+    squares_ahead,
     tile_columns,
     unpack,
     weight_rows,
@@ -50,16 +51,11 @@ def stream_kernel(
     weight,
     scale,
     zero,
-    norm,
-    residual,
-    out,
+    around,
     lora,
     M,
     N,
-    eps,
     x_stride,
-    residual_stride,
-    out_stride,
     K: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -70,6 +66,7 @@ def stream_kernel(
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -108,10 +105,10 @@ def stream_kernel(
             size: tl.constexpr = 1 if KIND == FP8 else 2
             prefetch_tile(weight, tile + PREFETCH, tl.num_programs(0), N, K * size, BLOCK_N, SWIGLU)
         gdc_wait()
+    squares = squares_ahead(around, rows, M, PARTS) if PARTS > 0 else None
     if lora is not None:
         hidden = hidden_ahead(lora, rows, first, M, LORA)
     acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((8, blocks, wide, 4), tl.float32)
     x_base = x + m.to(tl.int64) * x_stride
     for s in tl.static_range(steps):
         if s + AHEAD < steps:
@@ -127,11 +124,6 @@ def stream_kernel(
             here = s * BLOCK_K + part * apart + k if parts > 1 else s * BLOCK_K + k
             live = (m < M) & (here >= 0) if even else (m < M) & (here < K)
             value = tl.load(x_base + here, mask=live, other=0.0)
-            if norm is not None:
-                exact = value.to(tl.float32)
-                squares += tl.sum(tl.reshape(exact * exact, [8, blocks, wide, 4, 8]), axis=4)
-                gain = tl.load(norm + here) if even else tl.load(norm + here, mask=here < K, other=0.0)
-                value = (exact * gain).to(value.dtype)
             number = held[s] if KIND == DENSE else unpack(held[s], offset, factor, part, KIND, value.dtype, INTERPRETED)
             left = tl.reshape(number, [8, turns, WARPS, high, 4, 2, 2, 2])
             left = tl.reshape(tl.permute(left, [2, 3, 0, 1, 5, 6, 4, 7]), [WARPS, BLOCK_N, turns * 32])
@@ -143,20 +135,4 @@ def stream_kernel(
         total *= tl.load(scale + weight_rows(tile, N, BLOCK_N, SWIGLU))[:, None]
     if lora is not None:
         total = add_adapters(total, ahead, hidden, lora, rows, columns, inside, first, last, M, N, LORA)
-    finish(
-        tl.trans(total),
-        tl.reshape(tl.trans(tl.sum(tl.sum(squares, axis=3), axis=1)), [BLOCK_M]) if norm is not None else None,
-        tile,
-        rows,
-        M,
-        N,
-        residual,
-        out,
-        eps,
-        residual_stride,
-        out_stride,
-        K,
-        BLOCK_N,
-        BLOCK_M,
-        SWIGLU,
-    )
+    finish(tl.trans(total), squares, around, tile, rows, M, N, K, BLOCK_N, BLOCK_M, SWIGLU)

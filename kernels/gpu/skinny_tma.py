@@ -2,9 +2,9 @@
 and from there to the tensor cores (wgmma), and no thread touches them.
 
 A row of the weight is a row of the accumulator, the rows of x are its columns. x comes in the form that is multiplied:
-times its norm's weight, and in float8 where the weight is (kernels.gpu.preparation), its sums of squares beside it; or
-its norm is folded in, through registers. All programs are resident at once, each with many tiles on their way, so
-memory decides how fast each gets on, and it does not matter that some multiprocessors have more programs than others.
+in float8 where the weight is (kernels.gpu.preparation). All programs are resident at once, each with many tiles on
+their way, so memory decides how fast each gets on, and it does not matter that some multiprocessors have more programs
+than others.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.lora import adapters_ahead, add_adapters, hidden_ahead
-from kernels.gpu.skinny_parts import FP8, finish, prefetch_rows, weight_rows
+from kernels.gpu.skinny_parts import FP8, finish, prefetch_rows, squares_ahead, weight_rows
 
 
 @triton.jit
@@ -35,37 +35,19 @@ def _dot(left, right, acc, INTERPRETED: tl.constexpr, PROMOTE: tl.constexpr):
         return tl.dot(left, right, acc, input_precision="ieee")
 
 
-@triton.jit
-def _columns(x, norm, m0, k, squares, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of x as it is multiplied [BLOCK_K, BLOCK_M], and the squares with its own [BLOCK_M, BLOCK_K] added."""
-    value = x.load([m0, k])
-    if norm is not None:
-        place = k + tl.arange(0, BLOCK_K)
-        wide = value.to(tl.float32)
-        squares += wide * wide
-        value = (wide * tl.load(norm + place, mask=place < K, other=0.0)[None, :]).to(value.dtype)
-    return tl.trans(value), squares
-
-
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
     x,
     x_scale,
-    x_squares,
     weight,
     values,
     scale,
-    norm,
-    residual,
-    out,
+    around,
     lora,
     partials,
     counters,
     M,
     N,
-    eps,
-    residual_stride,
-    out_stride,
     K: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -77,6 +59,7 @@ def tma_kernel(
     PREFETCH: tl.constexpr,
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
+    PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -108,8 +91,7 @@ def tma_kernel(
             other_ahead = adapters_ahead(lora, m, column + end, column < end, n0 + end, M, N, split, LORA)
     if PDL:
         gdc_wait()
-    if x_squares is not None:
-        given_squares = tl.load(x_squares + m, mask=m < M, other=1.0)
+    squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
     if KIND == FP8:
         factor = tl.load(x_scale + m, mask=m < M, other=0.0)
     if lora is not None:
@@ -118,14 +100,13 @@ def tma_kernel(
             other_hidden = hidden_ahead(lora, m, n0 + end, M, LORA)
     last = tl.minimum(n0 + high, end) - 1
     acc = tl.zeros((high, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     if SWIGLU:
         other = tl.zeros((high, BLOCK_M), tl.float32)
         for step in tl.range(0, share, num_stages=STAGES):
             k = (first + (step + turn) % share if STAGGER else first + step) * BLOCK_K
             gate = weight.load([n0, k])
             up = weight.load([N // 2 + n0, k])
-            right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
+            right = tl.trans(x.load([m0, k]))
             acc = _dot(gate, right, acc, INTERPRETED, promote)
             other = _dot(up, right, other, INTERPRETED, promote)
         if KIND == FP8:
@@ -139,7 +120,7 @@ def tma_kernel(
         for step in tl.range(0, share, num_stages=STAGES):
             k = (first + (step + turn) % share if STAGGER else first + step) * BLOCK_K
             left = weight.load([n0, k])
-            right, squares = _columns(x, norm, m0, k, squares, K, BLOCK_K)
+            right = tl.trans(x.load([m0, k]))
             acc = _dot(left, right, acc, INTERPRETED, promote)
     if KIND == FP8:
         acc *= tl.load(scale + tl.minimum(column, end - 1))[:, None]
@@ -152,49 +133,25 @@ def tma_kernel(
         total = tl.reshape(both, [BLOCK_M, BLOCK_N])
     else:
         total = tl.trans(acc)
-    squares = tl.sum(squares, axis=1)
     mine = True
     if SPLITS > 1:
         # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
         block = tl.program_id(2) * tl.num_programs(0) + tile
-        area: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
+        area: tl.constexpr = BLOCK_N * BLOCK_M
         i = tl.arange(0, BLOCK_N)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         base = partials + block.to(tl.int64) * SPLITS * area
-        j = BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(base + split * area + i, total)
-        if norm is not None:
-            tl.store(base + split * area + j, squares)
         tl.debug_barrier()
         mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if mine:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            if norm is not None:
-                squares = tl.zeros((BLOCK_M,), tl.float32)
             # As many loads in flight as there are registers for.
             together: tl.constexpr = max(1, min(8, 16384 // (BLOCK_N * BLOCK_M)))
             for s in tl.range(0, SPLITS, num_stages=1, loop_unroll_factor=together):
                 total += tl.load(base + s * area + i, cache_modifier=".cg")
-                if norm is not None:
-                    squares += tl.load(base + s * area + j, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:
-        finish(
-            total,
-            given_squares if x_squares is not None else squares if norm is not None else None,
-            tile,
-            m,
-            M,
-            N,
-            residual,
-            out,
-            eps,
-            residual_stride,
-            out_stride,
-            K,
-            BLOCK_N,
-            BLOCK_M,
-            SWIGLU,
-        )
+        finish(total, squares, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU)
 
 
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

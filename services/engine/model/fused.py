@@ -86,9 +86,11 @@ class FusedForward:
             self._rope = (4, 1, 4)
 
     def one_of_each_layer(self) -> FusedForward:
-        """A model of the first layers only, as many as it takes to have one of each kind: it launches every kernel."""
-        kinds = [type(layer.mixer) for layer in self._weights.layers]
-        short = replace(self._weights, layers=self._weights.layers[: max(map(kinds.index, kinds)) + 1])
+        """A model of the first layers only, as many as it takes to have one of each kind behind another: it launches
+        every kernel."""
+        behind = [type(layer.mixer) for layer in self._weights.layers[1:]]
+        count = 2 + max(map(behind.index, behind), default=-1)
+        short = replace(self._weights, layers=self._weights.layers[:count])
         made = copy(self)
         made._weights = short
         return made
@@ -106,7 +108,8 @@ class FusedForward:
         eps, pdl = self._config.rms_norm_eps, self._pdl
         x = Residual(gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding))
         full = linear = 0
-        for index, layer in enumerate(self._weights.layers):
+        layers = self._weights.layers
+        for index, layer in enumerate(layers):
             lora = self._adapters(index, rows) if adapters else {}
             mixer = layer.mixer
             projected = mixer.in_proj.project(x, norm=Norm(layer.input_norm, eps), lora=lora.get("in"), pdl=pdl)
@@ -116,7 +119,8 @@ class FusedForward:
             else:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
                 full += 1
-            self._rest_of_layer(x, mixed, layer, lora)
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            self._rest_of_layer(x, mixed, layer, lora, following)
         return x.settled()
 
     def logits(self, x: Tensor) -> Tensor:
@@ -157,13 +161,21 @@ class FusedForward:
             raise ValueError("the mtp layer is not loaded")
         return self._weights.mtp
 
-    def _rest_of_layer(self, x: Residual, mixed: Tensor, layer: LayerWeights, lora: Mapping[str, LoraRows]) -> None:
-        """What follows a layer's mixer."""
-        pdl = self._pdl
-        layer.mixer.out_proj.add_to(x, mixed, lora=lora.get("out"), pdl=pdl)
-        norm = Norm(layer.post_norm, self._config.rms_norm_eps)
+    def _rest_of_layer(
+        self,
+        x: Residual,
+        mixed: Tensor,
+        layer: LayerWeights,
+        lora: Mapping[str, LoraRows],
+        following: LayerWeights | None = None,
+    ) -> None:
+        """What follows a layer's mixer; ``following`` is the layer that reads x next."""
+        eps, pdl = self._config.rms_norm_eps, self._pdl
+        norm = Norm(layer.post_norm, eps)
+        layer.mixer.out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl)
         active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
-        layer.down.add_to(x, active, lora=lora.get("down"), pdl=pdl)
+        ahead = None if following is None else (Norm(following.input_norm, eps), following.mixer.in_proj)
+        layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
 
     def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
         return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}

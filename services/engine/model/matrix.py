@@ -48,6 +48,12 @@ class Matrix(ABC):
     def dense(self) -> Tensor:
         """[out, in] in the model's dtype; decoded anew at every call if quantized."""
 
+    def few(self, rows: int) -> bool:
+        """Whether a product of so many rows is one that streams the weight."""
+        from kernels.gpu.products import streams
+
+        return streams(rows, self.weight, self.invariant)
+
     @abstractmethod
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         """``x Wᵀ`` of many rows, in x's dtype."""
@@ -79,15 +85,15 @@ class Matrix(ABC):
         Returns:
             [T, out], or [T, out / 2] with swiglu.
         """
-        from kernels.gpu.products import few_rows, finished, normed, streams
+        from kernels.gpu.products import few_rows, finished, normed
 
-        if streams(x.shape[0], self.weight, self.invariant):
-            rows = x.settled() if isinstance(x, Residual) else x
+        if self.few(x.shape[0]):
+            given = x.ready(norm) if isinstance(x, Residual) else x
             return few_rows(
-                rows,
+                given,
                 self.weight,
                 self.workspace,
-                norm=norm,
+                norm=norm if isinstance(given, Tensor) else None,
                 swiglu=swiglu,
                 lora=lora,
                 invariant=self.invariant,
@@ -97,13 +103,33 @@ class Matrix(ABC):
         inputs = normed(rows, norm, addend, pdl=pdl)
         return finished(self.product(inputs, pdl=pdl), inputs, swiglu=swiglu, lora=lora, pdl=pdl)
 
-    def add_to(self, stream: Residual, x: Tensor, *, lora: LoraRows | None = None, pdl: bool = False) -> None:
-        """``stream += x Wᵀ + adapters``; arguments as of project()."""
-        from kernels.gpu.products import few_rows, finished, streams
+    def add_to(
+        self,
+        stream: Residual,
+        x: Tensor,
+        *,
+        ahead: tuple[Norm, Matrix] | None = None,
+        lora: LoraRows | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """``stream += x Wᵀ + adapters``; arguments as of project().
 
-        if streams(x.shape[0], self.weight, self.invariant):
+        Args:
+            ahead: the norm that reads the stream next and the matrix that it is multiplied with then: if that matrix
+                takes so few rows, the stream is made ready for it in passing.
+        """
+        from kernels.gpu.products import few_rows_onto, finished
+
+        rows = x.shape[0]
+        if self.few(rows):
+            norm = ahead[0] if ahead is not None and ahead[1].few(rows) else None
             onto = stream.settled()
-            few_rows(x, self.weight, self.workspace, onto=onto, lora=lora, invariant=self.invariant, pdl=pdl)
+            stream.added(
+                norm,
+                few_rows_onto(
+                    onto, x, self.weight, self.workspace, ahead=norm, lora=lora, invariant=self.invariant, pdl=pdl
+                ),
+            )
         else:
             finished(self.product_onto(stream, x, pdl=pdl), x, lora=lora, pdl=pdl)
 

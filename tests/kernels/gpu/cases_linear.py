@@ -6,7 +6,7 @@ import torch
 
 from kernels.gpu.fp8 import fp8_linear, quantize_rows
 from kernels.gpu.int4 import dequantize
-from kernels.gpu.skinny import Norm, Weight, skinny_linear
+from kernels.gpu.skinny import Norm, Weight, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from kernels.quantize import Fp8Weight, Int4Weight
 
@@ -34,12 +34,12 @@ def launches() -> None:
     norm = Norm(torch.empty(HIDDEN), 1e-6)
     for kind in ("none", "fp8", "int4"):
         for count in (1, 16, 64):
-            skinny_linear(rows(count, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, pdl=True)
-            residual = rows(count, HIDDEN)
             down = weight(kind, HIDDEN, INTERMEDIATE)
-            skinny_linear(rows(count, INTERMEDIATE), down, residual=residual, out=residual, pdl=True)
-    for kind, inside in (("none", False), ("none", True), ("fp8", False)):
-        tma = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, prefetch=512, inside=inside, stagger=inside)
+            scaled = skinny_add(rows(count, HIDDEN), rows(count, INTERMEDIATE), down, ahead=norm, pdl=True)
+            if scaled is not None:
+                skinny_linear(scaled, weight(kind, 2 * INTERMEDIATE, HIDDEN), swiglu=True, pdl=True)
+    for kind, stagger in (("none", False), ("none", True), ("fp8", False)):
+        tma = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, prefetch=512, stagger=stagger)
         skinny_linear(
             rows(16, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, config=tma, pdl=True
         )

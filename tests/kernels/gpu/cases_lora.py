@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.gpu.lora import LoraRows, expand_add, shrink
-from kernels.gpu.skinny import Norm, skinny_linear
+from kernels.gpu.skinny import Norm, Scaled, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from tests.kernels.gpu.cases_linear import weight
 
@@ -35,18 +35,14 @@ def rows_of(group: str, rows: int, *, slots: int = 10, rank: int = 32) -> LoraRo
 def linear(group: str, rows: int, kind: str = "none", config: SkinnyConfig | None = None) -> None:
     """A product with adapters as the engine launches it."""
     depth, ends = GROUPS[group]
-    x = torch.empty(rows, depth, dtype=torch.bfloat16)
-    normed = group not in ("out", "down")
-    skinny_linear(
-        x,
-        weight(kind, ends[-1], depth),
-        norm=Norm(torch.empty(depth), 1e-6) if normed else None,
-        residual=None if normed else torch.empty(rows, ends[-1], dtype=torch.bfloat16),
-        swiglu=group == "gate_up",
-        lora=rows_of(group, rows),
-        config=config,
-        pdl=True,
-    )
+    x, lora = torch.empty(rows, depth, dtype=torch.bfloat16), rows_of(group, rows)
+    matrix = weight(kind, ends[-1], depth)
+    if group in ("out", "down"):
+        stream = torch.empty(rows, ends[-1], dtype=torch.bfloat16)
+        skinny_add(stream, x, matrix, lora=lora, ahead=Norm(torch.empty(ends[-1]), 1e-6), config=config, pdl=True)
+    else:
+        scaled = Scaled(x, torch.empty(40, rows), 1e-6)
+        skinny_linear(scaled, matrix, swiglu=group == "gate_up", lora=lora, config=config, pdl=True)
 
 
 def launches() -> None:
@@ -60,8 +56,7 @@ def launches() -> None:
         for rows in (1, 8, 64):
             linear(group, rows)
         linear(group, 1, "fp8")
-    linear("out", 8, "fp8")
-    linear("down", 8, "fp8")
-    linear("down", 64, config=SkinnyConfig("dot", 64, 128, 4, 3, slots=4))
+        linear(group, 8, "fp8")
+    linear("gate_up", 64, config=SkinnyConfig("dot", 64, 128, 4, 3, slots=4))
     linear("gate_up", 64, "fp8")
     linear("down", 1, "int4", SkinnyConfig("vector", 8, 512, 4))

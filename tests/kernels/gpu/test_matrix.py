@@ -75,6 +75,15 @@ def test_products_onto_the_residual_stream(device: torch.device, kind: str, rows
     assert torch.equal(read.settled(), settled.settled())
     assert_close(through, exact(settled.settled(), reader.dense(), norm, None, swiglu=False), "none", rows)
 
+    ready = Residual(start.clone())
+    stored.add_to(ready, x, ahead=(norm, reader))
+    through = reader.project(ready, norm=norm)
+    assert torch.equal(ready.settled(), settled.settled())
+    assert_close(through, exact(settled.settled(), reader.dense(), norm, None, swiglu=False), "none", rows)
+    other = Norm(torch.rand(96, device=device) + 0.5, 1e-6)
+    through = reader.project(ready, norm=other)
+    assert_close(through, exact(settled.settled(), reader.dense(), other, None, swiglu=False), "none", rows)
+
     stored.add_to(read, x)
     stored.add_to(read, x)
     thrice = exact(x, stored.dense(), None, None, swiglu=False) * 3 + start.double()
@@ -121,6 +130,22 @@ def test_invariant_rows_do_not_depend_on_their_number(device: torch.device, kind
     together = stored.project(x, norm=norm)
     for begin, end in ((0, 1), (3, 20), (MANY - 2, MANY)):
         assert torch.equal(stored.project(x[begin:end], norm=norm), together[begin:end])
+
+
+def test_an_invariant_stream_is_made_ready_alike_for_any_number_of_rows(device: torch.device) -> None:
+    first = matrix("none", device, invariant=True)
+    second = quantize(torch.randn(64, 96, device=device), "none", invariant=True)
+    x, start = torch.randn(MANY, 256, device=device), torch.randn(MANY, 96, device=device)
+    norm = Norm(torch.rand(96, device=device) + 0.5, 1e-6)
+
+    def through(begin: int, end: int) -> Tensor:
+        stream = Residual(start[begin:end].clone())
+        first.add_to(stream, x[begin:end], ahead=(norm, second))
+        return second.project(stream, norm=norm)
+
+    together = through(0, MANY)
+    for begin, end in ((0, 1), (3, 20), (MANY - 2, MANY)):
+        assert torch.equal(through(begin, end), together[begin:end])
 
 
 def test_sizes(device: torch.device) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.lora_rows import LoraRows, active_slots
-from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_linear
+from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig, choose, most_rows
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -18,7 +18,7 @@ VECTOR = SkinnyConfig("vector", 16, 128, warps=4)
 STREAM = SkinnyConfig("stream", 16, 256, warps=2, stages=1)
 SPLIT = SkinnyConfig("dot", 32, 128, warps=4, stages=2, splits=2)
 TMA = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2)
-INSIDE = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, inside=True, stagger=True)
+STAGGERED = SkinnyConfig("tma", 128, 128, warps=4, stages=3, splits=2, stagger=True)
 UNEVEN = SkinnyConfig("dot", 64, 256, warps=4, stages=2, splits=3)
 
 
@@ -63,7 +63,7 @@ def check(out: Tensor, expected: Tensor, dtype: torch.dtype, *, quantized: bool 
     assert error < (5e-2 if quantized else 2e-6 if dtype == torch.float32 else 2e-2), error
 
 
-@pytest.mark.parametrize("config", [VECTOR, STREAM, UNEVEN, TMA, INSIDE])
+@pytest.mark.parametrize("config", [VECTOR, STREAM, UNEVEN, TMA, STAGGERED])
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -86,7 +86,7 @@ def test_product(device: torch.device, config: SkinnyConfig, kind: str, dtype: t
     assert torch.equal(residual, out)
 
 
-@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, INSIDE])
+@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, STAGGERED])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("kind", ["none", "fp8"])
 def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind: str) -> None:
@@ -107,6 +107,32 @@ def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind
     expected = exact(x, weight, norm, None, swiglu, lora)
     check(out, expected, torch.float32, quantized=kind == "fp8" and config.variant == "tma")
     assert (out - skinny_linear(x, weight, norm=norm, swiglu=swiglu, config=config)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, TMA])
+@pytest.mark.parametrize("kind", ["none", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_begins_the_norm_of_the_next(
+    device: torch.device, config: SkinnyConfig, kind: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(5)
+    rows = 1 if config is VECTOR else 5
+    x, first = inputs((rows, 256, 128), kind, dtype, device)
+    _, second = inputs((1, 40, 256), kind, dtype, device)
+    stream = torch.randn(rows, 256, device=device).to(dtype)
+    norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
+    expected = exact(x, first, None, stream, False)
+    scaled = skinny_add(stream, x, first, ahead=norm, config=config)
+    quantized = kind == "fp8" and config.variant == "tma"
+    check(stream, expected, dtype, quantized=quantized)
+    assert scaled is not None
+    assert scaled.squares.shape[0] == 256 // config.block_n
+    squares = stream.double().square().sum(1)
+    torch.testing.assert_close(scaled.squares.sum(0).double(), squares, rtol=1e-5, atol=1e-5)
+    check(scaled.values, stream.double() * norm.weight, dtype)
+    out = skinny_linear(scaled, second, config=config)
+    check(out, exact(stream, second, norm, None, False), dtype, quantized=quantized)
+    assert skinny_add(stream, x, first, config=config) is None
 
 
 @pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, replace(TMA, splits=1)])
@@ -188,6 +214,11 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     x, weight = inputs((2, 32, 256), "none", torch.float32, device)
     with pytest.raises(ValueError, match="does not fit"):
         skinny_linear(x[:, :128], weight)
+    norm = Norm(torch.ones(32, device=device), 1e-6)
+    scaled = skinny_add(torch.zeros(2, 32, device=device), x, weight, ahead=norm)
+    assert scaled is not None
+    with pytest.raises(ValueError, match="does not fit"):
+        skinny_linear(scaled, weight)
     with pytest.raises(ValueError, match="residual"):
         skinny_linear(x, weight, residual=torch.zeros(2, 31, device=device))
     with pytest.raises(ValueError, match="contiguous weight"):
