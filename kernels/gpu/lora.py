@@ -223,7 +223,7 @@ def add_adapters(
         # More slots, higher ranks, or columns of more targets than one.
         if (number > together) | (tl.max(ranks, 0) > _STEP) | (highest > lowest):
             # Fewer at a time than before, where registers are as many as the product has left.
-            fewer: tl.constexpr = min(together, 4 if rows.shape[0] <= 32 else 2)
+            fewer: tl.constexpr = min(together, 4 if rows.shape[0] == 16 and columns.shape[0] >= 64 else 2)
             acc = _walk(
                 acc, together, number, adapters, lora, rows, columns, inside, lowest, highest, count, width, LORA, fewer
             )
