@@ -72,7 +72,7 @@ def environment(cache: Path) -> dict[str, str]:
 def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
-    names = ["_write_tables_kernel", "_copy_states_kernel", "_gather_kernel", "dot_kernel"]
+    names = ["_write_tables_kernel", "_copy_states_kernel", "_prepare_kernel", "dot_kernel"]
     assert done.stdout.splitlines() == ["4 0", str(names), "[]"], done.stderr
     assert len(list(tmp_path.rglob("*.cubin"))) == 4
 
