@@ -84,6 +84,8 @@ def vector_kernel(
             held = held + (tl.load(w_base + chunk * words, mask=tail, other=0, eviction_policy="evict_first"),)  # noqa: RUF005
     ahead, hidden = (), ()
     if lora is not None:
+        # Or the weights would be asked for when B is: after the number of its slot has come.
+        tl.debug_barrier()
         for r in tl.static_range(ROWS):
             ahead = ahead + (adapters_of_row_ahead(lora, r, columns, inside, N, LORA),)  # noqa: RUF005
     if PDL:

@@ -99,6 +99,8 @@ def stream_kernel(
     columns, inside, first, last = tile_columns(tile, N, BLOCK_N, SWIGLU)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     if lora is not None:
+        # Or the weights would be asked for when B is: after the numbers of its slots have come.
+        tl.debug_barrier()
         ahead = adapters_ahead(lora, rows, columns, inside, first, M, N, 0, LORA)
     if PDL:
         if PREFETCH > 0 and KIND != INT4:
