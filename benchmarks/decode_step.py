@@ -60,6 +60,8 @@ class LeftOut:
         del rows
         return False
 
+    convolves = few
+
 
 class DecodeStep:
     """Rows of one decode step, of sequences of one length, each with a state slot and pages of its own.
@@ -222,8 +224,8 @@ class DecodeStep:
 
 
 def one_of_each(config: ModelConfig) -> ModelConfig:
-    """As few layers as launch every kernel."""
-    return replace(config, layer_types=("linear_attention", "full_attention"))
+    """As few layers as launch every kernel: one of each kind behind another."""
+    return replace(config, layer_types=("linear_attention", "linear_attention", "full_attention"))
 
 
 def _matrices(layer: LayerWeights) -> dict[str, Matrix]:

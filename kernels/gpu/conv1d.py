@@ -7,8 +7,10 @@ inputs.
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803
-# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,assignment"
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,45 +18,93 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.ahead import prefetch_l2
 from kernels.gpu.segments import TILE, Segments
+
+
+class Decodes(NamedTuple):
+    """The convolution of rows that are one token of a sequence each, as a kernel takes it."""
+
+    state: Any
+    """[num_slots, kernel - 1, channels]: the last inputs of each sequence."""
+    weight: Any
+    """[kernel, channels]."""
+    slots: Any
+    """[rows]."""
+    channels: Any
+
+
+@triton.jit
+def conv_prefetch(conv, first, m, M, KERNEL: tl.constexpr, CHANNELS: tl.constexpr):
+    """Asks L2 for what conv_ahead() loads of CHANNELS channels from ``first``. Not in the interpreter."""
+    if first < conv.channels:
+        line: tl.constexpr = 128 // (conv.state.dtype.element_ty.primitive_bitwidth // 8)
+        channel = tl.minimum(first + tl.arange(0, max(1, CHANNELS // line)) * line, conv.channels - 1)
+        slot = tl.load(conv.slots + m, mask=m < M, other=0).to(tl.int64)
+        for tap in tl.static_range(KERNEL):
+            prefetch_l2(conv.weight + tap * conv.channels + channel)
+            if tap < KERNEL - 1:
+                row = conv.state + (slot * (KERNEL - 1) + tap)[:, None] * conv.channels
+                prefetch_l2(row + channel[None, :])
+
+
+@triton.jit
+def conv_ahead(conv, channel, inside, m, M, KERNEL: tl.constexpr):
+    """Loads the old inputs and the taps, older than the step, of rows m and of the channels there are, for
+    conv_step()."""
+    here = inside & (channel < conv.channels)
+    slot = tl.load(conv.slots + m, mask=m < M, other=0).to(tl.int64)
+    keep = (m < M)[:, None] & here[None, :]
+    place = conv.state + slot[:, None] * ((KERNEL - 1) * conv.channels) + channel[None, :]
+    window, taps = (), ()
+    for tap in tl.static_range(KERNEL):
+        if tap < KERNEL - 1:
+            window = window + (tl.load(place + tap * conv.channels, mask=keep, other=0.0),)  # noqa: RUF005
+        taps = taps + (tl.load(conv.weight + tap * conv.channels + channel, mask=here, other=0.0),)  # noqa: RUF005
+    return place, keep, window, taps
+
+
+@triton.jit
+def conv_step(newest, ahead, conv, KERNEL: tl.constexpr):
+    """silu of the sums, float32 [rows, channels], of the newest inputs (in the state's dtype) and the old ones of
+    conv_ahead(); the state moves on."""
+    place, keep, window, taps = ahead
+    total = newest.to(tl.float32) * taps[KERNEL - 1].to(tl.float32)[None, :]
+    for tap in tl.static_range(KERNEL - 1):
+        total += window[tap].to(tl.float32) * taps[tap].to(tl.float32)[None, :]
+    # Every thread has read its part of the state before any writes to it.
+    tl.debug_barrier()
+    for tap in tl.static_range(KERNEL - 2):
+        tl.store(place + tap * conv.channels, window[tap + 1], mask=keep)
+    tl.store(place + (KERNEL - 2) * conv.channels, newest, mask=keep)
+    return total / (1.0 + tl.exp(-total))
 
 
 @triton.jit
 def _conv_decode_kernel(
     x,
-    weight,
-    state,
-    slots,
+    conv,
     out,
-    channels,
     x_stride,
     out_stride,
+    rows,
     KERNEL: tl.constexpr,
-    WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tap = tl.arange(0, WINDOW)[:, None]
-    inside = channel < channels
+    m = tl.program_id(0) + tl.arange(0, 1)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < conv.channels
     if PDL:
         gdc_launch_dependents()
-    slot = tl.load(slots + row).to(tl.int64)
-    taps = tl.load(weight + tap * channels + channel, mask=inside & (tap < KERNEL), other=0.0)
-    history = state + slot * (KERNEL - 1) * channels + channel
-    window = tl.load(history + tap * channels, mask=inside & (tap < KERNEL - 1), other=0.0)
+    ahead = conv_ahead(conv, channel, inside, m, rows, KERNEL)
     if PDL:
         gdc_wait()
-    newest = tl.load(x + row * x_stride + channel + tap * 0, mask=inside & (tap == KERNEL - 1), other=0.0)
-    window = tl.where(tap == KERNEL - 1, newest, window)
-    total = tl.sum(window.to(tl.float32) * taps.to(tl.float32), axis=0)
-    # Every thread has read its part of the state before any writes to it.
-    tl.debug_barrier()
-    tl.store(history + (tap - 1) * channels, window, mask=inside & (tap > 0) & (tap < KERNEL))
-    flat = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = total / (1.0 + tl.exp(-total))
-    tl.store(out + row * out_stride + flat, y.to(out.dtype.element_ty), mask=flat < channels)
+    place = m.to(tl.int64)[:, None] * x_stride + channel[None, :]
+    newest = tl.load(x + place, mask=inside[None, :], other=0.0)
+    y = conv_step(newest, ahead, conv, KERNEL)
+    place = m.to(tl.int64)[:, None] * out_stride + channel[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside[None, :])
 
 
 @triton.jit
@@ -161,15 +211,12 @@ def conv_decode(
         block = min(block, triton.next_power_of_2(channels))
         _conv_decode_kernel[(rows, triton.cdiv(channels, block))](
             projected,
-            weight,
-            state,
-            slots,
+            Decodes(state, weight, slots, channels),
             out,
-            channels,
             projected.stride(0),
             out.stride(0),
+            rows,
             KERNEL=kernel,
-            WINDOW=triton.next_power_of_2(kernel),
             BLOCK=block,
             PDL=pdl,
             num_warps=num_warps,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, Weight, skinny_add, skinny_linear, weight_kind
+from kernels.gpu.skinny import Convolution, Norm, Scaled, SplitWorkspace, Weight, skinny_add, skinny_linear, weight_kind
 from kernels.gpu.skinny_configs import invariant as invariant_config
 from kernels.gpu.skinny_configs import most_rows
 
@@ -20,6 +20,15 @@ def streams(rows: int, weight: Weight, invariant: bool) -> bool:
     return invariant or rows <= most_rows(outputs, inputs, weight_kind(weight))
 
 
+_MOST_CONVOLVED = 32
+"""Beside a tile of 64 rows their old inputs do not fit the registers."""
+
+
+def convolves(rows: int, weight: Weight, invariant: bool) -> bool:
+    """Whether a product of so many rows takes a convolution along."""
+    return rows <= _MOST_CONVOLVED and streams(rows, weight, invariant)
+
+
 def few_rows(
     x: Tensor | Scaled,
     weight: Weight,
@@ -28,6 +37,7 @@ def few_rows(
     norm: Norm | None = None,
     swiglu: bool = False,
     lora: LoraRows | None,
+    conv: Convolution | None = None,
     invariant: bool,
     pdl: bool,
 ) -> Tensor:
@@ -39,6 +49,7 @@ def few_rows(
         norm=norm,
         swiglu=swiglu,
         lora=lora,
+        conv=conv,
         config=config,
         block_m=block_m,
         workspace=workspace,

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.gpu.conv1d import Decodes
 from kernels.gpu.lora import Adapters, LoraRows, Shape, shape_of
 from kernels.gpu.preparation import Prepared, Rows, prepare
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
@@ -59,6 +60,19 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """A step of a causal depthwise convolution with SiLU over a product's first columns, each row the next token of a
+    sequence; see kernels.gpu.conv1d.conv_decode."""
+
+    state: Tensor
+    """[num_slots, kernel - 1, channels] contiguous, in the result's dtype; moves on in place."""
+    weight: Tensor
+    """[kernel, channels]."""
+    slots: Tensor
+    """[M] int32."""
+
+
+@dataclass(frozen=True, slots=True)
 class SplitWorkspace:
     """Where programs that share K leave their sums. One serves all products of a stream, one after the other."""
 
@@ -88,6 +102,7 @@ def skinny_linear(
     residual: Tensor | None = None,
     swiglu: bool = False,
     lora: LoraRows | None = None,
+    conv: Convolution | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     config: SkinnyConfig | None = None,
@@ -105,6 +120,8 @@ def skinny_linear(
         residual: [M, N] (N / 2 with swiglu), added last; may be ``out`` itself.
         swiglu: rows of the weight are gate | up, and ``silu(gate) · up`` is what is stored.
         lora: each row's adapter, added before the activation.
+        conv: what becomes of the first columns, with adapters and without residual and swiglu, rounded to the result's
+            dtype first: the same as conv_decode() of the result.
         out: where to write.
         out_dtype: x's dtype if None.
         config: how to cut the product up; chosen from the table if None.
@@ -122,7 +139,7 @@ def skinny_linear(
     width = weight.shape[0] // 2 if swiglu else weight.shape[0]
     if out is None:
         out = torch.empty(given.shape[0], width, dtype=out_dtype or given.dtype, device=given.device)
-    _multiply(x, weight, out, residual, norm, None, swiglu, lora, config, block_m, workspace, pdl)
+    _multiply(x, weight, out, residual, norm, None, swiglu, lora, conv, config, block_m, workspace, pdl)
     return out
 
 
@@ -147,7 +164,7 @@ def skinny_add(
     Returns:
         The new stream made ready for that norm; None without one.
     """
-    return _multiply(x, weight, stream, stream, None, ahead, False, lora, config, block_m, workspace, pdl)
+    return _multiply(x, weight, stream, stream, None, ahead, False, lora, None, config, block_m, workspace, pdl)
 
 
 def _multiply(
@@ -159,6 +176,7 @@ def _multiply(
     ahead: Norm | None,
     swiglu: bool,
     lora: LoraRows | None,
+    conv: Convolution | None,
     config: SkinnyConfig | None,
     block_m: int | None,
     workspace: SplitWorkspace | None,
@@ -176,6 +194,12 @@ def _multiply(
         raise ValueError(f"skinny_linear: a contiguous weight of {source.dtype} is needed, got {weight.dtype}")
     if out.shape != (rows, width) or (residual is not None and residual.shape != out.shape):
         raise ValueError(f"skinny_linear: out and residual must be [{rows}, {width}]")
+    kernel = 0
+    if conv is not None:
+        kernel, channels = conv.weight.shape
+        fits = conv.state.shape[1:] == (kernel - 1, channels) and conv.state.is_contiguous() and channels <= outputs
+        if not fits or swiglu or residual is not None or conv.state.dtype != out.dtype or len(conv.slots) != rows:
+            raise ValueError(f"skinny_linear: a convolution {tuple(conv.weight.shape)} does not fit {tuple(out.shape)}")
     chosen = config or choose(rows, outputs, inputs, kind, swiglu)
     if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")
@@ -209,9 +233,12 @@ def _multiply(
         0 if residual is None else residual.stride(0),
         out,
         out.stride(0),
-        *(() if made is None or ahead is None else (ahead.weight, made.values, made.squares)),
+        None if ahead is None else ahead.weight,
+        None if made is None else made.values,
+        None if made is None else made.squares,
+        None if conv is None else Decodes(conv.state, conv.weight, conv.slots, conv.weight.shape[1]),
     )
-    _launch(prepared, weight, around, adapters, shape, outputs, chosen, block_m, workspace, swiglu, pdl)
+    _launch(prepared, weight, around, adapters, shape, outputs, chosen, block_m, workspace, swiglu, kernel, pdl)
     return made
 
 
@@ -226,6 +253,7 @@ def _launch(
     block_m: int | None,
     workspace: SplitWorkspace | None,
     swiglu: bool,
+    kernel: int,
     pdl: bool,
 ) -> None:
     x = prepared.x
@@ -239,6 +267,7 @@ def _launch(
         "SWIGLU": swiglu,
         "LORA": shape,
         "PARTS": 0 if around.squares is None else around.squares.shape[0],
+        "CONV": kernel,
         "INTERPRETED": triton.knobs.runtime.interpret,
         "PDL": pdl,
         "num_warps": config.warps,

@@ -113,6 +113,7 @@ def int4_vector_kernel(
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
     PARTS: tl.constexpr,
+    CONV: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -175,4 +176,4 @@ def int4_vector_kernel(
                 ahead = adapters_of_row_ahead(lora, r, columns, inside, N, LORA)
                 hidden = hidden_of_row_ahead(lora, r, columns, inside, 0, ROWS, LORA)
                 total = add_adapters_to_row(total, ahead, hidden, lora, r, columns, inside, ROWS, N, LORA)
-            finish(total[None, :], squares, around, tile, m, ROWS, N, K, _ROWS, 1, SWIGLU)
+            finish(total[None, :], squares, None, around, tile, m, ROWS, N, K, _ROWS, 1, SWIGLU, CONV)

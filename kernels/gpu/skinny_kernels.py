@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.conv1d import conv_ahead, conv_prefetch
 from kernels.gpu.lora import (
     adapters_ahead,
     adapters_of_row_ahead,
@@ -56,6 +57,7 @@ def vector_kernel(
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
     PARTS: tl.constexpr,
+    CONV: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -82,12 +84,15 @@ def vector_kernel(
         else:
             tail = (chunk * words + c < K // parts)[None, :]
             held = held + (tl.load(w_base + chunk * words, mask=tail, other=0, eviction_policy="evict_first"),)  # noqa: RUF005
-    ahead, hidden = (), ()
-    if lora is not None:
-        # Or the weights would be asked for when B is: after the number of its slot has come.
+    ahead, hidden, kept = (), (), ()
+    if lora is not None or CONV > 0:
+        # Or the weights would be asked for when B and old inputs are: after the number of a slot has come.
         tl.debug_barrier()
-        for r in tl.static_range(ROWS):
+    for r in tl.static_range(ROWS):
+        if lora is not None:
             ahead = ahead + (adapters_of_row_ahead(lora, r, columns, inside, N, LORA),)  # noqa: RUF005
+        if CONV > 0:
+            kept = kept + (conv_ahead(around.conv, columns, inside, r + tl.arange(0, 1), ROWS, CONV),)  # noqa: RUF005
     if PDL:
         if PREFETCH > 0:
             size: tl.constexpr = 1 if KIND == FP8 else 2
@@ -111,7 +116,8 @@ def vector_kernel(
             total *= tl.load(scale + row)
         if lora is not None:
             total = add_adapters_to_row(total, ahead[r], hidden[r], lora, r, columns, inside, ROWS, N, LORA)
-        finish(total[None, :], squares, around, tile, m, ROWS, N, K, BLOCK_N, 1, SWIGLU)
+        past = kept[r] if CONV > 0 else None
+        finish(total[None, :], squares, past, around, tile, m, ROWS, N, K, BLOCK_N, 1, SWIGLU, CONV)
 
 
 @triton.jit
@@ -200,6 +206,7 @@ def dot_kernel(
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
     PARTS: tl.constexpr,
+    CONV: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -223,6 +230,8 @@ def dot_kernel(
             else:
                 size: tl.constexpr = 1 if KIND == FP8 else 2
                 prefetch_rows(weight, row, first * BLOCK_K * size, PREFETCH, K * size)
+        if CONV > 0:
+            conv_prefetch(around.conv, low, m, M, CONV, BLOCK_N)
     if lora is not None:
         ahead = adapters_ahead(lora, m, columns, inside, low, M, N, split, LORA)
     if PDL:
@@ -255,4 +264,4 @@ def dot_kernel(
                 acc += tl.load(base + s * area + i, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:
-        finish(tl.trans(acc), squares, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU)
+        finish(tl.trans(acc), squares, None, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU, CONV)

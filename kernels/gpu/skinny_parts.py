@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.ahead import prefetch_l2
+from kernels.gpu.conv1d import conv_ahead, conv_step
 
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -41,6 +42,8 @@ class Around(NamedTuple):
     """[T, N]: the result times that weight."""
     next_squares: Any = None
     """[tiles, T] float32: the sum of squares of the result's columns in each tile."""
+    conv: Any = None
+    """A convolution of the result's first columns (kernels.gpu.conv1d.Decodes); or None."""
 
 
 @triton.jit
@@ -176,6 +179,7 @@ def squares_ahead(around, m, M, PARTS: tl.constexpr):
 def finish(
     acc,
     squares,
+    kept,
     around,
     tile,
     m,
@@ -185,9 +189,12 @@ def finish(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SWIGLU: tl.constexpr,
+    CONV: tl.constexpr,
 ):
     """What follows the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares of
-    squares_ahead(); None: no norm), activation, residual, store; and what the norm that reads the result next wants."""
+    squares_ahead(); None: no norm), activation, convolution, residual, store; and what the norm that reads the result
+    next wants. CONV: the convolution's length, 0 if there is none; ``kept`` is what conv_ahead() loaded,
+    if it was called before."""
     if squares is not None:
         acc = acc * (1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + around.eps))[:, None]
     if SWIGLU:
@@ -201,6 +208,10 @@ def finish(
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < N
     keep = (m < M)[:, None] & inside[None, :]
+    if CONV > 0:
+        past = conv_ahead(around.conv, column, inside, m, M, CONV) if kept is None else kept
+        convolved = conv_step(acc.to(around.out.dtype.element_ty), past, around.conv, CONV)
+        acc = tl.where((column < around.conv.channels)[None, :], convolved, acc)
     if around.residual is not None:
         source = around.residual + m.to(tl.int64)[:, None] * around.residual_stride + column[None, :]
         acc += tl.load(source, mask=keep, other=0.0).to(tl.float32)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.conv1d import conv_prefetch
 from kernels.gpu.lora import adapters_ahead, add_adapters, hidden_ahead
 from kernels.gpu.skinny_parts import (
     DENSE,
@@ -67,6 +68,7 @@ def stream_kernel(
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
     PARTS: tl.constexpr,
+    CONV: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -103,6 +105,8 @@ def stream_kernel(
         tl.debug_barrier()
         ahead = adapters_ahead(lora, rows, columns, inside, first, M, N, 0, LORA)
     if PDL:
+        if CONV > 0:
+            conv_prefetch(around.conv, first, rows, M, CONV, BLOCK_N)
         if PREFETCH > 0 and KIND != INT4:
             size: tl.constexpr = 1 if KIND == FP8 else 2
             prefetch_tile(weight, tile + PREFETCH, tl.num_programs(0), N, K * size, BLOCK_N, SWIGLU)
@@ -137,4 +141,4 @@ def stream_kernel(
         total *= tl.load(scale + weight_rows(tile, N, BLOCK_N, SWIGLU))[:, None]
     if lora is not None:
         total = add_adapters(total, ahead, hidden, lora, rows, columns, inside, first, last, M, N, LORA)
-    finish(tl.trans(total), squares, around, tile, rows, M, N, K, BLOCK_N, BLOCK_M, SWIGLU)
+    finish(tl.trans(total), squares, None, around, tile, rows, M, N, K, BLOCK_N, BLOCK_M, SWIGLU, CONV)

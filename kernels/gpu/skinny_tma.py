@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.gpu.conv1d import conv_prefetch
 from kernels.gpu.lora import adapters_ahead, add_adapters, hidden_ahead
 from kernels.gpu.skinny_parts import FP8, finish, prefetch_rows, squares_ahead, weight_rows
 
@@ -60,6 +61,7 @@ def tma_kernel(
     SWIGLU: tl.constexpr,
     LORA: tl.constexpr,
     PARTS: tl.constexpr,
+    CONV: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -75,13 +77,15 @@ def tma_kernel(
     first = split * share
     # Programs that begin at different columns do not all want the same lines of x, and channels of memory, at once.
     turn = tile * 3 % share if STAGGER else 0
+    m0 = tl.program_id(2) * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
     if PDL:
         gdc_launch_dependents()
         if PREFETCH > 0:
             size: tl.constexpr = 1 if KIND == FP8 else 2
             prefetch_rows(values, row, (first + turn) * BLOCK_K * size, PREFETCH, K * size)
-    m0 = tl.program_id(2) * BLOCK_M
-    m = m0 + tl.arange(0, BLOCK_M)
+        if CONV > 0:
+            conv_prefetch(around.conv, tile * BLOCK_N, m, M, CONV, BLOCK_N)
     n0 = tile * high
     column = n0 + tl.arange(0, high)
     end = N // 2 if SWIGLU else N
@@ -151,7 +155,7 @@ def tma_kernel(
                 total += tl.load(base + s * area + i, cache_modifier=".cg")
             tl.store(counters + block, 0)
     if mine:
-        finish(total, squares, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU)
+        finish(total, squares, None, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU, CONV)
 
 
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

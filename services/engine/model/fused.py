@@ -25,7 +25,7 @@ from kernels.gpu.lora_rows import LoraRows
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
 from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.skinny import Norm
+from kernels.gpu.skinny import Convolution, Norm
 from services.engine.model.config import ModelConfig
 from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.lora_slots import LoraSlots
@@ -112,9 +112,13 @@ class FusedForward:
         for index, layer in enumerate(layers):
             lora = self._adapters(index, rows) if adapters else {}
             mixer = layer.mixer
-            projected = mixer.in_proj.project(x, norm=Norm(layer.input_norm, eps), lora=lora.get("in"), pdl=pdl)
+            conv = None
+            if isinstance(mixer, DeltaNetWeights) and rows.segments is None and mixer.in_proj.convolves(x.shape[0]):
+                conv = Convolution(self._cache.conv[linear], mixer.conv, rows.slots)
+            norm = Norm(layer.input_norm, eps)
+            projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), conv=conv, pdl=pdl)
             if isinstance(mixer, DeltaNetWeights):
-                mixed = self._delta_net(projected, mixer, rows, self._cache.conv[linear], self._cache.recurrent[linear])
+                mixed = self._delta_net(projected, conv is not None, mixer, rows, linear)
                 linear += 1
             else:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
@@ -227,15 +231,20 @@ class FusedForward:
         return out
 
     def _delta_net(
-        self, projected: Tensor, weights: DeltaNetWeights, rows: StepRows, conv: Tensor, recurrent: Tensor
+        self, projected: Tensor, convolved: bool, weights: DeltaNetWeights, rows: StepRows, linear: int
     ) -> Tensor:
+        """``convolved``: the projection has done the convolution, in place of what it is of."""
         config, decodes = self._config, rows.decodes
-        mixed = torch.empty(len(projected), config.conv_dim, dtype=projected.dtype, device=projected.device)
+        conv, recurrent = self._cache.conv[linear], self._cache.recurrent[linear]
+        mixed = projected[:, : config.conv_dim]
+        if not convolved:
+            mixed = torch.empty(mixed.shape, dtype=projected.dtype, device=projected.device)
         out = torch.empty(len(projected), config.value_size, dtype=projected.dtype, device=projected.device)
         parameters = (weights.negative_a, weights.dt_bias, weights.norm, config.rms_norm_eps)
         if decodes:
             here, slots = projected[:decodes], rows.slots[:decodes]
-            conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=self._pdl)
+            if not convolved:
+                conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=self._pdl)
             gated_delta_step(
                 mixed[:decodes],
                 here,

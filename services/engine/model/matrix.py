@@ -20,7 +20,7 @@ from services.engine.model.residual import Residual
 
 if TYPE_CHECKING:
     from kernels.gpu.lora import LoraRows
-    from kernels.gpu.skinny import Norm, SplitWorkspace, Weight
+    from kernels.gpu.skinny import Convolution, Norm, SplitWorkspace, Weight
 
 
 class Matrix(ABC):
@@ -54,6 +54,12 @@ class Matrix(ABC):
 
         return streams(rows, self.weight, self.invariant)
 
+    def convolves(self, rows: int) -> bool:
+        """Whether a product of so many rows takes a convolution along."""
+        from kernels.gpu.products import convolves
+
+        return convolves(rows, self.weight, self.invariant)
+
     @abstractmethod
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         """``x Wᵀ`` of many rows, in x's dtype."""
@@ -71,6 +77,7 @@ class Matrix(ABC):
         norm: Norm | None = None,
         swiglu: bool = False,
         lora: LoraRows | None = None,
+        conv: Convolution | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """``activation(norm(x) Wᵀ + adapters)``.
@@ -80,6 +87,7 @@ class Matrix(ABC):
             norm: RMSNorm of x, applied first; needed with a residual stream.
             swiglu: rows are gate | up; the result is ``silu(gate) · up``, half as wide.
             lora: each row's adapter, added to the product.
+            conv: what becomes of the first columns; only with as many rows as convolves() says.
             pdl: let kernels start before those ahead have finished.
 
         Returns:
@@ -87,6 +95,8 @@ class Matrix(ABC):
         """
         from kernels.gpu.products import few_rows, finished, normed
 
+        if conv is not None and not self.convolves(x.shape[0]):
+            raise ValueError(f"a product of {x.shape[0]} rows does not convolve")
         if self.few(x.shape[0]):
             given = x.ready(norm) if isinstance(x, Residual) else x
             return few_rows(
@@ -96,6 +106,7 @@ class Matrix(ABC):
                 norm=norm if isinstance(given, Tensor) else None,
                 swiglu=swiglu,
                 lora=lora,
+                conv=conv,
                 invariant=self.invariant,
                 pdl=pdl,
             )

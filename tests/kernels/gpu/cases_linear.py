@@ -6,7 +6,7 @@ import torch
 
 from kernels.gpu.fp8 import fp8_linear, quantize_rows
 from kernels.gpu.int4 import dequantize
-from kernels.gpu.skinny import Norm, Weight, skinny_add, skinny_linear
+from kernels.gpu.skinny import Convolution, Norm, Weight, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from kernels.quantize import Fp8Weight, Int4Weight
 
@@ -33,6 +33,10 @@ def rows(count: int, width: int) -> torch.Tensor:
 def launches() -> None:
     norm = Norm(torch.empty(HIDDEN), 1e-6)
     for kind in ("none", "fp8", "int4"):
+        for count in (1, 16):
+            taps, slots = torch.empty(4, 8192, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int32)
+            conv = Convolution(torch.empty(4, 3, 8192, dtype=torch.bfloat16), taps, slots)
+            skinny_linear(rows(count, HIDDEN), weight(kind, 12352, HIDDEN), norm=norm, conv=conv, pdl=True)
         for count in (1, 16, 64):
             down = weight(kind, HIDDEN, INTERMEDIATE)
             scaled = skinny_add(rows(count, HIDDEN), rows(count, INTERMEDIATE), down, ahead=norm, pdl=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.gpu.lora import LoraRows, expand_add, shrink
-from kernels.gpu.skinny import Norm, Scaled, skinny_add, skinny_linear
+from kernels.gpu.skinny import Convolution, Norm, Scaled, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from tests.kernels.gpu.cases_linear import weight
 
@@ -41,8 +41,11 @@ def linear(group: str, rows: int, kind: str = "none", config: SkinnyConfig | Non
         stream = torch.empty(rows, ends[-1], dtype=torch.bfloat16)
         skinny_add(stream, x, matrix, lora=lora, ahead=Norm(torch.empty(ends[-1]), 1e-6), config=config, pdl=True)
     else:
-        scaled = Scaled(x, torch.empty(40, rows), 1e-6)
-        skinny_linear(scaled, matrix, swiglu=group == "gate_up", lora=lora, config=config, pdl=True)
+        scaled, conv = Scaled(x, torch.empty(40, rows), 1e-6), None
+        if group == "in, DeltaNet" and rows <= 32:
+            taps = torch.empty(4, 8192, dtype=torch.bfloat16)
+            conv = Convolution(torch.empty(4, 3, 8192, dtype=x.dtype), taps, torch.empty(rows, dtype=torch.int32))
+        skinny_linear(scaled, matrix, swiglu=group == "gate_up", lora=lora, conv=conv, config=config, pdl=True)
 
 
 def launches() -> None:

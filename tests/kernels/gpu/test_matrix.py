@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.lora_rows import LoraRows, active_slots
-from kernels.gpu.skinny import MAX_ROWS, Norm, SplitWorkspace
+from kernels.gpu.skinny import MAX_ROWS, Convolution, Norm, SplitWorkspace
 from services.common.errors import InvalidRequest
 from services.engine.model.matrix import Matrix, quantize
 from services.engine.model.residual import Residual
@@ -146,6 +146,16 @@ def test_an_invariant_stream_is_made_ready_alike_for_any_number_of_rows(device: 
     together = through(0, MANY)
     for begin, end in ((0, 1), (3, 20), (MANY - 2, MANY)):
         assert torch.equal(through(begin, end), together[begin:end])
+
+
+def test_many_rows_refuse_a_convolution(device: torch.device) -> None:
+    stored = matrix("none", device)
+    assert stored.convolves(2)
+    assert not stored.convolves(MANY)
+    slots = torch.ones(MANY, dtype=torch.int32, device=device)
+    conv = Convolution(torch.zeros(2, 3, 32, device=device), torch.zeros(4, 32, device=device), slots)
+    with pytest.raises(ValueError, match="does not convolve"):
+        stored.project(torch.zeros(MANY, 256, device=device), conv=conv)
 
 
 def test_sizes(device: torch.device) -> None:

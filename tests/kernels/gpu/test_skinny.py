@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.gpu.conv1d import conv_decode
 from kernels.gpu.lora_rows import LoraRows, active_slots
-from kernels.gpu.skinny import Norm, SplitWorkspace, Weight, skinny_add, skinny_linear
+from kernels.gpu.skinny import Convolution, Norm, SplitWorkspace, Weight, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig, choose, most_rows
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -133,6 +134,29 @@ def test_a_product_begins_the_norm_of_the_next(
     out = skinny_linear(scaled, second, config=config)
     check(out, exact(stream, second, norm, None, False), dtype, quantized=quantized)
     assert skinny_add(stream, x, first, config=config) is None
+
+
+@pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, replace(TMA, block_n=64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [2, 4])
+def test_a_convolution_of_the_first_columns_is_that_of_decodes(
+    device: torch.device, config: SkinnyConfig, dtype: torch.dtype, kernel: int
+) -> None:
+    torch.manual_seed(7)
+    x, weight = inputs((3, 128, 128), "none", dtype, device)
+    norm = Norm(torch.rand(128, device=device) + 0.5, 1e-6)
+    channels = 72
+    taps = torch.randn(kernel, channels, device=device).to(dtype)
+    state = torch.randn(5, kernel - 1, channels, device=device).to(dtype)
+    slots = torch.tensor([3, 1, 4], dtype=torch.int32, device=device)
+    plain, expected_state = skinny_linear(x, weight, norm=norm, config=config), state.clone()
+    expected = conv_decode(plain, taps, expected_state, slots)
+    out = skinny_linear(x, weight, norm=norm, conv=Convolution(state, taps, slots), config=config)
+    assert torch.equal(out[:, :channels], expected)
+    assert torch.equal(out[:, channels:], plain[:, channels:])
+    assert torch.equal(state, expected_state)
+    with pytest.raises(ValueError, match="does not fit"):
+        skinny_linear(x, weight, swiglu=True, conv=Convolution(state, taps, slots), config=config)
 
 
 @pytest.mark.parametrize("config", [VECTOR, STREAM, SPLIT, replace(TMA, splits=1)])

@@ -39,8 +39,10 @@ def test_whole_step_gives_logits_and_launches_each_kernel_of_a_layer(step: Decod
         logits = step.launch(1, adapters=True, pdl=False)  # which the interpreter does not know
     assert logits.shape == (1, CONFIG.vocab_size)
     assert torch.isfinite(logits).all()
-    assert kernels["_conv_decode_kernel"] == kernels["_decode_kernel"] == kernels["_qk_rope_kernel"] == 1
-    assert sum(kernels[name] for name in PRODUCTS) == 2 * 4 + 1
+    assert kernels["_gated_delta_step_kernel"] == 2
+    assert kernels["_decode_kernel"] == kernels["_qk_rope_kernel"] == 1
+    assert "_conv_decode_kernel" not in kernels  # so few rows are convolved by their projection
+    assert sum(kernels[name] for name in PRODUCTS) == 3 * 4 + 1
 
 
 def test_parts_are_left_out(step: DecodeStep) -> None:
