@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import MAX_ROWS, Convolution, Norm, SplitWorkspace
 from services.common.errors import InvalidRequest
 from services.engine.model.matrix import Matrix, quantize
 from services.engine.model.residual import Residual
 from tests.kernels.gpu import interpreter  # noqa: F401
+from tests.kernels.gpu.lora_support import random_rows
 
 MANY = MAX_ROWS + 6
 KINDS = ["none", "fp8", "int4"]
@@ -103,15 +103,7 @@ def test_adapters(device: torch.device, rows: int) -> None:
     stored = matrix("none", device)
     x = torch.randn(rows, 256, device=device)
     slots = [index % 3 for index in range(rows)]
-    ints = {"dtype": torch.int32, "device": device}
-    lora = LoraRows(
-        a=torch.randn(3, 1, 16, 256, device=device) / 16,
-        b=torch.randn(3, 16, 96, device=device) / 4,
-        ends=(96,),
-        ranks=torch.tensor([0, 16, 16], **ints),
-        row_adapters=torch.tensor(slots, **ints),
-        active=torch.tensor(active_slots(slots, 2), **ints),
-    )
+    lora = random_rows(slots, [0, 16, 16], (96,), 256, device)
     norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     expected = normed @ stored.dense().double().t()

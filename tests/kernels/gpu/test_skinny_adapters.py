@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import Norm, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from tests.kernels.gpu import interpreter  # noqa: F401
+from tests.kernels.gpu.lora_support import random_rows
 from tests.kernels.gpu.test_skinny import SPLIT, STAGGERED, STREAM, TMA, VECTOR, check, exact, inputs
 
 
@@ -22,15 +22,7 @@ def test_adapters(device: torch.device, config: SkinnyConfig, swiglu: bool, kind
     slots = [2] if config is VECTOR else [2, 0, 1, 2]
     x, weight = inputs((len(slots), 96, 256), kind, torch.float32, device)
     norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
-    ints = {"dtype": torch.int32, "device": device}
-    lora = LoraRows(
-        a=torch.randn(3, 3, 16, 256, device=device) / 16,
-        b=torch.randn(3, 16, 96, device=device) / 4,
-        ends=(20, 48, 96),
-        ranks=torch.tensor([0, 16, 5], **ints),
-        row_adapters=torch.tensor(slots, **ints),
-        active=torch.tensor(active_slots(slots, 2), **ints),
-    )
+    lora = random_rows(slots, [0, 16, 5], (20, 48, 96), 256, device)
     out = skinny_linear(x, weight, norm=norm, swiglu=swiglu, lora=lora, config=config)
     expected = exact(x, weight, norm, None, swiglu, lora)
     check(out, expected, torch.float32, quantized=kind == "fp8" and config.variant == "tma")
@@ -42,16 +34,8 @@ def test_more_adapters_and_ranks_than_are_held(device: torch.device, config: Ski
     torch.manual_seed(4)
     slots = [9] if config is VECTOR else [11, 0, 3, 9, 1, 2, 4, 5, 6, 7, 8, 10, 3]
     x, weight = inputs((len(slots), 96, 128), "none", torch.float32, device)
-    ints = {"dtype": torch.int32, "device": device}
     ranks = [0, 40, 3, 17, 16, 1, 33, 40, 20, 40, 8, 32]
-    lora = LoraRows(
-        a=torch.randn(12, 3, 40, 128, device=device) / 12,
-        b=torch.randn(12, 40, 96, device=device) / 6,
-        ends=(20, 48, 96),
-        ranks=torch.tensor(ranks, **ints),
-        row_adapters=torch.tensor(slots, **ints),
-        active=torch.tensor(active_slots(slots, len(slots)), **ints),
-    )
+    lora = random_rows(slots, ranks, (20, 48, 96), 128, device, largest=40)
     for slot, rank in enumerate(ranks):
         lora.a[slot, :, rank:] = float("nan")
         lora.b[slot, rank:] = 0

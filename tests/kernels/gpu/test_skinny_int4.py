@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.lora_rows import LoraRows, active_slots
 from kernels.gpu.skinny import Norm, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from kernels.quantize import quantize_int4
 from tests.kernels.gpu import interpreter  # noqa: F401
+from tests.kernels.gpu.lora_support import random_rows
 from tests.kernels.gpu.test_skinny import exact
 
 WHOLE = SkinnyConfig("vector", 16, 256, warps=2)
@@ -47,15 +47,7 @@ def test_adapters(device: torch.device) -> None:
     weight = quantize_int4(torch.randn(96, 256, device=device) / 16)
     x = torch.randn(3, 256, device=device)
     norm = Norm(torch.rand(256, device=device) + 0.5, 1e-6)
-    ints = {"dtype": torch.int32, "device": device}
-    lora = LoraRows(
-        a=torch.randn(3, 3, 16, 256, device=device) / 16,
-        b=torch.randn(3, 16, 96, device=device) / 4,
-        ends=(20, 48, 96),
-        ranks=torch.tensor([0, 16, 5], **ints),
-        row_adapters=torch.tensor(slots, **ints),
-        active=torch.tensor(active_slots(slots, 2), **ints),
-    )
+    lora = random_rows(slots, [0, 16, 5], (20, 48, 96), 256, device)
     out = skinny_linear(x, weight, norm=norm, swiglu=True, lora=lora, config=WHOLE)
     expected = exact(x, weight, norm, None, True, lora)
     assert (out.double() - expected).abs().max() / expected.abs().max() < _ERROR[torch.float32]
