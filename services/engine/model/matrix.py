@@ -40,9 +40,10 @@ class Matrix(ABC):
         return out, inputs
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of device memory."""
+        tensors = (self.weight,) if isinstance(self.weight, Tensor) else self.weight.tensors()
+        return sum(tensor.nbytes for tensor in tensors)
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -154,10 +155,6 @@ class DenseMatrix(Matrix):
     workspace: SplitWorkspace | None = None
     invariant: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.numel() * self.weight.element_size()
-
     def dense(self) -> Tensor:
         return self.weight
 
@@ -174,10 +171,6 @@ class Fp8Matrix(Matrix):
     dtype: torch.dtype
     workspace: SplitWorkspace | None = None
     invariant: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return _bytes(self.weight)
 
     def dense(self) -> Tensor:
         return dequantize_fp8(self.weight, self.dtype)
@@ -203,10 +196,6 @@ class Int4Matrix(Matrix):
     dtype: torch.dtype
     workspace: SplitWorkspace | None = None
     invariant: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return _bytes(self.weight)
 
     def dense(self) -> Tensor:
         return dequantize_int4(self.weight, self.dtype)
@@ -240,7 +229,3 @@ def quantize(
         return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant)
     except ValueError as error:
         raise InvalidRequest(str(error), param="quantization") from None
-
-
-def _bytes(weight: Fp8Weight | Int4Weight) -> int:
-    return sum(x.numel() * x.element_size() for x in weight.tensors())
