@@ -92,8 +92,8 @@ def gated_delta_verify(
         segments: where the sequences lie; no slot is read by one and written by another.
         out: [T, value_size], where to write; rows outside the segments stay as they are.
         num_warps: of a program, which has one head of one segment.
-        pdl: launch before the kernel ahead has finished (programmatic dependent launch). ``state`` and ``segments`` are
-            then read early: the kernel ahead must not be the one that writes them.
+        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state`` or
+            ``segments``.
 
     Returns:
         [T, value_size] in mixed's dtype: rms_norm(o) · silu(z); rows outside the segments are undefined.

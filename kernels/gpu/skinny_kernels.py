@@ -1,8 +1,8 @@
 """The two kernels of `skinny_linear`: products in registers for a few rows, tensor cores for up to 64 and beyond.
 
 Both stream the weight once and are bound by memory. A row of the weight is a row of the accumulator: tensor cores take
-their many rows from the weight, and the few rows of x are the narrow side. Weights are asked for before the kernel
-ahead has ended (programmatic dependent launch), everything else after it.
+their many rows from the weight, and the few rows of x are the narrow side. Weights, adapters and old inputs of a
+convolution are asked for before the kernels ahead have ended (kernels.gpu.ahead), what those write after it.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -28,6 +28,7 @@ from kernels.gpu.skinny_parts import (
     FP8,
     GROUP,
     INT4,
+    add_splits,
     finish,
     prefetch_rows,
     prefetch_tile,
@@ -249,19 +250,9 @@ def dot_kernel(
         acc = add_adapters(acc, ahead, hidden, lora, m, columns, inside, low, high, M, N, LORA)
     mine = True
     if SPLITS > 1:
-        # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         block = tl.program_id(2) * tl.num_programs(0) + tile
-        i = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        area: tl.constexpr = BLOCK_N * BLOCK_M
-        base = partials + block.to(tl.int64) * SPLITS * area
-        tl.store(base + split * area + i, acc)
-        tl.debug_barrier()
-        mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if mine:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            # Four at a time: as many loads in flight as there are registers for.
-            for s in tl.range(0, SPLITS, loop_unroll_factor=4):
-                acc += tl.load(base + s * area + i, cache_modifier=".cg")
-            tl.store(counters + block, 0)
+        # As many at a time as there are registers for.
+        acc, mine = add_splits(acc, place, split, block, partials, counters, SPLITS, 4)
     if mine:
         finish(tl.trans(acc), squares, None, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU, CONV)

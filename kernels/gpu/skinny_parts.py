@@ -176,6 +176,29 @@ def squares_ahead(around, m, M, PARTS: tl.constexpr):
 
 
 @triton.jit
+def add_splits(acc, place, split, tile, partials, counters, SPLITS: tl.constexpr, TOGETHER: tl.constexpr):
+    """The sum of a tile's parts, one from each program that shares its K, and whether this program has it: the last one
+    to arrive adds them all, always in the same order, so that no float is added atomically.
+
+    Args:
+        acc: [any, any], this program's part; ``place`` is where each element lies in a part.
+        tile: of all tiles of the launch.
+        TOGETHER: parts whose loads are in flight at a time.
+    """
+    area: tl.constexpr = acc.shape[0] * acc.shape[1]
+    base = partials + tile.to(tl.int64) * SPLITS * area
+    tl.store(base + split * area + place, acc)
+    tl.debug_barrier()
+    mine = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if mine:
+        acc = tl.zeros_like(acc)
+        for s in tl.range(0, SPLITS, num_stages=1, loop_unroll_factor=TOGETHER):
+            acc += tl.load(base + s * area + place, cache_modifier=".cg")
+        tl.store(counters + tile, 0)
+    return acc, mine
+
+
+@triton.jit
 def finish(
     acc,
     squares,

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.conv1d import conv_prefetch
 from kernels.gpu.lora import adapters_ahead, add_adapters, hidden_ahead
-from kernels.gpu.skinny_parts import FP8, finish, prefetch_rows, squares_ahead, weight_rows
+from kernels.gpu.skinny_parts import FP8, add_splits, finish, prefetch_rows, squares_ahead, weight_rows
 
 
 @triton.jit
@@ -139,21 +139,11 @@ def tma_kernel(
         total = tl.trans(acc)
     mine = True
     if SPLITS > 1:
-        # The last program of a tile adds all the partial sums, always in the same order: no float atomics.
+        place = tl.arange(0, BLOCK_N)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         block = tl.program_id(2) * tl.num_programs(0) + tile
-        area: tl.constexpr = BLOCK_N * BLOCK_M
-        i = tl.arange(0, BLOCK_N)[None, :] * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-        base = partials + block.to(tl.int64) * SPLITS * area
-        tl.store(base + split * area + i, total)
-        tl.debug_barrier()
-        mine = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if mine:
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            # As many loads in flight as there are registers for.
-            together: tl.constexpr = max(1, min(8, 16384 // (BLOCK_N * BLOCK_M)))
-            for s in tl.range(0, SPLITS, num_stages=1, loop_unroll_factor=together):
-                total += tl.load(base + s * area + i, cache_modifier=".cg")
-            tl.store(counters + block, 0)
+        # As many at a time as there are registers for.
+        together: tl.constexpr = max(1, min(8, 16384 // (BLOCK_N * BLOCK_M)))
+        total, mine = add_splits(total, place, split, block, partials, counters, SPLITS, together)
     if mine:
         finish(total, squares, None, around, tile, m, M, N, K, BLOCK_N, BLOCK_M, SWIGLU, CONV)
 
