@@ -32,7 +32,7 @@ class EngineSettings(CommonSettings):
     """Greedy output of a request does not depend on what else runs on the GPU; costs speed."""
     speculative: Literal["none", "mtp"] = "none"
     """mtp: the checkpoint's own mtp layer guesses a token ahead, steps check it; the tokens of a request are those
-    without it. Pays with few requests; costs a second state slot a sequence and the overlap of steps."""
+    without it. Meant for few requests on a GPU; costs a second state slot a sequence and the overlap of steps."""
     cuda_graphs: int = Field(256, ge=0, le=256)
     """Largest decode batch that runs as a CUDA graph; 0: none."""
     programmatic_launch: bool = True
