@@ -163,6 +163,9 @@ def s3_server(
     argv += [f"-{name}={number}" for name, number in ports.items()]
     argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
     argv += ["-master.telemetry=false", "-volume.preStopSeconds=0", f"-volume.max={_VOLUMES}"]
+    # A master that resumes after a crash now and then takes itself for newly elected and holds every write for 15 s.
+    # What it would resume, the volume server tells it anyway.
+    argv += ["-master.resumeState=false"]
     # Unix sockets in the server's own fixed place, whatever TMPDIR says.
     sockets = [f"{name.split('.')[0]}-grpc-{number}" for name, number in ports.items() if name.endswith(".grpc")]
     sockets += [f"s3-{port}", f"filer-{ports['filer.port']}"]
