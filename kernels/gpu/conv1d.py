@@ -40,7 +40,7 @@ def conv_prefetch(conv, first, m, M, KERNEL: tl.constexpr, CHANNELS: tl.constexp
     if first < conv.channels:
         line: tl.constexpr = 128 // (conv.state.dtype.element_ty.primitive_bitwidth // 8)
         channel = tl.minimum(first + tl.arange(0, max(1, CHANNELS // line)) * line, conv.channels - 1)
-        slot = tl.load(conv.slots + m, mask=m < M, other=0).to(tl.int64)
+        slot = conv_slots(conv, m, M)
         for tap in tl.static_range(KERNEL):
             prefetch_l2(conv.weight + tap * conv.channels + channel)
             if tap < KERNEL - 1:
@@ -49,11 +49,16 @@ def conv_prefetch(conv, first, m, M, KERNEL: tl.constexpr, CHANNELS: tl.constexp
 
 
 @triton.jit
-def conv_ahead(conv, channel, inside, m, M, KERNEL: tl.constexpr):
-    """Loads the old inputs and the taps, older than the step, of rows m and of the channels there are, for
-    conv_step()."""
+def conv_slots(conv, m, M):
+    """State slots of rows m, for conv_ahead()."""
+    return tl.load(conv.slots + m, mask=m < M, other=0).to(tl.int64)
+
+
+@triton.jit
+def conv_ahead(conv, slot, channel, inside, m, M, KERNEL: tl.constexpr):
+    """Loads the old inputs and the taps, older than the step, of rows m in slots of conv_slots() and of the channels
+    there are, for conv_step()."""
     here = inside & (channel < conv.channels)
-    slot = tl.load(conv.slots + m, mask=m < M, other=0).to(tl.int64)
     keep = (m < M)[:, None] & here[None, :]
     place = conv.state + slot[:, None] * ((KERNEL - 1) * conv.channels) + channel[None, :]
     window, taps = (), ()
@@ -97,7 +102,7 @@ def _conv_decode_kernel(
     inside = channel < conv.channels
     if PDL:
         gdc_launch_dependents()
-    ahead = conv_ahead(conv, channel, inside, m, rows, KERNEL)
+    ahead = conv_ahead(conv, conv_slots(conv, m, rows), channel, inside, m, rows, KERNEL)
     if PDL:
         gdc_wait()
     place = m.to(tl.int64)[:, None] * x_stride + channel[None, :]

@@ -5,11 +5,7 @@ An RMSNorm's 1/rms is left to who uses the product, here and in all of `kernels.
 row, adapters included, and sums of squares are at hand when the product is. So rows and adapters need nothing of each
 other, and programs for both run side by side.
 
-A x comes in two forms. A program for each row gathers its own slot's A, all of it in flight before the kernel ahead has
-ended: where rows are few it is the latency that counts. A program for each active slot, on tensor cores, reads that
-slot's A once for all rows of a tile and keeps those that are the slot's.
-
-Nothing here looks at adapter numbers on the host: a captured CUDA graph serves any adapters.
+The forms of A x are in kernels.gpu.lora_shrink.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -17,7 +13,6 @@ Nothing here looks at adapter numbers on the host: a captured CUDA graph serves 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.ahead import wait
 from kernels.gpu.lora_rows import LoraRows
+from kernels.gpu.lora_shrink import INVARIANT, ShrinkConfig, shrink_config, shrink_gathered, shrink_row, shrink_slot
 from kernels.quantize import FP8_MAX, GROUP
 
 Rows = Literal["as they are", "weighted", "float8"]
@@ -34,24 +31,27 @@ _ROWS: dict[Rows, int] = {"as they are": 0, "weighted": 1, "float8": 2}
 _FLOAT8 = tl.constexpr(2)
 _MAX = tl.constexpr(FP8_MAX)
 _GROUP = tl.constexpr(GROUP)
-_PROGRAMS = 132
-"""Multiprocessors of an H100 or H200."""
+_ROWS_ALONE = ShrinkConfig(1, 1, 16, 1, 4)
+"""As many warps as with adapters, whatever their cut says: a row's sum of squares does not depend on whether some row
+has one."""
 
 
 @triton.jit
-def _weigh_row(x, gain, values, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr):
+def _weigh_row(x, gain, values, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr):
     """One row times the norm's weight, in its dtype, and its sum of squares."""
     k = tl.arange(0, triton.next_power_of_2(K))
     weight = tl.load(gain + k, mask=k < K, other=0.0)
     if PDL:
-        gdc_wait()
+        wait(HOLD)
     value = tl.load(x + row.to(tl.int64) * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     tl.store(values + row.to(tl.int64) * K + k, (value * weight).to(values.dtype.element_ty), mask=k < K)
     tl.store(squares + row, tl.sum(value * value, axis=0))
 
 
 @triton.jit
-def _quantize_row(x, gain, values, scale, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr):
+def _quantize_row(
+    x, gain, values, scale, squares, row, x_stride, K: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr
+):
     """One row in float8, in the pair order of Fp8Weight."""
     blocks: tl.constexpr = triton.next_power_of_2(K // _GROUP)
     half: tl.constexpr = _GROUP // 2
@@ -59,7 +59,7 @@ def _quantize_row(x, gain, values, scale, squares, row, x_stride, K: tl.constexp
     k = block * _GROUP + tl.arange(0, half)[None, :]
     inside = block < K // _GROUP
     if PDL:
-        gdc_wait()
+        wait(HOLD)
     source = x + row.to(tl.int64) * x_stride + k
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
@@ -74,107 +74,6 @@ def _quantize_row(x, gain, values, scale, squares, row, x_stride, K: tl.constexp
     place = values + row.to(tl.int64) * K + block * _GROUP + tl.arange(0, _GROUP)[None, :]
     tl.store(place, pairs.to(tl.float8e4nv), mask=inside)
     tl.store(scale + row, factor)
-
-
-@triton.jit
-def _shrink_row(
-    x,
-    gain,
-    hidden,
-    a,
-    row_adapters,
-    ranks,
-    row,
-    part,
-    split,
-    count,
-    x_stride,
-    K: tl.constexpr,
-    RANK: tl.constexpr,
-    TARGETS: tl.constexpr,
-    K_SPLIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One row, BLOCK_R (target, rank) pairs, one stretch of K, everything at once."""
-    slot = tl.load(row_adapters + row)
-    rank = tl.load(ranks + slot)
-    pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
-    least = part * BLOCK_R % RANK if RANK % BLOCK_R == 0 else 0
-    if (slot > 0) & (least < rank):
-        wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
-        k = split * K_SPLIT + tl.arange(0, BLOCK_K)
-        inside = k < min(split * K_SPLIT + K_SPLIT, K)
-        place = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[:, None] * K + k[None, :]
-        down = tl.load(place, mask=wanted[:, None] & inside[None, :], other=0.0)
-        if gain is not None:
-            weight = tl.load(gain + k, mask=inside, other=0.0)
-        if PDL:
-            gdc_wait()
-        value = tl.load(x + row.to(tl.int64) * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        if gain is not None:
-            value *= weight
-        sums = tl.sum(down.to(tl.float32) * value[None, :], axis=1)
-        tl.store(hidden + (split * count + row) * (TARGETS * RANK) + pairs, sums, mask=wanted)
-    elif PDL:
-        gdc_wait()
-
-
-@triton.jit
-def _shrink_slot(
-    x,
-    gain,
-    hidden,
-    a,
-    row_adapters,
-    active,
-    ranks,
-    index,
-    tile,
-    part,
-    split,
-    count,
-    x_stride,
-    K: tl.constexpr,
-    RANK: tl.constexpr,
-    TARGETS: tl.constexpr,
-    K_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One active slot, BLOCK_M rows, BLOCK_R (target, rank) pairs, one stretch of K."""
-    live = index < tl.load(active)
-    slot = tl.load(active + 1 + index, mask=live, other=0)
-    rank = tl.load(ranks + slot)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = (tl.load(row_adapters + rows, mask=rows < count, other=-1) == slot) & live
-    least = part * BLOCK_R % RANK if RANK % BLOCK_R == 0 else 0
-    if (least < rank) & (tl.max(mine.to(tl.int32), 0) > 0):
-        pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
-        wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
-        end = min(split * K_SPLIT + K_SPLIT, K)
-        pair_a = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[None, :] * K
-        row_x = x + rows.to(tl.int64)[:, None] * x_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-        if PDL:
-            gdc_wait()
-        for step in tl.range(0, K_SPLIT // BLOCK_K, num_stages=STAGES):
-            k = split * K_SPLIT + step * BLOCK_K + tl.arange(0, BLOCK_K)
-            down = tl.load(pair_a + k[:, None], mask=wanted[None, :] & (k < end)[:, None], other=0.0)
-            value = tl.load(row_x + k[None, :], mask=mine[:, None] & (k < end)[None, :], other=0.0)
-            if gain is not None:
-                weight = tl.load(gain + k, mask=k < end, other=0.0)
-                value = (value.to(tl.float32) * weight[None, :]).to(value.dtype)
-            acc = tl.dot(value, down, acc, input_precision=PRECISION)
-        place = (split * count + rows)[:, None] * (TARGETS * RANK) + pairs[None, :]
-        tl.store(hidden + place, acc, mask=mine[:, None] & wanted[None, :])
-    elif PDL:
-        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -198,26 +97,30 @@ def _prepare_kernel(
     K_SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    HOLD: tl.constexpr,
 ):
-    """The first programs take a row each, if ROWS; the others the adapters, if there are any."""
+    """The first programs take a row each, if ROWS; the others the adapters, if there are any. MOST: of gathered rows
+    the most there are, 0 if they are not gathered."""
     # The product behind asks for its weights meanwhile; it reads nothing of this kernel before this one's end. Adapters
-    # and their rows lie still during a step: only x has to be waited for. Who has nothing to do waits as well: the
-    # kernel behind takes the end of this one for the end of the one ahead.
-    if PDL:
-        gdc_launch_dependents()
+    # and their rows lie still during a step: only x has to be waited for.
+    if PDL:  # noqa: SIM102
+        if not HOLD:
+            gdc_launch_dependents()
     program = tl.program_id(0)
     if ROWS > 0:
         if program < count:
             if ROWS == _FLOAT8:
-                _quantize_row(x, gain, values, scale, squares, program, x_stride, K, PDL)
+                _quantize_row(x, gain, values, scale, squares, program, x_stride, K, PDL, HOLD)
             else:
-                _weigh_row(x, gain, values, squares, program, x_stride, K, PDL)
+                _weigh_row(x, gain, values, squares, program, x_stride, K, PDL, HOLD)
         program -= count
     if hidden is not None:  # noqa: SIM102 (known when compiled, the other only when run)
         if program >= 0:
@@ -225,51 +128,27 @@ def _prepare_kernel(
             part = program % blocks
             split = program // blocks % SPLITS
             turn = program // (blocks * SPLITS)
-            if BLOCK_M == 1:
-                _shrink_row(
+            if MOST > 0:
+                shrink_gathered(
+                    x, gain, hidden, a, row_adapters, active, ranks, turn, part, split, count, x_stride,
+                    K, RANK, TARGETS, K_SPLIT, SPLITS, SLOTS, MOST, BLOCK_M, BLOCK_R, BLOCK_K, WARPS, PRECISION, PDL,
+                    HOLD,
+                )  # fmt: skip
+            elif BLOCK_M == 1:
+                shrink_row(
                     x, gain, hidden, a, row_adapters, ranks, turn, part, split, count, x_stride,
-                    K, RANK, TARGETS, K_SPLIT, BLOCK_R, BLOCK_K, PDL,
+                    K, RANK, TARGETS, K_SPLIT, BLOCK_R, BLOCK_K, PDL, HOLD,
                 )  # fmt: skip
             else:
-                _shrink_slot(
+                shrink_slot(
                     x, gain, hidden, a, row_adapters, active, ranks, turn % SLOTS, turn // SLOTS, part, split, count,
-                    x_stride, K, RANK, TARGETS, K_SPLIT, BLOCK_M, BLOCK_R, BLOCK_K, STAGES, PRECISION, PDL,
+                    x_stride, K, RANK, TARGETS, K_SPLIT, BLOCK_M, BLOCK_R, BLOCK_K, STAGES, PRECISION, PDL, HOLD,
                 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ShrinkConfig:
-    """How A x is cut up."""
-
-    block_m: int
-    """Rows of a program; 1: a program a row, without tensor cores."""
-    block_r: int
-    """(target, rank) pairs of a program."""
-    block_k: int
-    """Inputs of a load; with a program a row all of its stretch."""
-    splits: int
-    """Programs that share K."""
-    warps: int
-    stages: int
-
-
-_ROWS_ALONE = ShrinkConfig(1, 1, 16, 1, 4, 1)
-"""As many warps as with adapters: a row's sum of squares does not depend on whether some row has one."""
-_INVARIANT = ShrinkConfig(64, 16, 128, 4, 4, 3)
-"""For any number of rows."""
-
-
-def shrink_config(rows: int, depth: int, pairs: int) -> ShrinkConfig:
-    """The cut for x [rows, depth] and ``pairs`` = targets · max_rank. Few rows have nothing to be parallel in but
-    pairs and K; of many rows each program reads its own once for all pairs."""
-    if rows <= 16:
-        splits = 1 if depth <= 4096 else -(-depth // 4096)
-        block_k = triton.next_power_of_2(triton.cdiv(depth, splits))
-        return ShrinkConfig(1, 2 if pairs >= 64 else 1, block_k, splits, 4, 1)
-    if rows <= 64:
-        return ShrinkConfig(triton.next_power_of_2(rows), 16, 128, max(1, min(4, depth // 1024)), 4, 4)
-    programs = triton.cdiv(rows, 64) * triton.cdiv(pairs, 64)
-    return ShrinkConfig(64, 64, 64, max(1, min(4, _PROGRAMS // programs)), 4, 3)
+    # Who had nothing to do has made room at once; but the kernel behind takes the end of this one for the end of the
+    # one ahead, so one waits in any case.
+    if PDL:  # noqa: SIM102
+        if program == 0:
+            gdc_wait()
 
 
 class Prepared(NamedTuple):
@@ -295,6 +174,7 @@ def prepare(
     lora: LoraRows | None = None,
     config: ShrinkConfig | None = None,
     pdl: bool = False,
+    hold: bool = False,
 ) -> Prepared:
     """Rows and adapters for a product, in one launch (none if there is nothing to do).
 
@@ -306,6 +186,7 @@ def prepare(
         lora: adapters to shrink for.
         config: of the shrink.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
+        hold: let the kernel behind start only after the one ahead has finished.
 
     Raises:
         ValueError: shapes do not fit.
@@ -324,16 +205,14 @@ def prepare(
         _, targets, rank, width = lora.a.shape
         if width != depth:
             raise ValueError(f"x must be [T, {width}], got {list(x.shape)}")
-        use = config or (_INVARIANT if lora.invariant else shrink_config(count, depth, targets * rank))
+        use = config or (INVARIANT if lora.invariant else shrink_config(count, depth, targets * rank))
         if use.block_m == 1 and use.block_k * use.splits < depth:
             raise ValueError(f"{use.splits} splits of block_k {use.block_k} do not cover {depth} inputs")
         hidden = _floats(x, use.splits, count, targets * rank)
-        if use.block_m > 1:
-            slots = max(1, min(lora.capacity, count))
-        turns = slots * triton.cdiv(count, use.block_m)
-        programs += triton.cdiv(targets * rank, use.block_r) * use.splits * turns
+        slots = max(1, min(lora.capacity, count)) if use.block_m > 1 else 1
+        programs += triton.cdiv(targets * rank, use.block_r) * use.splits * use.turns(count, slots)
     if programs:
-        step = 16 if use.block_m == 1 else use.block_k
+        warps = use.warps if rows == "as they are" else _ROWS_ALONE.warps
         _prepare_kernel[(programs,)](
             x,
             gain,
@@ -348,17 +227,21 @@ def prepare(
             ROWS=_ROWS[rows],
             RANK=rank,
             TARGETS=targets,
-            K_SPLIT=triton.cdiv(triton.cdiv(depth, use.splits), step) * step,
+            K_SPLIT=triton.cdiv(triton.cdiv(depth, use.splits), use.step) * use.step,
             SPLITS=use.splits,
             SLOTS=slots,
+            MOST=use.most(count),
             BLOCK_M=use.block_m,
             BLOCK_R=use.block_r,
             BLOCK_K=use.block_k,
             STAGES=use.stages,
+            WARPS=warps,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             PDL=pdl,
-            num_warps=use.warps,
+            HOLD=hold,
+            num_warps=warps,
             launch_pdl=pdl,
+            **({"maxnreg": 255} if use.gathered else {}),
         )
     return Prepared(values, scale, squares, hidden)
 

@@ -101,7 +101,11 @@ def finished(
     from kernels.gpu.activations import swiglu as activation
 
     if lora is not None:
-        from kernels.gpu.lora import expand_add, shrink
+        from kernels.gpu.lora import shrink
+        from kernels.gpu.lora_expand import expand_add, expand_swiglu
 
-        expand_add(shrink(inputs, lora, pdl=pdl), lora, result, pdl=pdl)
+        hidden = shrink(inputs, lora, pdl=pdl)
+        if swiglu:
+            return expand_swiglu(hidden, lora, result, pdl=pdl)
+        expand_add(hidden, lora, result, pdl=pdl)
     return activation(result, pdl=pdl) if swiglu else result

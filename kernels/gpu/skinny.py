@@ -15,12 +15,12 @@ import triton
 from torch import Tensor
 
 from kernels.gpu.conv1d import Decodes
-from kernels.gpu.lora import Adapters, LoraRows, Shape, shape_of
+from kernels.gpu.lora import Adapters, LoraRows, shape_of
 from kernels.gpu.preparation import Prepared, Rows, prepare
-from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
+from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose, starts_early
 from kernels.gpu.skinny_int4 import MAX_ROWS as INT4_VECTOR_ROWS
 from kernels.gpu.skinny_int4 import TILE as INT4_VECTOR_TILE
-from kernels.gpu.skinny_int4 import fixed_point, int4_vector_kernel
+from kernels.gpu.skinny_int4 import int4_vector_kernel
 from kernels.gpu.skinny_kernels import dot_kernel, vector_kernel
 from kernels.gpu.skinny_parts import Around
 from kernels.gpu.skinny_stream import stream_kernel
@@ -139,7 +139,20 @@ def skinny_linear(
     width = weight.shape[0] // 2 if swiglu else weight.shape[0]
     if out is None:
         out = torch.empty(given.shape[0], width, dtype=out_dtype or given.dtype, device=given.device)
-    _multiply(x, weight, out, residual, norm, None, swiglu, lora, conv, config, block_m, workspace, pdl)
+    _multiply(
+        x,
+        weight,
+        out,
+        residual=residual,
+        norm=norm,
+        swiglu=swiglu,
+        lora=lora,
+        conv=conv,
+        config=config,
+        block_m=block_m,
+        workspace=workspace,
+        pdl=pdl,
+    )
     return out
 
 
@@ -164,19 +177,31 @@ def skinny_add(
     Returns:
         The new stream made ready for that norm; None without one.
     """
-    return _multiply(x, weight, stream, stream, None, ahead, False, lora, None, config, block_m, workspace, pdl)
+    return _multiply(
+        x,
+        weight,
+        stream,
+        residual=stream,
+        ahead=ahead,
+        lora=lora,
+        config=config,
+        block_m=block_m,
+        workspace=workspace,
+        pdl=pdl,
+    )
 
 
 def _multiply(
     x: Tensor | Scaled,
     weight: Weight,
     out: Tensor,
-    residual: Tensor | None,
-    norm: Norm | None,
-    ahead: Norm | None,
-    swiglu: bool,
-    lora: LoraRows | None,
-    conv: Convolution | None,
+    *,
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
+    ahead: Norm | None = None,
+    swiglu: bool = False,
+    lora: LoraRows | None = None,
+    conv: Convolution | None = None,
     config: SkinnyConfig | None,
     block_m: int | None,
     workspace: SplitWorkspace | None,
@@ -208,7 +233,7 @@ def _multiply(
     whole = chosen.variant == "vector" and kind == "int4"
     made = None
     if ahead is not None:
-        parts = triton.cdiv(outputs, INT4_VECTOR_TILE if whole else chosen.block_n)
+        parts = triton.cdiv(outputs, chosen.block_n) * (chosen.block_n // INT4_VECTOR_TILE if whole else 1)
         made = Scaled(
             torch.empty(rows, outputs, dtype=out.dtype, device=out.device),
             torch.empty(parts, rows, dtype=torch.float32, device=out.device),
@@ -220,7 +245,8 @@ def _multiply(
     form: Rows = "as they are" if gain is None else "weighted"
     if chosen.variant == "tma" and kind == "fp8":
         form = "float8"
-    prepared = prepare(source, gain, rows=form, lora=lora, pdl=pdl)
+    early = starts_early(rows, swiglu=swiglu, adds=residual is not None, adapters=lora is not None)
+    prepared = prepare(source, gain, rows=form, lora=lora, pdl=pdl, hold=lora is not None and not early)
     adapters = shape = None
     if lora is not None:
         adapters = Adapters(prepared.hidden, lora.b, lora.row_adapters, lora.active, lora.ranks)
@@ -238,7 +264,19 @@ def _multiply(
         None if made is None else made.squares,
         None if conv is None else Decodes(conv.state, conv.weight, conv.slots, conv.weight.shape[1]),
     )
-    _launch(prepared, weight, around, adapters, shape, outputs, chosen, block_m, workspace, swiglu, kernel, pdl)
+    constants: dict[str, Any] = {
+        "K": inputs,
+        "BLOCK_N": chosen.block_n,
+        "SWIGLU": swiglu,
+        "LORA": shape,
+        "PARTS": 0 if squares is None else squares.shape[0],
+        "CONV": kernel,
+        "INTERPRETED": triton.knobs.runtime.interpret,
+        "PDL": pdl,
+        "num_warps": chosen.warps,
+        "launch_pdl": pdl and (early or adapters is not None),
+    }
+    _launch(prepared, weight, around, adapters, chosen, block_m, workspace, constants)
     return made
 
 
@@ -247,44 +285,34 @@ def _launch(
     weight: Weight,
     around: Around,
     adapters: Adapters | None,
-    shape: Shape | None,
-    outputs: int,
     config: SkinnyConfig,
     block_m: int | None,
     workspace: SplitWorkspace | None,
-    swiglu: bool,
-    kernel: int,
-    pdl: bool,
+    shared: dict[str, Any],
 ) -> None:
+    """The kernel of the variant.
+
+    Args:
+        shared: what every variant is told by name.
+    """
     x = prepared.x
     rows, inputs = x.shape
+    outputs = weight.shape[0]
     kind = weight_kind(weight)
     values, scale, zero = _parts(weight)
-    # What every variant is told.
-    shared: dict[str, Any] = {
-        "K": inputs,
-        "BLOCK_N": config.block_n,
-        "SWIGLU": swiglu,
-        "LORA": shape,
-        "PARTS": 0 if around.squares is None else around.squares.shape[0],
-        "CONV": kernel,
-        "INTERPRETED": triton.knobs.runtime.interpret,
-        "PDL": pdl,
-        "num_warps": config.warps,
-        "launch_pdl": pdl,
-    }
     tiles = triton.cdiv(outputs, config.block_n)
     if config.variant == "vector" and isinstance(weight, Int4Weight):
-        if rows > INT4_VECTOR_ROWS or config.block_n < INT4_VECTOR_TILE or config.block_k < GROUP:
-            raise ValueError(f"skinny_linear: int4 vector takes {INT4_VECTOR_ROWS} rows and 8 x {GROUP} at least")
-        fixed = fixed_point(x, pdl=pdl)
-        packed = weight.packed.view(torch.int32)
+        if rows > INT4_VECTOR_ROWS or config.block_n < INT4_VECTOR_TILE:
+            raise ValueError(f"skinny_linear: int4 vector takes {INT4_VECTOR_ROWS} rows, a block_n of 16 at least")
+        # Or two programs of so many registers would not fit a multiprocessor.
+        crowded = config.warps == 8 and adapters is None and config.block_n * inputs > 64 * 256 * config.warps
+        shared = shared | {"BARE": config.bare, "WARPS": config.warps, "maxnreg": 128 if crowded else None}
         int4_vector_kernel[(tiles,)](
-            fixed, packed, scale, zero, around, adapters, outputs,
-            ROWS=rows, BLOCK_G=config.block_k // GROUP, **shared,
+            x, values, scale, zero, around, adapters, rows, x.stride(0),
+            N=outputs, ROWS=triton.next_power_of_2(rows), **shared,
         )  # fmt: skip
         return
-    shared |= {"KIND": _KINDS[kind], "PREFETCH": config.prefetch}
+    shared = shared | {"KIND": _KINDS[kind], "PREFETCH": config.prefetch}
     if config.variant == "vector":
         vector_kernel[(tiles,)](
             x, values, scale, around, adapters, outputs, x.stride(0), ROWS=rows, BLOCK_K=config.block_k, **shared
@@ -309,13 +337,13 @@ def _launch(
         if space.partials.numel() < sums or space.counters.numel() < tiles * row_tiles:
             raise ValueError(f"skinny_linear: the workspace must hold {sums} sums and {tiles * row_tiles} counters")
         partials, counters = space.partials, space.counters
-    shared |= {"BLOCK_M": block, "SPLITS": config.splits, "STAGES": config.stages}
+    shared = shared | {"BLOCK_M": block, "SPLITS": config.splits, "STAGES": config.stages}
     if config.variant == "tma":
         raw = weight.values if isinstance(weight, Fp8Weight) else values
         tma_kernel[(tiles, config.splits, row_tiles)](
             tile_descriptor(x, block, config.block_k),
             prepared.scale,
-            tile_descriptor(raw, config.block_n // (2 if swiglu else 1), config.block_k),
+            tile_descriptor(raw, config.block_n // (2 if shared["SWIGLU"] else 1), config.block_k),
             raw,
             scale,
             around,

@@ -18,13 +18,13 @@ class SkinnyConfig:
     """
 
     variant: Literal["vector", "stream", "dot", "tma"]
-    """Products in registers, all of K in one program (int4: of whole numbers, up to 4 rows of x); tensor
-    cores fed from registers, likewise, warps sharing K; tensor cores fed from shared memory, through registers; or that
-    without (in float8 a kernel before it quantizes x)."""
+    """Products in registers, all of K in one program (int4: up to 8 rows of x, on tensor cores as well, what a
+    weight's group has in common put on its sums); tensor cores fed from registers, likewise, warps sharing K; tensor
+    cores fed from shared memory, through registers; or that without (in float8 a kernel before it quantizes x)."""
     block_n: int
     """Rows of the weight a program reads."""
     block_k: int
-    """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says."""
+    """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says, and one a warp (vector)."""
     warps: int
     stages: int = 1
     """Loads in flight (not vector)."""
@@ -33,11 +33,13 @@ class SkinnyConfig:
     prefetch: int = 0
     """What is asked of L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
     the tile that many tiles further on (not int4)."""
-
     stagger: bool = False
     """Whether programs begin at different columns (tma)."""
     slots: int = 8
     """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
+
+    bare: bool = False
+    """Whether 4-bit numbers are multiplied as subnormal ones (int4 vector)."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)
@@ -56,9 +58,16 @@ def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> Sk
 
 
 def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
-    if rows == 1 and kind != "int4":
+    if rows <= 8 and kind == "int4":
+        if outputs < 8192:
+            return SkinnyConfig("vector", 16, 1024, warps=8)
+        return SkinnyConfig("vector", 32 if rows == 1 else 16, 512, warps=4)
+    if rows == 1:
         block_k = 1024 if inputs >= 4096 else 512
         return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
+    if rows <= 16 and inputs >= 8192 and kind == "int4":
+        # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
+        return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
     if rows <= 16 and inputs % 512 == 0:
         return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 4}[kind])
     block_n = 128 if swiglu or outputs >= 32768 else 64
@@ -77,6 +86,25 @@ def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
     return 16 if kind == "none" else 64
 
 
+def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool:
+    """Whether a product is launched before the kernel ahead of it has ended (kernels.gpu.ahead), if anything is.
+
+    With all of them early a step is slower than with none: programs settle where those of the kernel ahead leave room,
+    and one product after the other inherits an uneven spread over the multiprocessors. One that waits in each layer
+    evens it out: on an H200 a step of 1, 8, 64 rows takes 2,458, 2,882, 5,080 us instead of 2,617, 3,036, 5,125, and
+    2,656, 3,019, 5,248 with all waiting. With adapters each product follows a small kernel: at 8 and 16 rows that has
+    this effect (one row: 2,873 instead of 2,914 µs if one waits); with more it settles beside the kernel ahead, and
+    holds back the products that would wait themselves.
+
+    Args:
+        adds: to the residual stream.
+        adapters: a kernel for them runs ahead of the product.
+    """
+    if adapters and 4 < rows <= 16:
+        return True
+    return not swiglu if rows <= 4 else not adds
+
+
 def invariant() -> tuple[SkinnyConfig, int]:
     """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
     are."""
@@ -91,52 +119,62 @@ def _tma(block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int
     return SkinnyConfig("tma", block_n, block_k, 4, stages, splits, prefetch, slots=slots)
 
 
+_IN_PROJ: _Measured = (
+    (1, SkinnyConfig("vector", 4, 512, 2)),
+    (4, _tma(64, 128, 3)),
+    (32, _tma(64, 128, 4)),
+    (64, _tma(128, 128, 4)),
+)
+_FP8_IN_PROJ: _Measured = (
+    (1, SkinnyConfig("vector", 4, 1024, 2)),
+    (16, _tma(64, 256, 4)),
+    (64, _tma(64, 256, 3)),
+)
 _FEW_IN_FP8 = SkinnyConfig("stream", 16, 512, 4, 3)
 
-# Microseconds on an H200 (1.98 GHz) in a graph of such products with norm, activation and residual, at the most rows of
-# each entry; in brackets that of torch.mm with kernels of their own for the rest. Timed while results without
-# activation went out 2 bytes at a time (not vector's), which grew by 0.17 to 0.3 us a row. That is put right but not
-# timed again: the entries marked * rest on the expectation that without this growth they beat torch.mm.
+# Found on an H200 inside a decode step (benchmarks.tune_step), one thing changed at a time.
 _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
-    # 22.7; 28.5 at 64 rows (29.5 to 30.4)
-    ("none", 18432, 2560): ((1, SkinnyConfig("vector", 4, 512, 2)), (64, _tma(128, 64, 4))),
-    # 12.5; 15.8; 23.8* (19.3 to 20.0)
+    ("none", 18432, 2560): (
+        (1, SkinnyConfig("vector", 4, 512, 2)),
+        (32, _tma(128, 64, 5)),
+        (64, _tma(128, 64, 4)),
+    ),
     ("none", 2560, 9216): (
         (1, SkinnyConfig("vector", 2, 1024, 4)),
-        (16, _tma(64, 128, 8, 3)),
-        (64, _tma(64, 128, 7, 3)),
+        (32, _tma(64, 128, 7, 3)),
+        (64, _tma(64, 128, 6, 3)),  # leaves room for the small kernel of the next product's adapters
     ),
-    # 16.0; 20.0; 34.2* (21.9 to 22.6)
-    ("none", 12352, 2560): (
-        (1, SkinnyConfig("vector", 4, 512, 2)),
-        (16, _tma(128, 128, 6, 1, 1024)),
-        (64, _tma(128, 128, 4)),
-    ),
-    ("none", 10240, 2560): (
-        (1, SkinnyConfig("vector", 4, 512, 2)),
-        (16, _tma(128, 128, 6, 1, 1024)),
-        (64, _tma(128, 128, 4)),
-    ),
-    # 6.5; 9.7; 24.6* (11.8 to 11.0)
+    ("none", 12352, 2560): _IN_PROJ,
+    ("none", 10240, 2560): _IN_PROJ,
     ("none", 2560, 4096): (
-        (1, SkinnyConfig("vector", 2, 512, 2)),
-        (16, _tma(64, 128, 8, 3)),
-        (64, _tma(64, 128, 3, 4)),
+        (1, SkinnyConfig("vector", 4, 1024, 4)),
+        (8, _tma(64, 128, 8, 3)),
+        (64, _tma(64, 128, 4, 3)),
     ),
-    # 279; 305 (317)
-    ("none", 248320, 2560): ((1, SkinnyConfig("vector", 8, 512, 2)), (16, _tma(128, 128, 3))),
-    # 15.3; 21.2 at 8 rows; 18.5
+    ("none", 248320, 2560): (
+        (1, SkinnyConfig("vector", 8, 512, 2)),
+        (16, _tma(128, 128, 3)),
+        (32, _tma(128, 64, 4)),
+        (64, _tma(128, 64, 3)),
+    ),
     ("fp8", 18432, 2560): (
         (1, SkinnyConfig("vector", 4, 1024, 2)),
         (16, _FEW_IN_FP8),
         (64, _tma(128, 128, 4, slots=4)),
     ),
-    # 8.2; 13.0 at 8 rows; 20.5
     ("fp8", 2560, 9216): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 128, 8, 3))),
-    # 10.9; 15.7 at 8 rows; 27.8*
-    ("fp8", 12352, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(64, 256, 3))),
-    ("fp8", 10240, 2560): ((1, SkinnyConfig("vector", 4, 1024, 2)), (16, _FEW_IN_FP8), (64, _tma(64, 256, 3))),
-    # 4.4; 6.9 at 8 rows; 22.3*
-    ("fp8", 2560, 4096): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 256, 3, 4))),
+    ("fp8", 12352, 2560): _FP8_IN_PROJ,
+    ("fp8", 10240, 2560): _FP8_IN_PROJ,
+    ("fp8", 248320, 2560): (
+        (1, SkinnyConfig("vector", 4, 512, 2)),
+        (16, _FEW_IN_FP8),
+        (64, _tma(128, 128, 4)),
+    ),
+    ("fp8", 2560, 4096): (
+        (1, SkinnyConfig("vector", 2, 2048, 4)),
+        (8, SkinnyConfig("stream", 16, 1024, 8, 2)),
+        (16, SkinnyConfig("stream", 16, 1024, 4, 2)),
+        (64, _tma(64, 256, 3, 4)),
+    ),
 }
 """By kind, outputs and inputs."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.conv1d import conv_ahead, conv_prefetch
+from kernels.gpu.conv1d import conv_ahead, conv_prefetch, conv_slots
 from kernels.gpu.lora import (
     adapters_ahead,
     adapters_of_row_ahead,
@@ -77,6 +77,14 @@ def vector_kernel(
     sums: tl.constexpr = words // 8
     if PDL:
         gdc_launch_dependents()
+    # What adapters and old inputs are looked up by comes before the weights, or each program would take two times of
+    # waiting longer: for all of its weights and then for one number; they themselves come behind.
+    adapters, slots = (), ()
+    for r in tl.static_range(ROWS):
+        if lora is not None:
+            adapters = adapters + (tl.load(lora.row_adapters + r),)  # noqa: RUF005
+        if CONV > 0:
+            slots = slots + (conv_slots(around.conv, r + tl.arange(0, 1), ROWS),)  # noqa: RUF005
     w_base = weight + row.to(tl.int64)[:, None] * (K // parts) + c[None, :]
     held = ()
     for chunk in tl.static_range(chunks):
@@ -91,9 +99,10 @@ def vector_kernel(
         tl.debug_barrier()
     for r in tl.static_range(ROWS):
         if lora is not None:
-            ahead = ahead + (adapters_of_row_ahead(lora, r, columns, inside, N, LORA),)  # noqa: RUF005
+            ahead = ahead + (adapters_of_row_ahead(lora, adapters[r], columns, inside, N, LORA),)  # noqa: RUF005
         if CONV > 0:
-            kept = kept + (conv_ahead(around.conv, columns, inside, r + tl.arange(0, 1), ROWS, CONV),)  # noqa: RUF005
+            m = r + tl.arange(0, 1)
+            kept = kept + (conv_ahead(around.conv, slots[r], columns, inside, m, ROWS, CONV),)  # noqa: RUF005
     if PDL:
         if PREFETCH > 0:
             size: tl.constexpr = 1 if KIND == FP8 else 2
@@ -239,7 +248,7 @@ def dot_kernel(
         gdc_wait()
     squares = squares_ahead(around, m, M, PARTS) if PARTS > 0 else None
     if lora is not None:
-        hidden = hidden_ahead(lora, m, low, M, LORA)
+        hidden = hidden_ahead(lora, tl.where(split == 0, m, M), low, M, LORA)
     acc = _product(
         x, weight, scale, zero, row, m, M, N, first, x_stride,
         K, KIND, BLOCK_M, BLOCK_N, BLOCK_K, share, even, STAGES, INTERPRETED,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.ahead import prefetch_l2
-from kernels.gpu.conv1d import conv_ahead, conv_step
+from kernels.gpu.conv1d import conv_ahead, conv_slots, conv_step
 
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -176,6 +176,27 @@ def squares_ahead(around, m, M, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _finished_columns(tile, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """Columns of the result that a tile has, and which of them exist."""
+    if SWIGLU:
+        half: tl.constexpr = BLOCK_N // 2
+        column = tile * half + tl.arange(0, half)
+        return column, column < N // 2
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        # Not weight_rows(): the compiler does not see neighbours in what is clamped, and would store number by number.
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        return column, column < N
+
+
+@triton.jit
+def residual_ahead(around, tile, m, M, N, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """Loads the residual, for finish()."""
+    column, inside = _finished_columns(tile, N, BLOCK_N, SWIGLU)
+    source = around.residual + m.to(tl.int64)[:, None] * around.residual_stride + column[None, :]
+    return tl.load(source, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
 def add_splits(acc, place, split, tile, partials, counters, SPLITS: tl.constexpr, TOGETHER: tl.constexpr):
     """The sum of a tile's parts, one from each program that shares its K, and whether this program has it: the last one
     to arrive adds them all, always in the same order, so that no float is added atomically.
@@ -213,31 +234,30 @@ def finish(
     BLOCK_M: tl.constexpr,
     SWIGLU: tl.constexpr,
     CONV: tl.constexpr,
+    residual=None,
 ):
     """What follows the product acc [BLOCK_M, BLOCK_N], adapters included: the norm's scale (from the sums of squares of
     squares_ahead(); None: no norm), activation, convolution, residual, store; and what the norm that reads the result
     next wants. CONV: the convolution's length, 0 if there is none; ``kept`` is what conv_ahead() loaded,
-    if it was called before."""
+    ``residual`` what residual_ahead() did, if they were called before."""
     if squares is not None:
         acc = acc * (1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + around.eps))[:, None]
     if SWIGLU:
         half: tl.constexpr = BLOCK_N // 2
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, half]), [0, 2, 1]))
         acc = gate * tl.sigmoid(gate) * up
-        column = tile * half + tl.arange(0, half)
-        inside = column < N // 2
-    else:
-        # Not weight_rows(): the compiler does not see neighbours in what is clamped, and would store number by number.
-        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = column < N
+    column, inside = _finished_columns(tile, N, BLOCK_N, SWIGLU)
     keep = (m < M)[:, None] & inside[None, :]
     if CONV > 0:
-        past = conv_ahead(around.conv, column, inside, m, M, CONV) if kept is None else kept
+        if kept is None:
+            past = conv_ahead(around.conv, conv_slots(around.conv, m, M), column, inside, m, M, CONV)
+        else:
+            past = kept
         convolved = conv_step(acc.to(around.out.dtype.element_ty), past, around.conv, CONV)
         acc = tl.where((column < around.conv.channels)[None, :], convolved, acc)
     if around.residual is not None:
-        source = around.residual + m.to(tl.int64)[:, None] * around.residual_stride + column[None, :]
-        acc += tl.load(source, mask=keep, other=0.0).to(tl.float32)
+        base = residual_ahead(around, tile, m, M, N, BLOCK_N, SWIGLU) if residual is None else residual
+        acc += base.to(tl.float32)
     result = acc.to(around.out.dtype.element_ty)
     tl.store(around.out + m.to(tl.int64)[:, None] * around.out_stride + column[None, :], result, mask=keep)
     if around.next_gain is not None:

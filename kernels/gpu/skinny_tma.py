@@ -99,9 +99,10 @@ def tma_kernel(
     if KIND == FP8:
         factor = tl.load(x_scale + m, mask=m < M, other=0.0)
     if lora is not None:
-        hidden = hidden_ahead(lora, m, n0, M, LORA)
+        adding = tl.where(split == 0, m, M)
+        hidden = hidden_ahead(lora, adding, n0, M, LORA)
         if SWIGLU:
-            other_hidden = hidden_ahead(lora, m, n0 + end, M, LORA)
+            other_hidden = hidden_ahead(lora, adding, n0 + end, M, LORA)
     last = tl.minimum(n0 + high, end) - 1
     acc = tl.zeros((high, BLOCK_M), tl.float32)
     if SWIGLU:
@@ -118,8 +119,9 @@ def tma_kernel(
             other *= factor[None, :]
         if lora is not None:
             other = add_adapters(
-                other, other_ahead, other_hidden, lora, m, column + end, column < end, n0 + end, last + end, M, N, LORA
-            )
+                other, other_ahead, other_hidden, lora, m, column + end, column < end, n0 + end, last + end, M, N, LORA,
+                True,
+            )  # fmt: skip
     else:
         for step in tl.range(0, share, num_stages=STAGES):
             k = (first + (step + turn) % share if STAGGER else first + step) * BLOCK_K
@@ -130,7 +132,7 @@ def tma_kernel(
         acc *= tl.load(scale + tl.minimum(column, end - 1))[:, None]
         acc *= factor[None, :]
     if lora is not None:
-        acc = add_adapters(acc, ahead, hidden, lora, m, column, column < end, n0, last, M, N, LORA)
+        acc = add_adapters(acc, ahead, hidden, lora, m, column, column < end, n0, last, M, N, LORA, SWIGLU)
     if SWIGLU:
         # [BLOCK_M, gate rows | up rows], as finish() wants them.
         both = tl.permute(tl.join(tl.trans(acc), tl.trans(other)), [0, 2, 1])

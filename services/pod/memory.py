@@ -26,7 +26,7 @@ _GRAPH_COPIES = 4
 """The same in the memory that all CUDA graphs share, which no other step may use."""
 _GRAPH_FIXED = 512 * 2**20
 """Some hundred captured graphs, kernels, the workspaces of matrix products."""
-_CAPTURED_PREFILL = 1024
+_CAPTURED_PREFILL = 2048
 """Tokens of the longest prefill that is captured."""
 _SPLITS = 8
 """Parts of a context in decode attention where the batch is large."""

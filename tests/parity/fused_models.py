@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import fields, replace
@@ -174,8 +175,9 @@ def spoil(cache: CacheBuffers | DeviceCache) -> None:
 
 @cache
 def _compilers() -> Executor:
-    """One pool for all tests: each shape of a model compiles its own kernels."""
-    return compiler_pool()
+    """One pool for all tests: each shape of a model compiles its own kernels. Test processes share the cores."""
+    cores = len(os.sched_getaffinity(0))
+    return compiler_pool(max(1, cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
 def cuda_runner(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -106,7 +106,7 @@ class LoraSlots:
             raise ValueError(f"num_slots and max_rank must be at least 1, got {num_slots} and {max_rank}")
         self.num_slots, self.max_rank = num_slots, max_rank
         self._invariant = invariant
-        self._query_rows = query_row_order(config).to(device)
+        self._query_rows = query_row_order(config)
         self._layers: list[dict[str, _GroupBuffers]] = []
         for layer in range(config.num_layers):
             groups: dict[str, _GroupBuffers] = {}
@@ -116,6 +116,8 @@ class LoraSlots:
                 bs = tuple(b[:, :, target.offset : target.offset + target.out_features] for target in group.targets)
                 groups[group.name] = _GroupBuffers(group, a, b, bs, tuple(target.offset for target in group.targets))
             self._layers.append(groups)
+        self._filled: set[tuple[int, int, str]] = set()
+        """Slot, layer and group of all that is not zero."""
         # Of each layer and group: an adapter of a few modules costs nothing at the others. Each begins at 16 bytes, so
         # that all layers run the same variant of a kernel.
         shape = (config.num_layers, len(LORA_GROUPS), -(-num_slots // 4) * 4)
@@ -149,9 +151,18 @@ class LoraSlots:
         if adapter.max_rank > self.max_rank:
             raise AdapterRejected(f"the adapter's rank {adapter.max_rank} is over the limit of {self.max_rank}")
         with self._beside_the_steps():
-            self._zero(slot)
+            self._zero(slot, kept=self._groups_of(adapter))
             self._write(slot, adapter)
             self._ranks[:, :, slot] = self._ranks_of(adapter).to(self._ranks.device)
+
+    def _groups_of(self, adapter: BoundAdapter) -> set[tuple[int, str]]:
+        """Layers and groups that it has a target in."""
+        return {
+            (index, name)
+            for index, groups in enumerate(self._layers)
+            for name, buffers in groups.items()
+            if any(f"layers.{index}.{target.module}" in adapter.targets for target in buffers.group.targets)
+        }
 
     def _ranks_of(self, adapter: BoundAdapter) -> Tensor:
         """[layers, groups] int32: the largest rank of the adapter's targets in each group, 0 where it has none."""
@@ -174,22 +185,26 @@ class LoraSlots:
         )
 
     def _write(self, slot: int, adapter: BoundAdapter) -> None:
-        largest = torch.finfo(self._layers[0]["in"].b.dtype).max
-        for index, groups in enumerate(self._layers):
-            for buffers in groups.values():
-                for place, target in enumerate(buffers.group.targets):
-                    bound = adapter.targets.get(f"layers.{index}.{target.module}")
-                    if bound is None:
-                        continue
-                    b = torch.empty(bound.b.shape, dtype=torch.float32, device=buffers.b.device)
-                    self._copy(bound.b, b)
-                    b *= bound.scale
-                    # Rows of other adapters are multiplied by zeros beside it, and zero times infinity is not zero.
-                    b.clamp_(-largest, largest)
-                    if target.module == "self_attn.q_proj":
-                        b = b[self._query_rows]
-                    self._copy(bound.a, buffers.a[slot, place, : bound.rank])
-                    buffers.bs[place][slot, : bound.rank].copy_(b.t())
+        """Each group as it will lie in its buffers, made on the CPU: what reaches a GPU are copies alone, by an engine
+        that the steps leave idle, and not a thousand small kernels that wait between those of the steps."""
+        for index, name in sorted(self._groups_of(adapter)):
+            buffers = self._layers[index][name]
+            a = torch.zeros(buffers.a.shape[1:], dtype=buffers.a.dtype)
+            b = torch.zeros(buffers.b.shape[1:], dtype=buffers.b.dtype)
+            largest = torch.finfo(b.dtype).max
+            for place, target in enumerate(buffers.group.targets):
+                bound = adapter.targets.get(f"layers.{index}.{target.module}")
+                if bound is None:
+                    continue
+                a[place, : bound.rank] = bound.a
+                # Rows of other adapters are multiplied by zeros beside it, and zero times infinity is not zero.
+                scaled = (bound.b.float() * bound.scale).clamp_(-largest, largest)
+                if target.module == "self_attn.q_proj":
+                    scaled = scaled[self._query_rows]
+                b[: bound.rank, target.offset : target.offset + target.out_features] = scaled.t()
+            self._filled.add((slot, index, name))
+            self._copy(a, buffers.a[slot])
+            self._copy(b, buffers.b[slot])
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         if self._uploader is None:
@@ -207,14 +222,16 @@ class LoraSlots:
         with self._beside_the_steps():
             self._zero(slot)
 
-    def _zero(self, slot: int) -> None:
+    def _zero(self, slot: int, kept: Set[tuple[int, str]] = frozenset()) -> None:
+        """Everything of a slot but the groups ``kept``, which are written anew."""
         if not 0 < slot < self.num_slots:
             raise ValueError(f"slot must be between 1 and {self.num_slots - 1}, got {slot}")
         self._ranks[:, :, slot] = 0
-        for groups in self._layers:
-            for buffers in groups.values():
-                buffers.a[slot].zero_()
-                buffers.b[slot].zero_()
+        for filled in [each for each in self._filled if each[0] == slot and each[1:] not in kept]:
+            buffers = self._layers[filled[1]][filled[2]]
+            buffers.a[slot].zero_()
+            buffers.b[slot].zero_()
+            self._filled.remove(filled)
 
     @contextmanager
     def _beside_the_steps(self) -> Iterator[None]:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from kernels.gpu.skinny import Convolution, Norm, SplitWorkspace, Weight
 
 
+_PIECE = 4096
+_WIDE = 16384
+"""A product with more outputs than this takes so many rows at a time: the 18,432 of gate and up 1,184 µs for 8,192 rows
+on an H200 instead of 1,238; narrower ones are faster whole."""
+
+
 class Matrix(ABC):
     """[out, in]: the weight of one or more linear layers that share their input."""
 
@@ -160,7 +166,12 @@ class DenseMatrix(Matrix):
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
         del pdl  # torch's kernels wait for those ahead
-        return torch.mm(x, self.weight.t())
+        if len(x) <= _PIECE or len(self.weight) < _WIDE:
+            return torch.mm(x, self.weight.t())
+        result = torch.empty(len(x), len(self.weight), dtype=x.dtype, device=x.device)
+        for begin in range(0, len(x), _PIECE):
+            torch.mm(x[begin : begin + _PIECE], self.weight.t(), out=result[begin : begin + _PIECE])
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.gpu.fp8 import fp8_linear, quantize_rows
@@ -48,9 +50,10 @@ def launches() -> None:
             rows(16, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, config=tma, pdl=True
         )
     whole = SkinnyConfig("vector", 16, 512, warps=4)
-    for count in (1, 4):
+    for count in (1, 2, 4, 8):
         gate_up = weight("int4", 2 * INTERMEDIATE, HIDDEN)
-        skinny_linear(rows(count, HIDDEN), gate_up, norm=norm, swiglu=True, config=whole, pdl=True)
+        for config in (whole, replace(whole, bare=True)):
+            skinny_linear(rows(count, HIDDEN), gate_up, norm=norm, swiglu=True, config=config, pdl=True)
     dequantize(weight("int4", HIDDEN, INTERMEDIATE), torch.bfloat16)  # type: ignore[arg-type]
     values, scale = quantize_rows(rows(512, HIDDEN), pdl=True)
     fp8_linear(values, scale, weight("fp8", 2 * INTERMEDIATE, HIDDEN), pdl=True)  # type: ignore[arg-type]

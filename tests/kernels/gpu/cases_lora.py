@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.lora import LoraRows, expand_add, shrink
+from kernels.gpu.lora import LoraRows, shrink
+from kernels.gpu.lora_expand import expand_add, expand_swiglu
 from kernels.gpu.skinny import Convolution, Norm, Scaled, skinny_add, skinny_linear
 from kernels.gpu.skinny_configs import SkinnyConfig
 from tests.kernels.gpu.cases_linear import weight
@@ -50,16 +51,21 @@ def linear(group: str, rows: int, kind: str = "none", config: SkinnyConfig | Non
 
 def launches() -> None:
     for group, (depth, ends) in GROUPS.items():
-        for rows in (1, 64, 512, 8192):
+        for rows in (1, 16, 64, 256, 8192):
             lora = rows_of(group, rows)
             x = torch.empty(rows, depth, dtype=torch.bfloat16)
             h = shrink(x, lora, pdl=rows <= 64)
-            expand_add(h, lora, torch.empty(rows, ends[-1], dtype=torch.bfloat16), pdl=rows <= 64)
+            product = torch.empty(rows, ends[-1], dtype=torch.bfloat16)
+            expand_add(h, lora, product, pdl=rows <= 64)
+            if group == "gate_up":
+                expand_swiglu(h, lora, product, pdl=True)
     for group in ("in, DeltaNet", "out", "gate_up", "down"):
         for rows in (1, 8, 64):
             linear(group, rows)
         linear(group, 1, "fp8")
         linear(group, 8, "fp8")
     linear("gate_up", 64, config=SkinnyConfig("dot", 64, 128, 4, 3, slots=4))
-    linear("gate_up", 64, "fp8")
-    linear("down", 1, "int4", SkinnyConfig("vector", 8, 512, 4))
+    for group in ("gate_up", "down"):
+        linear(group, 64, "fp8")
+    for rows in (1, 4):
+        linear("down", rows, "int4", SkinnyConfig("vector", 16, 1024, 8))

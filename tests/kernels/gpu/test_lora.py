@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.lora import ExpandConfig, LoraRows, ShrinkConfig, expand_add, shrink
+from kernels.gpu.activations import swiglu
+from kernels.gpu.lora import LoraRows, ShrinkConfig, shrink
+from kernels.gpu.lora_expand import ExpandConfig, expand_add, expand_swiglu
 from kernels.gpu.lora_rows import active_slots
 from services.common.jobs import LoraSettings
 from services.engine.model.config import ModelConfig
@@ -99,6 +101,34 @@ def test_any_cut_gives_the_same(device: torch.device, splits: int) -> None:
     check(x, lora, shrink=ShrinkConfig(1, 4, 256, splits, 4, 1), expand=ExpandConfig(32, 64, 4))
 
 
+@pytest.mark.parametrize("row_adapters", [[2] * 19, list(range(1, 12)), [3, 0, 1] * 6 + [0, 7, 1, 1]])
+def test_rows_are_gathered_by_slot(device: torch.device, row_adapters: list[int]) -> None:
+    x = torch.randn(len(row_adapters), 88, device=device)
+    lora = make(device, row_adapters, slots=13, ranks=[0, 16, 3, 9, *range(1, 10)], rank=20, depth=88, sizes=(20, 5))
+    # Slots behind the active ones are none of the step's.
+    lora.active[1 + int(lora.active[0]) :] = 12
+    check(x, lora, shrink=ShrinkConfig(8, 16, 32, 2, 1, gathered=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "sizes", "config"),
+    [(3, (40, 40), None), (70, (24, 24), None), (37, (33, 33), ExpandConfig(32, 16, 4)), (20, (9, 4, 13), None)],
+)
+def test_before_the_activation(
+    device: torch.device, dtype: torch.dtype, rows: int, sizes: tuple[int, ...], config: ExpandConfig | None
+) -> None:
+    lora = make(device, [0, 3, 1, 2, 0] * (rows // 5) + [1] * (rows % 5), rank=24, sizes=sizes, dtype=dtype)
+    x = torch.randn(rows, 72, device=device, dtype=dtype)
+    gate_up = torch.randn(rows, sum(sizes), device=device).to(dtype)
+    out = expand_swiglu(shrink(x, lora), lora, gate_up, config=config)
+    gate, up = (gate_up.double() + exact(x, lora)).chunk(2, -1)
+    expected = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(out.double(), expected, atol=2 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
+    without = lora.row_adapters == 0
+    assert torch.equal(out[without], swiglu(gate_up)[without])
+
+
 def test_a_norm_folded_in_leaves_only_the_rms_to_the_product(device: torch.device) -> None:
     x, weight = torch.randn(6, 72, device=device), torch.rand(72, device=device) + 0.5
     lora = make(device, [1, 2, 3, 0, 1, 2])
@@ -128,6 +158,8 @@ def test_wrong_shapes_are_refused(device: torch.device) -> None:
         expand_add(torch.zeros(1, 1, 48, device=device), lora, torch.zeros(2, 64, device=device))
     with pytest.raises(ValueError, match="2 splits of block_k 32 do not cover 72 inputs"):
         shrink(torch.zeros(1, 72, device=device), lora, config=ShrinkConfig(1, 4, 32, 2, 4, 1))
+    with pytest.raises(ValueError, match="32 inputs a warp"):
+        ShrinkConfig(8, 16, 64, 1, 4, gathered=True)
     with pytest.raises(ValueError, match="ends"):
         LoraRows(lora.a, lora.b, (40, 44), lora.ranks, lora.row_adapters, lora.active)
 

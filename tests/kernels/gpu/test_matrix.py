@@ -97,6 +97,14 @@ def test_a_residual_stream_of_many_rows_is_read_through_a_norm(device: torch.dev
         stored.project(stream)
 
 
+def test_a_wide_product_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, x = matrix("none", device), torch.randn(MANY, 256, device=device)
+    whole = stored.project(x)
+    monkeypatch.setattr("services.engine.model.matrix._PIECE", 7)
+    monkeypatch.setattr("services.engine.model.matrix._WIDE", stored.shape[0])
+    torch.testing.assert_close(stored.project(x), whole)
+
+
 @pytest.mark.parametrize("rows", [3, MANY])
 def test_adapters(device: torch.device, rows: int) -> None:
     torch.manual_seed(2)

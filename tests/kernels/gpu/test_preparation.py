@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from kernels.gpu.lora_rows import LoraRows, active_slots
-from kernels.gpu.preparation import Rows, ShrinkConfig, prepare
+from kernels.gpu.lora_shrink import ShrinkConfig
+from kernels.gpu.preparation import Rows, prepare
 from kernels.quantize import unpair
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 ROWS = ShrinkConfig(1, 2, 256, 1, 4, 1)
 SLOTS = ShrinkConfig(16, 16, 64, 2, 4, 2)
+GATHERED = ShrinkConfig(8, 16, 128, 2, 4, gathered=True)
 FORMS: list[Rows] = ["as they are", "weighted", "float8"]
 
 
@@ -29,7 +31,7 @@ def adapters(device: torch.device, slots: list[int]) -> LoraRows:
     )
 
 
-@pytest.mark.parametrize("config", [ROWS, SLOTS])
+@pytest.mark.parametrize("config", [ROWS, SLOTS, GATHERED])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("normed", [False, True])
 def test_rows_and_adapters_in_one_launch(device: torch.device, config: ShrinkConfig, form: Rows, normed: bool) -> None:
@@ -74,6 +76,15 @@ def test_a_row_depends_on_no_other_and_not_on_adapters(device: torch.device) -> 
     assert torch.equal(one.squares, alone.squares[:, 3:4])
     rank = int(lora.ranks[3])
     assert torch.equal(one.hidden[:, :, :rank], with_adapters.hidden[:, 3:4, :rank])
+
+
+def test_a_gathered_row_depends_on_no_other(device: torch.device) -> None:
+    x = torch.randn(11, 256, device=device)
+    together = adapters(device, [1, 2, 0, 3, 3, 3, 3, 3, 3, 3, 3])
+    alone = replace(together, row_adapters=together.row_adapters[10:], active=together.active.new_tensor([1, 3, 0, 0]))
+    rank = int(together.ranks[3])
+    h, one = (prepare(part, lora=lora, config=GATHERED).hidden for part, lora in ((x, together), (x[10:], alone)))
+    assert torch.equal(one[:, 0].unflatten(1, (2, 16))[..., :rank], h[:, 10].unflatten(1, (2, 16))[..., :rank])
 
 
 def test_nothing_is_launched_for_nothing(device: torch.device) -> None:

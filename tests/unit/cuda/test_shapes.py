@@ -27,14 +27,14 @@ def test_buckets_hold_every_batch() -> None:
 
 
 def test_the_largest_are_captured_first() -> None:
-    shapes = captured_shapes(256, 256, 8192, 512)
+    shapes = captured_shapes(256, 256, 8192, 2048)
     sizes = [shape.rows for shape in shapes]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(shapes)) == len(shapes)
     assert {shape.decodes for shape in shapes if not shape.segments} == set(decode_buckets(256))
-    assert {shape.rows for shape in shapes if not shape.decodes} == {64, 128, 256, 512, 1024}
+    assert {shape.rows for shape in shapes if not shape.decodes} == {64, 128, 256, 512, 1024, 1536, 2048}
     mixed = {(shape.decodes, shape.rows - shape.decodes) for shape in shapes if shape.decodes and shape.segments}
-    assert mixed == {(decodes, tokens) for decodes in (8, 32, 64, 128, 256) for tokens in (128, 512)}
+    assert mixed == {(decodes, tokens) for decodes in (8, 32, 64, 128, 256) for tokens in (128, 512, 1024, 2048)}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.common.jobs import LoraSettings
 from services.engine.model.config import ModelConfig
-from services.engine.model.lora import TARGET_MODULES, LoraParams, LoraSlots, bind_adapter
+from services.engine.model.lora import TARGET_MODULES, BoundAdapter, LoraParams, LoraSlots, bind_adapter
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MODEL = ModelConfig(
@@ -220,3 +220,26 @@ def test_bytes_per_slot_is_what_the_buffers_take() -> None:
         for tensor in (group.a, group.b)
     )
     assert taken == 3 * LoraSlots.bytes_per_slot(MODEL, 4, torch.bfloat16)
+
+
+def test_a_slot_holds_its_last_adapter_alone() -> None:
+    """All of the larger one that came first is gone, in other modules and beyond the smaller one's rank."""
+
+    def bound(rank: int, **settings: Any) -> BoundAdapter:
+        made = changed(files(rank=rank, **settings), lambda tensors: [t.normal_() for t in tensors.values()])
+        return bind_adapter(made, config=MODEL, max_rank=4)
+
+    def held(slots: LoraSlots) -> list[Tensor]:
+        found = [tensor[1] for groups in slots._layers for group in groups.values() for tensor in (group.a, group.b)]
+        return [*found, slots._ranks[:, :, 1]]
+
+    torch.manual_seed(0)
+    small = bound(2, target_modules=["gate_proj", "q_proj"])
+    expected, slots = LoraSlots(MODEL, 2, 4, torch.bfloat16, "cpu"), LoraSlots(MODEL, 2, 4, torch.bfloat16, "cpu")
+    expected.load(1, small)
+    slots.load(1, bound(4))
+    assert all(tensor.any() for tensor in held(slots))
+    slots.load(1, small)
+    assert all(torch.equal(*pair) for pair in zip(held(slots), held(expected), strict=True))
+    slots.clear(1)
+    assert not any(tensor.any() for tensor in held(slots))
