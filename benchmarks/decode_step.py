@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.random_model import RandomWeights, random_adapter
 from kernels.gpu import skinny_configs
 from kernels.gpu.attention_decode import DecodeWorkspace, decode_splits
-from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace
+from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 from kernels.rope import inverse_frequencies
 from services.engine.model.config import ModelConfig
@@ -205,11 +205,28 @@ class DecodeStep:
                 found[name].add(matrix.shape)
         return found
 
+    def part(self, kernel: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The matrix that a launch multiplies with, of MATRICES; of other kernels their name, and of those that shrink
+        for adapters the inputs and targets."""
+        if kwargs.get("TARGETS"):
+            return f"{kernel} {kwargs['K']} x {kwargs['TARGETS']}"
+        if "SWIGLU" in kwargs:
+            counts = {value for value in args if isinstance(value, int)}
+            for name, shapes in self.shapes().items():
+                if any(inputs == kwargs["K"] and outputs in counts for outputs, inputs in shapes):
+                    return name
+        return kernel
+
+    def kind_of(self, name: str) -> Kind:
+        """How the matrices of a name are stored."""
+        weights = self.weights
+        return weight_kind(weights.head.weight if name == "head" else weights.layers[0].gate_up.weight)
+
     @contextmanager
     def cut(self, name: str, rows: int, config: SkinnyConfig | None) -> Iterator[None]:
         """Inside, products of so many rows with the matrices of a name are cut up so; None: torch's product, with the
         rest in kernels of its own."""
-        kind: Kind = self.quantization
+        kind = self.kind_of(name)
         entries = ((rows - 1, SkinnyConfig("dot", 64, 128, 4)),) if config is None else ((rows, config),)
         changed = {(kind, *shape): entries for shape in self.shapes()[name]}
         with patch.dict(skinny_configs._MEASURED, changed):
@@ -218,9 +235,10 @@ class DecodeStep:
     def chosen(self, name: str, rows: int) -> SkinnyConfig | None:
         """How such products are cut up now; None: not at all."""
         outputs, inputs = min(self.shapes()[name])
-        if rows > skinny_configs.most_rows(outputs, inputs, self.quantization):
+        kind = self.kind_of(name)
+        if rows > skinny_configs.most_rows(outputs, inputs, kind):
             return None
-        return skinny_configs.choose(rows, outputs, inputs, self.quantization, name == "gate_up")
+        return skinny_configs.choose(rows, outputs, inputs, kind, name == "gate_up")
 
 
 def one_of_each(config: ModelConfig) -> ModelConfig:

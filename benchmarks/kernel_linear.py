@@ -181,7 +181,7 @@ def expanding(name: str, rows: int) -> Case:
     n, _, ends = MATRICES[name]
 
     def make(t: Tensors) -> Work:
-        from kernels.gpu.lora import expand_add
+        from kernels.gpu.lora_expand import expand_add
 
         lora = make_lora(t, name, rows)
         h = t.normal(1, rows, len(ends) * _RANK, dtype=torch.float32)
@@ -198,6 +198,25 @@ def expanding(name: str, rows: int) -> Case:
         )
 
     return Case("lora expand_add", f"{name} rows={rows} 8 adapters", make)
+
+
+def expanding_before_activation(rows: int) -> Case:
+    """The same of gate and up, and the activation behind them."""
+    n, _, ends = MATRICES["gate_up"]
+
+    def make(t: Tensors) -> Work:
+        from kernels.gpu.lora_expand import expand_swiglu
+
+        lora = make_lora(t, "gate_up", rows)
+        h = t.normal(1, rows, len(ends) * _RANK, dtype=torch.float32)
+        products = [t.zeros(rows, n) for _ in range(t.copies(2 * rows * n, most=4))]
+        return Work(
+            [partial(expand_swiglu, h, lora, product) for product in products],
+            min(rows, _ADAPTERS) * _RANK * n * 2 + 3 * rows * n + 4 * h.numel(),
+            2 * rows * _RANK * n,
+        )
+
+    return Case("lora expand_swiglu", f"gate_up rows={rows} 8 adapters", make)
 
 
 def fp8_product(name: str, rows: int) -> Case:
@@ -269,5 +288,7 @@ def cases(rows: Sequence[int] = (1, 4, 8, 16, 32, 64)) -> Iterator[Case]:
         for count in (512, 8192):
             yield shrinking(name, count)
             yield expanding(name, count)
+            if name == "gate_up":
+                yield expanding_before_activation(count)
         yield fp8_product(name, 8192)
         yield unpacking(name)

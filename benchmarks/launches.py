@@ -49,6 +49,54 @@ def without(*names: str) -> Iterator[None]:
 
 
 @contextmanager
+def ordinary(which: Keep) -> Iterator[None]:
+    """Inside, launches that ``which`` wants start when the kernel ahead has ended, though compiled to start before."""
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime.jit import JITFunction
+
+    late = False
+    run, call = JITFunction.run, CudaLauncher.__call__
+
+    def noted(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        nonlocal late
+        late = which(name_of(self), args, kwargs)
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    def launch(self: Any, *args: Any) -> Any:
+        with patch.object(self, "launch_pdl", self.launch_pdl and not late):
+            return call(self, *args)
+
+    with patch.object(JITFunction, "run", noted), patch.object(CudaLauncher, "__call__", launch):
+        yield
+
+
+@contextmanager
+def compiled_alone(which: Keep) -> Iterator[None]:
+    """Inside, launches that ``which`` wants are of kernels that know nothing of programmatic launch."""
+
+    def launch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if kwargs.get("launch_pdl") and which(name, args, kwargs):
+            kwargs |= {"launch_pdl": False, "PDL": False}
+        return True
+
+    with launches(launch):
+        yield
+
+
+@contextmanager
+def held_back(which: Keep) -> Iterator[None]:
+    """Inside, launches that ``which`` wants hold the kernel behind back if they let it start else, and the reverse."""
+
+    def launch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if "HOLD" in kwargs and which(name, args, kwargs):
+            kwargs |= {"HOLD": not kwargs["HOLD"]}
+        return True
+
+    with launches(launch):
+        yield
+
+
+@contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Launches by kernel."""
     found: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.decode_step import MATRICES, DecodeStep
-from benchmarks.launches import NoProducts, counted, launches, without
+from benchmarks.launches import NoProducts, compiled_alone, counted, held_back, launches, ordinary, without
 from kernels.gpu.skinny_configs import SkinnyConfig
 
 _ALL = MATRICES[:-1]
@@ -51,6 +51,12 @@ class Variant:
     left_out: frozenset[str] = frozenset()
     """Of MATRICES."""
     pdl: bool = True
+    ordinary: frozenset[str] = frozenset()
+    """Kernels and MATRICES whose launches wait for the end of the kernel ahead."""
+    alone: frozenset[str] = frozenset()
+    """Kernels that are compiled without programmatic launch."""
+    held: frozenset[str] = frozenset()
+    """Kernels ahead of products that hold them back if they do not else, and the reverse."""
     cut: tuple[tuple[str, SkinnyConfig | None], ...] = ()
     """Matrices and how they are cut up; None: torch's product."""
     launches: int = 0
@@ -64,6 +70,12 @@ class Variant:
         with ExitStack() as stack:
             if self.skipped:
                 stack.enter_context(without(*self.skipped))
+            if self.ordinary:
+                stack.enter_context(ordinary(lambda *launch: step.part(*launch) in self.ordinary))
+            if self.alone:
+                stack.enter_context(compiled_alone(lambda *launch: step.part(*launch) in self.alone))
+            if self.held:
+                stack.enter_context(held_back(lambda *launch: step.part(*launch) in self.held))
             for name, config in self.cut:
                 stack.enter_context(step.cut(name, self.rows, config))
             return step.launch(self.rows, adapters=self.adapters, pdl=self.pdl, left_out=self.left_out)

@@ -119,14 +119,16 @@ def _fp8() -> Iterator[Entry]:
 
 
 def _int4() -> Iterator[Entry]:
-    """What runs now, and whole numbers of registers: of the weight alone a register a word, with more there are too
-    few for the rest."""
+    """Weights that all fit the registers, beside the variant that takes over from 9 rows."""
+    wide = ((32, 4, False), (32, 4, True), (16, 4, False), (16, 4, True), (16, 8, False), (64, 8, True))
+    narrow = ((16, 8, False), (16, 8, True), (16, 4, False), (16, 4, True), (16, 16, False), (32, 8, False))
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
-        for rows, most in ((1, 100), (4, 60)):
-            yield Entry(3, shape, "int4", rows, choose(rows, shape.outputs, shape.inputs, "int4", shape.swiglu))
-            for block_n, groups, warps in ((16, 4, 4), (8, 4, 4), (16, 8, 8), (8, 8, 8), (8, 4, 2)):
-                if block_n * shape.inputs // 8 // (32 * warps) <= most:
-                    yield Entry(3, shape, "int4", rows, SkinnyConfig("vector", block_n, groups * 128, warps))
+        for rows, urgency in ((1, 2), (4, 3), (8, 3)):
+            yield Entry(urgency, shape, "int4", rows, SkinnyConfig("stream", 16, 512, warps=4, stages=4))
+            for block_n, warps, bare in wide if shape.outputs >= 8192 else narrow:
+                if block_n * shape.inputs // (256 * warps) <= (144 if rows == 1 else 80):
+                    config = SkinnyConfig("vector", block_n, 128 * warps, warps=warps, bare=bare)
+                    yield Entry(urgency, shape, "int4", rows, config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class Entry:
     """Of MATRICES."""
     rows: int
     adapters: bool = True
-    cut: tuple[int, ...] = ()
+    cut: tuple[Any, ...] = ()
     """Arguments of ShrinkConfig or ExpandConfig."""
     config: SkinnyConfig | None = None
     """Of a pair; None: a kernel for each of norm, product, adapters and activation."""
@@ -79,7 +79,7 @@ def entries(parts: tuple[str, ...]) -> Iterator[Entry]:
                 for config in configs:
                     yield Entry("pairs", name, rows, adapters=False, config=config)
                     yield Entry("pairs", name, rows, config=config)
-    for name in ("in_delta", "down"):
+    for name in ("in_delta", "down", "out"):
         _, depth, ends = MATRICES[name]
         for rows in (1, 8, 16, 64, 256, 8192):
             if "shrink" in parts:
@@ -89,19 +89,26 @@ def entries(parts: tuple[str, ...]) -> Iterator[Entry]:
 
 
 def _shrink_cuts(rows: int, depth: int, pairs: int) -> Iterator[tuple[int, ...]]:
-    """Arguments of ShrinkConfig."""
-    if rows <= 64:
-        for splits in (1, 3) if depth > 4096 else (1, 2):
-            block_k = 1 << (-(-depth // splits) - 1).bit_length()
-            for block_r in (1, 2, 4):
-                for warps in (4, 8):
-                    if block_k * block_r // (32 * warps) <= 128:
-                        yield 1, block_r, block_k, splits, warps, 1
-    block_m = min(64, max(16, 1 << (rows - 1).bit_length()))
-    for splits in (1, 2, 4, 8) if rows <= 256 else (1,):
-        for block_r in {16, min(64, pairs)}:
-            for block_k, stages in ((64, 4), (128, 3), (128, 4), (256, 2)):
-                yield block_m, block_r, block_k, splits, 4, stages
+    """Arguments of ShrinkConfig, up to 8, the likeliest first."""
+    if rows <= 16:
+        splits = -(-depth // 4096)
+        block_k = 1 << (-(-depth // splits) - 1).bit_length()
+        for block_r, warps in ((2, 4), (1, 4), (4, 8)):
+            yield 1, block_r, block_k, splits, warps, 1
+    if rows <= 256:
+        parts = min(4, -(-depth // 1280))
+        block_m = 8 if rows <= 64 else 16
+        yield block_m, 16, 256, parts, 8, 1, True
+        yield block_m, 16, 128, 2 * parts, 4, 1, True
+        yield block_m, 16, 256, 2 * parts, 8, 1, True
+        yield 2 * block_m, 16, 256, 2 * parts, 8, 1, True
+        if rows > 16:
+            yield block_m, 32, 256, 2 * parts, 8, 1, True
+    if rows > 16:
+        block_m = min(64, 1 << (rows - 1).bit_length())
+        for splits, block_r, block_k, stages in ((2, 16, 128, 4), (4, min(64, pairs), 64, 3), (1, 64, 64, 3)):
+            for parts in (splits,) if rows <= 256 else (1, 2, 4):
+                yield block_m, block_r, block_k, parts, 4, stages
 
 
 def _expand_cuts(rows: int) -> Iterator[tuple[int, ...]]:
@@ -155,13 +162,14 @@ def _shrinks(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
     from kernels.gpu.lora import ShrinkConfig, shrink
 
     x = t.normal(entry.rows, MATRICES[entry.name][1])
-    loras = [make_lora(t, entry.name, entry.rows) for _ in range(8 if t.device.type == "cuda" else 1)]
+    first = make_lora(t, entry.name, entry.rows)
+    loras = [first] + [make_lora(t, entry.name, entry.rows) for _ in range(t.copies(first.a.nbytes) - 1)]
     config = ShrinkConfig(*entry.cut)
     return [partial(shrink, x, lora, config=config, pdl=entry.rows <= 64) for lora in loras]
 
 
 def _expands(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
-    from kernels.gpu.lora import ExpandConfig, expand_add
+    from kernels.gpu.lora_expand import ExpandConfig, expand_add
 
     n, _, ends = MATRICES[entry.name]
     h = t.normal(1, entry.rows, len(ends) * 16, dtype=torch.float32)

@@ -77,6 +77,7 @@ class Timer:
         # The first graph stays alive: torch takes a pool without graphs for gone.
         self._pool = torch.cuda.graph_pool_handle()
         self._whole: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._tried: tuple[torch.cuda.CUDAGraph, Tensor]
         self._finite = False
         torch.cuda.synchronize()
 
@@ -96,6 +97,16 @@ class Timer:
             graph.replay()  # the two share memory
             self._finite = bool(torch.isfinite(logits).all())
             return figures | {"finite": self._finite}
+
+    def try_out(self, variant: Variant, best: Variant) -> dict[str, Any]:
+        """Microseconds of a variant and of the best of its rows so far, see keep()."""
+        with torch.cuda.stream(self._stream):
+            self._tried = self._capture(variant)
+            return self._compare(self._tried[0], self._whole[best.rows, best.adapters][0])
+
+    def keep(self, variant: Variant) -> None:
+        """What was tried last is the whole step from now on."""
+        self._whole[variant.rows, variant.adapters] = self._tried
 
     def _capture(self, variant: Variant) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         variant.launch(self._step)  # loads its kernels
