@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import typer
@@ -82,13 +85,37 @@ class Output:
 @contextlib.contextmanager
 def guarded(output: Output) -> Iterator[None]:
     """Turns a CliError or Ctrl-C into one line on standard error and the exit code."""
+    with _interrupts() as interrupts:
+        try:
+            yield
+        except CliError as error:
+            if output.as_json:
+                output.json({"error": error.error or {"message": error.message}})
+            output.err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
+            raise typer.Exit(int(error.code)) from error
+        except (KeyboardInterrupt, Exception) as error:
+            if not (interrupts or isinstance(error, KeyboardInterrupt)):
+                raise
+            output.err.print("interrupted")
+            raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Notes each Ctrl-C as it raises KeyboardInterrupt, which libraries may turn into errors of their own (pydantic
+    while it builds a model, as the openai client does at its first request)."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    in_charge = threading.current_thread() is threading.main_thread()
+    if not in_charge or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noted
+        return
+    signal.signal(signal.SIGINT, note)
     try:
-        yield
-    except CliError as error:
-        if output.as_json:
-            output.json({"error": error.error or {"message": error.message}})
-        output.err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
-        raise typer.Exit(int(error.code)) from error
-    except KeyboardInterrupt as error:
-        output.err.print("interrupted")
-        raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

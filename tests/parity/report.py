@@ -1,7 +1,7 @@
 """Prints the parity table: `python -m tests.parity.report`.
 
-Largest absolute difference of logits from transformers (float32, CPU) for every random configuration, prompt length
-and chunk size, and the largest relative error of a LoRA gradient from transformers and PEFT.
+Largest absolute difference of logits (float32, CPU) from transformers in float64 for every random configuration, prompt
+length and chunk size, and the largest relative error of a LoRA gradient from transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
             grads += gradient_rows(name, path)
     chunks = [f"chunk {chunk or 'all'}" for chunk in CHUNKS]
     sys.stdout.write(
-        f"Logits, max abs difference from transformers {transformers.__version__} (bar {BAR:.0e})\n\n"
+        f"Logits, max abs difference from transformers {transformers.__version__} in float64 (bar {BAR:.0e})\n\n"
         + table(["configuration", "tokens", *chunks], logits)
         + "\n\nLoRA gradients, largest relative error of a tensor (bar 1e-04)\n\n"
         + table(["configuration", "loss", "plain", "checkpointed", "tensors"], grads)

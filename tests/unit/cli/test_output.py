@@ -1,0 +1,54 @@
+"""How commands end, in processes of their own: Ctrl-C goes to a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_COMMAND = """
+import os, signal, time, typer
+from cli.output import CliError, Output, guarded
+
+def command() -> None:
+    with guarded(Output(as_json=False)):
+        {body}
+    print("after")
+
+typer.run(command)
+"""
+_INTERRUPTED = "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    lines = body.replace("\n", "\n        ")
+    return subprocess.run(
+        [sys.executable, "-c", _COMMAND.format(body=lines)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _INTERRUPTED,
+        # A library that makes an error of its own of whatever stops it.
+        f"try:\n    {_INTERRUPTED}\nexcept KeyboardInterrupt:\n    raise ValueError('half built')",
+    ],
+)
+def test_interrupts(body: str) -> None:
+    ended = run(body)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_errors() -> None:
+    known, bug = run("raise CliError('no such job')"), run("raise ValueError('bug')")
+    assert (known.returncode, known.stderr) == (1, "error: no such job\n")
+    assert bug.returncode == 1
+    assert "ValueError: bug" in bug.stderr
+    assert "interrupted" not in bug.stderr
+
+
+def test_nothing_wrong() -> None:
+    ended = run("pass")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "after\n", "")
