@@ -15,6 +15,7 @@ import structlog
 
 from benchmarks.adapters import GeneratedAdapters, adapter_name
 from services.engine.model.config import ModelConfig
+from services.engine.pipeline import Pipeline
 from services.engine.ports import Submission
 from services.engine.request import SamplingParams
 from services.engine.settings import EngineSettings
@@ -87,9 +88,13 @@ class InProcessEngine:
         self._runs = 0
 
     @property
+    def pipeline(self) -> Pipeline:
+        return self.engine.loop._pipeline
+
+    @property
     def captures(self) -> int:
         """CUDA graphs captured since the start; 0 where there are none."""
-        return int(getattr(self.engine.loop._pipeline._runner, "captures", 0))
+        return int(getattr(self.pipeline._runner, "captures", 0))
 
     def stop(self) -> None:
         """Ends all threads."""

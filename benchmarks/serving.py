@@ -13,7 +13,8 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from benchmarks.stages import Stages
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine, Run
+    from services.engine.pipeline import Pipeline
 
 _REPEATS = 2
 _WARM_TOKENS = 12
@@ -65,17 +67,21 @@ def milliseconds(values: Sequence[float]) -> dict[str, float]:
 
 def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
     """One case on an InProcessEngine, in the fields of the tables in README.md."""
+    from benchmarks.step_times import by_kind, recorded_steps
+
     process = psutil.Process()
     engine.generate(engine.prompts(case.requests, case.prompt_tokens), min(case.new_tokens, _WARM_TOKENS))
     first = [engine.generate(engine.prompts(case.requests, case.prompt_tokens), 1) for _ in range(_REPEATS)]
     one = min(run.seconds for run in first)
-    runs: list[tuple[float, Run]] = []
+    runs: list[tuple[float, Run, list[dict[str, Any]]]] = []
     for _ in range(_REPEATS):
         prompts = engine.prompts(case.requests, case.prompt_tokens)
         before, began = sum(process.cpu_times()[:2]), time.perf_counter()
-        run = engine.generate(prompts, case.new_tokens)
-        runs.append(((sum(process.cpu_times()[:2]) - before) / (time.perf_counter() - began), run))
-    cores, best = min(runs, key=lambda pair: pair[1].seconds)
+        with recorded_steps(engine.pipeline) as steps:
+            run = engine.generate(prompts, case.new_tokens)
+        cores = (sum(process.cpu_times()[:2]) - before) / (time.perf_counter() - began)
+        runs.append((cores, run, by_kind(steps)))
+    cores, best, kinds = min(runs, key=lambda each: each[1].seconds)
     to_first, between = best.latencies()
     return {
         "c": case.requests,
@@ -88,6 +94,7 @@ def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
         "ttft_ms": milliseconds(to_first),
         "itl_ms": milliseconds(between),
         "host_cpu_cores": round(cores, 2),
+        "steps": kinds,
         "gpu_after": gpu(),
     }
 
@@ -118,6 +125,14 @@ def main() -> None:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any other engine setting")
+    parser.add_argument(
+        "--mixed",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[],
+        metavar="N,...",
+        help="measure each case with up to N prompt tokens beside decodes, for each N; steps above the setting "
+        "mixed_prefill_tokens are not captured",
+    )
     parser.add_argument("--swaps", type=int, default=0, metavar="N", help="load N adapters while each case decodes")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="timeline of a decode (.json or .json.gz) per case"
@@ -165,7 +180,7 @@ def run(options: argparse.Namespace) -> None:
     engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
     stages.done("rest of the start")
     only_warnings()
-    pipeline = engine.engine.loop._pipeline
+    pipeline = engine.pipeline
     if options.acceptance is not None:
         pipeline._runner = ChosenAcceptance(pipeline._runner, options.acceptance)
     common = {
@@ -181,12 +196,15 @@ def run(options: argparse.Namespace) -> None:
         **environment(),
     }
     try:
-        for case in options.cases:
+        for case, mixed in product(options.cases, options.mixed or [None]):
             if time.perf_counter() - began > options.seconds:
                 sys.stderr.write(f"no time left for {case}\n")
                 break
             before = pipeline.scheduler.counts()
             report = common | {"case": asdict(case)}
+            if mixed is not None:
+                _mix(pipeline, mixed)
+                report["mixed_prefill_tokens"] = mixed
             try:
                 report |= measure(engine, case)
                 after = pipeline.scheduler.counts()
@@ -204,6 +222,11 @@ def run(options: argparse.Namespace) -> None:
             _print(report, options.out)
     finally:
         engine.stop()
+
+
+def _mix(pipeline: Pipeline, tokens: int) -> None:
+    """From now on steps with decodes hold up to so many prompt tokens."""
+    pipeline.scheduler.config = replace(pipeline.scheduler.config, mixed_prefill_tokens=tokens)
 
 
 def _print(report: dict[str, Any], out: Path | None) -> None:

@@ -60,7 +60,8 @@ TILES = [
     ChunkConfig(32, 4, 2, terms, terms, inverse_terms=inverse, tile_warps=warps)
     for inverse, warps, terms in itertools.product((1, 2), (4, 8), (1, 2))
 ]
-CONV_DECODES = [(256, 1), (512, 2), (128, 1)]
+CONV_DECODES = [(0, 256, 1), (1, 256, 1), (2, 256, 1), (4, 256, 1), (8, 256, 1), (4, 512, 2), (4, 128, 1), (2, 512, 1)]
+"""Rows (0: by their number), channels and warps of a program."""
 CONV_PREFILLS = [(8, 256, 4), (16, 256, 4), (32, 256, 8), (64, 128, 4), (16, 256, 1), (32, 256, 1), (16, 128, 2)]
 
 Case = tuple[str, Any]
@@ -193,15 +194,16 @@ class Layer:
             pdl=pdl,
         )
 
-    def conv_decode(self, slots: Tensor, config: tuple[int, int], *, pdl: bool = False) -> None:
+    def conv_decode(self, slots: Tensor, config: tuple[int, int, int], *, pdl: bool = False) -> None:
         conv_decode(
             self.projected,
             self.m.conv,
             self.conv,
             slots,
             out=self.mixed,
-            block=config[0],
-            num_warps=config[1],
+            row_block=config[0],
+            block=config[1],
+            num_warps=config[2],
             pdl=pdl,
         )
 
@@ -273,7 +275,7 @@ def _step(num_warps: int, device: torch.device) -> dict[str, float]:
     return figures
 
 
-def _conv_decode(config: tuple[int, int], device: torch.device) -> dict[str, float]:
+def _conv_decode(config: tuple[int, int, int], device: torch.device) -> dict[str, float]:
     layer = _layer(256, SLOTS, device)
     return {f"B{count}": _time([partial(layer.conv_decode, s, config) for s in layer.slots(count)]) for count in ROWS}
 

@@ -24,12 +24,12 @@ def case(rows: int, channels: int, kernel: int, dtype: torch.dtype, device: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("channels", "kernel"), [(64, 4), (200, 3), (36, 2)])
-def test_decode(device: torch.device, channels: int, kernel: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("channels", "kernel", "row_block"), [(64, 4, 1), (200, 3, 4), (36, 2, 2)])
+def test_decode(device: torch.device, channels: int, kernel: int, row_block: int, dtype: torch.dtype) -> None:
     x, weight, state = case(5, channels, kernel, dtype, device)
     slots = torch.tensor([3, 0, 8, 0, 1], dtype=torch.int32, device=device)
     before = state.clone()
-    out = conv_decode(x, weight, state, slots, block=128)
+    out = conv_decode(x, weight, state, slots, block=128, row_block=row_block)
     assert out.dtype == dtype
     for row in (0, 2, 4):
         slot = int(slots[row])
@@ -73,6 +73,19 @@ def test_every_split_is_the_same(device: torch.device, cut: int) -> None:
     assert torch.equal(state[1], split_state[1])
     step = conv_decode(x[65:], weight, split_state, torch.tensor([1], dtype=torch.int32, device=device))
     assert step.shape == (1, 40)
+
+
+@pytest.mark.parametrize("rows", [33, 64, 97])
+def test_many_decodes_are_computed_as_few_are(device: torch.device, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(4, 40, generator=generator).to(device, torch.bfloat16)
+    x = torch.randn(rows, 48, generator=generator).to(device, torch.bfloat16)
+    state = torch.randn(rows + 1, 3, 40, generator=generator).to(device, torch.bfloat16)
+    slots = (1 + torch.randperm(rows, generator=generator)).to(device, torch.int32)
+    alone = state.clone()
+    expected = torch.cat([conv_decode(x[r : r + 1], weight, alone, slots[r : r + 1]) for r in range(rows)])
+    assert torch.equal(conv_decode(x, weight, state, slots), expected)
+    assert torch.equal(state, alone)
 
 
 def test_shapes_are_checked(device: torch.device) -> None:
