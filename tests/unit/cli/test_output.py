@@ -11,6 +11,8 @@ _COMMAND = """
 import os, signal, time, typer
 from cli.output import CliError, Output, guarded
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
+
 def command() -> None:
     with guarded(Output(as_json=False)):
         {body}
