@@ -40,6 +40,11 @@ class StepRows:
     next_ids: Tensor | None = None
     """[T]: the token behind each row's, for the mtp layer; what the step samples itself is filled in later."""
 
+    @property
+    def mixed(self) -> bool:
+        """Whether some rows are computed as decodes are and others as prefills are."""
+        return self.decodes > 0 and self.segments is not None and not self.short
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:

@@ -6,7 +6,8 @@ shape is read on the device, so that a step can be captured as a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.skinny import Convolution, Norm
+from services.engine.model.beside import Beside
 from services.engine.model.config import ModelConfig
 from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.lora_slots import LoraSlots
@@ -77,6 +79,7 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
+        self._beside = Beside(inverse.device)
         self._chunk: ChunkConfig | None = None
         self._rope = (0, 0, 0)
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
@@ -124,7 +127,7 @@ class FusedForward:
                 mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
                 full += 1
             following = layers[index + 1] if index + 1 < len(layers) else None
-            self._rest_of_layer(x, mixed, layer, lora, following)
+            self._rest_of_layer(x, mixed, layer, lora, following, joined=rows.mixed)
         return x.settled()
 
     def logits(self, x: Tensor) -> Tensor:
@@ -172,11 +175,15 @@ class FusedForward:
         layer: LayerWeights,
         lora: Mapping[str, LoraRows],
         following: LayerWeights | None = None,
+        *,
+        joined: bool = False,
     ) -> None:
-        """What follows a layer's mixer; ``following`` is the layer that reads x next."""
+        """What follows a layer's mixer; ``following`` is the layer that reads x next, ``joined`` whether kernels on two
+        streams made ``mixed``."""
         eps, pdl = self._config.rms_norm_eps, self._pdl
         norm = Norm(layer.post_norm, eps)
-        layer.mixer.out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl)
+        out_proj = layer.mixer.out_proj
+        out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl and not joined)
         active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
         ahead = None if following is None else (Norm(following.input_norm, eps), following.mixer.in_proj)
         layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
@@ -213,22 +220,34 @@ class FusedForward:
         if decodes:
             if attention is None:
                 raise ValueError(f"{decodes} decodes without a configuration of their attention")
-            paged_decode(
-                q[:decodes],
-                projected[:decodes],
-                pages,
-                tables,
-                rows.slots[:decodes],
-                rows.positions[:decodes],
-                attention.splits,
-                workspace=attention.workspace,
-                config=attention.config,
-                out=out[:decodes],
-                pdl=self._pdl,
-            )
+            with self._decoding(rows) as pdl:
+                paged_decode(
+                    q[:decodes],
+                    projected[:decodes],
+                    pages,
+                    tables,
+                    rows.slots[:decodes],
+                    rows.positions[:decodes],
+                    attention.splits,
+                    workspace=attention.workspace,
+                    config=attention.config,
+                    out=out[:decodes],
+                    pdl=pdl,
+                )
         if rows.segments is not None and not rows.short:
             paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
+        self._beside.join()
         return out
+
+    @contextmanager
+    def _decoding(self, rows: StepRows) -> Iterator[bool]:
+        """Where a mixer's kernels for decodes are launched, and whether early: reading states and pages, which is what
+        they do, beside the products of a prefill takes less time than before them."""
+        if rows.mixed:
+            with self._beside.launching():
+                yield False
+        else:
+            yield self._pdl
 
     def _delta_net(
         self, projected: Tensor, convolved: bool, weights: DeltaNetWeights, rows: StepRows, linear: int
@@ -243,17 +262,10 @@ class FusedForward:
         parameters = (weights.negative_a, weights.dt_bias, weights.norm, config.rms_norm_eps)
         if decodes:
             here, slots = projected[:decodes], rows.slots[:decodes]
-            if not convolved:
-                conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=self._pdl)
-            gated_delta_step(
-                mixed[:decodes],
-                here,
-                *parameters,
-                recurrent,
-                slots,
-                out=out[:decodes],
-                pdl=self._pdl,
-            )
+            with self._decoding(rows) as pdl:
+                if not convolved:
+                    conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=pdl)
+                gated_delta_step(mixed[:decodes], here, *parameters, recurrent, slots, out=out[:decodes], pdl=pdl)
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
         if rows.segments is not None and rows.short:
@@ -262,4 +274,5 @@ class FusedForward:
             gated_delta_chunk.gated_delta_prefill(
                 mixed, projected, *parameters, recurrent, rows.segments, out=out, config=self._chunk, pdl=self._pdl
             )
+        self._beside.join()
         return out

@@ -1,0 +1,131 @@
+"""Everything README.md says of a GPU, measured again: `python -m benchmarks.suite --out DIR [SECTION ...]`.
+
+Without names all sections run, one after the other, each in processes of its own that end in time. Figures go to DIR
+as the benchmarks write them, what they print to DIR/SECTION.log. `--list` shows the sections and their commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_MODEL = "--model qwen3.5-4b --random"
+_TABLE = "1x512x128,8x512x128,64x512x256,16x4096x256,256x512x256"
+_PYTEST = "pytest -q -p no:cacheprovider"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Commands that follow each other: modules and their arguments, {out} the directory for figures."""
+
+    name: str
+    seconds: float
+    """For all of its commands, at most."""
+    commands: tuple[str, ...]
+
+
+def _serving(name: str, seconds: float, arguments: str) -> Section:
+    return Section(name, seconds, (f"benchmarks.serving {_MODEL} {arguments} --out {{out}}",))
+
+
+SECTIONS = (
+    Section("kernel-tests", 400, (f"{_PYTEST} -n 12 tests/kernels",)),
+    Section("parity", 400, (f"{_PYTEST} -n 4 -m cuda tests/parity",)),
+    _serving("base", 200, f"--cases {_TABLE}"),
+    _serving("lora", 200, "--cases 1x512x128,8x512x128,64x512x256 --lora 8"),
+    _serving("fp8", 150, "--cases 1x512x128,64x512x256 --quant fp8"),
+    _serving("int4", 150, "--cases 1x512x128,8x512x128 --quant int4"),
+    _serving("smaller", 150, "--cases 64x512x256,16x4096x256,256x512x256 --kv fp8 --state bfloat16"),
+    _serving("mixed", 250, "--cases 16x4096x256,64x512x256,256x512x256 --mixed 1792,2048,3840,8192"),
+    _serving("mixed-lora", 200, "--cases 64x512x256 --lora 8 --mixed 1792,2048,3840,8192"),
+    _serving("mixed-fp8", 200, "--cases 64x512x256 --quant fp8 --mixed 1792,2048,3840,8192"),
+    _serving("context", 200, "--cases 8x1024x128,8x4096x128,8x16384x128,8x32000x128,1x131072x64"),
+    _serving("swaps", 400, "--cases 64x512x512 --lora 8 --swaps 1000"),
+    _serving("timeline", 200, "--cases 1x512x128,64x512x256,256x512x256 --profile {out}/timeline.json.gz"),
+    _serving("speculation", 200, "--cases 1x512x128,8x512x128 --set speculative=mtp --acceptance 0.8"),
+    _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
+    Section("http", 300, ("benchmarks.http --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {out}",)),
+    Section("startup", 200, ("benchmarks.startup --out {out}/startup.jsonl",)),
+    Section(
+        "accuracy",
+        300,
+        (
+            "benchmarks.accuracy --quantization none fp8 int4 --out {out}/accuracy.json",
+            "benchmarks.quality --engine --layers 8 --modes bf16 fp8 int4 --json {out}/quality.json",
+        ),
+    ),
+    Section("kernels", 400, ("benchmarks.kernels --out {out}",)),
+    Section("delta", 60, ("benchmarks.probe_delta --out {out}/delta.json",)),
+)
+
+
+def run(section: Section, out: Path) -> bool:
+    """Runs a section's commands until one fails or their time is over; whether all succeeded."""
+    end = time.monotonic() + section.seconds
+    with (out / f"{section.name}.log").open("w") as log:
+        for command in section.commands:
+            arguments = [sys.executable, "-m", *shlex.split(command.format(out=out))]
+            process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
+            try:
+                if process.wait(max(1.0, end - time.monotonic())) != 0:
+                    return False
+            except subprocess.TimeoutExpired:
+                log.write(f"\nended after {section.seconds:.0f} s: {command}\n")
+                return False
+            finally:
+                # Workers of a test run or servers of a benchmark outlive a process that was killed.
+                _end_group(process)
+    return True
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = {section.name: section for section in SECTIONS}
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(known))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no section after this")
+    parser.add_argument("--list", action="store_true", help="only print the sections")
+    options = parser.parse_args()
+    unknown = [name for name in options.sections if name not in known]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(known)}")
+    chosen = [known[name] for name in options.sections] or list(SECTIONS)
+    if options.list:
+        for section in chosen:
+            print(f"{section.name} (at most {section.seconds:.0f} s)", *section.commands, sep="\n    ")
+        return
+    if options.out is None:
+        parser.error("--out says where the figures go")
+    options.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    failed: list[str] = []
+    for section in chosen:
+        if time.monotonic() - began > options.seconds:
+            print(f"{section.name}: no time left", flush=True)
+            failed.append(section.name)
+            continue
+        started = time.monotonic()
+        if not run(section, options.out):
+            failed.append(section.name)
+        outcome = f"failed, see {section.name}.log" if section.name in failed else "done"
+        print(f"{section.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
