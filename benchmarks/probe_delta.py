@@ -1,7 +1,8 @@
 """What keeps the delta rule's step from the speed of a multiplication in place: `python -m benchmarks.probe_delta`.
 
 Kernels that read and write the same states as `kernels.gpu.gated_delta_step` but do less, or in other pieces: a factor
-alone, in blocks of whole rows or of columns; a factor and sums over keys; the step itself. Beside torch's mul_ of as
+alone, in blocks of whole rows or of columns; a factor and sums over keys; the step itself, whole and with programs that
+share a head by its value dimensions, of which the last to arrive norms the output of all. Beside torch's mul_ of as
 many bytes, and its copy. Microseconds a launch inside a CUDA graph, over more states than L2 holds.
 """
 
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from benchmarks.graph_timing import graph_times
 from benchmarks.recorder import Recorder, describe
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.gated_delta_step import Mixer, advance, gated_delta_step, launch_parts, store_normed
 from tests.kernels.gpu.delta_support import mixer
 
 _KEY_HEADS, _HEADS, _DIM = 16, 32, 128
@@ -64,6 +66,56 @@ def _factor_kernel(
     else:
         s = s * factor
     tl.store(place, s, eviction_policy=WRITE)
+
+
+@triton.jit
+def _shared_step_kernel(
+    mixer,
+    state,
+    slots,
+    outputs,
+    counters,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    parts: tl.constexpr = DIM // VALUES
+    part = tl.program_id(0) % parts
+    of = tl.program_id(0) // parts
+    row, head = (of // HEADS).to(tl.int64), of % HEADS
+    i = tl.arange(0, DIM)[:, None]
+    j = part * VALUES + tl.arange(0, VALUES)
+    slot = tl.load(slots + row).to(tl.int64)
+    place = state + ((slot * HEADS + head) * DIM + i) * DIM + j[None, :]
+    s = tl.load(place, eviction_policy="evict_first")
+    s, o = advance(s, row, head, j, mixer, KEY_HEADS, HEADS, DIM, DIM, DIM)
+    tl.store(place, s, eviction_policy="evict_first")
+    tl.store(outputs + of * DIM + j, o)
+    tl.debug_barrier()
+    if tl.atomic_add(counters + of, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        every = tl.arange(0, DIM)
+        whole = tl.load(outputs + of * DIM + every, cache_modifier=".cg")
+        tl.store(counters + of, 0)
+        store_normed(whole, row, head, every, mixer, KEY_HEADS, HEADS, DIM, DIM)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStep:
+    """The step with ``values`` value dimensions a program."""
+
+    mixer: Mixer
+    state: Tensor
+    outputs: Tensor
+    """[rows, heads, dim] float32."""
+    counters: Tensor
+    """[rows, heads] int32, zeros."""
+
+    def launch(self, slots: Tensor, values: int, warps: int) -> None:
+        _shared_step_kernel[(len(slots) * _HEADS * (_DIM // values),)](
+            self.mixer, self.state, slots, self.outputs, self.counters,
+            KEY_HEADS=_KEY_HEADS, HEADS=_HEADS, DIM=_DIM, VALUES=values, num_warps=warps,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +200,25 @@ def main() -> None:
         report("torch copy_", [partial(a.copy_, b) for a, b in zip(blocks, blocks[1:] + blocks[:1], strict=True)])
         report("step", [partial(step, turn) for turn in turns])
         report("step, slots in order", [partial(step, turn) for turn in sorted_turns])
+        out, expected = torch.empty(2, rows, _HEADS * _DIM, dtype=torch.bfloat16, device=device)
+        here = (mixed[:rows], m.projected[:rows], *m.parameters(), out)
+        shared = SharedStep(
+            launch_parts(*here, DeltaShape.of(mixed, m.projected, state), False)[0],
+            state,
+            torch.empty(rows, _HEADS, _DIM, device=device),
+            torch.zeros(rows, _HEADS, dtype=torch.int32, device=device),
+        )
+        for values, warps in ((64, 4), (64, 2), (32, 4), (32, 2), (32, 1)):
+            before = state[turns[0].long()].clone()
+            gated_delta_step(*here[:-1], state, turns[0], out=expected)
+            after = state[turns[0].long()].clone()
+            state[turns[0].long()] = before
+            shared.launch(turns[0], values, warps)
+            apart = max(float((out - expected).abs().max()), float((state[turns[0].long()] - after).abs().max()))
+            report(
+                f"step, {values} values a program, {warps} warps (differs by {apart:.1e})",
+                [partial(shared.launch, turn, values, warps) for turn in turns],
+            )
         for cut in _variants():
             report(cut.text, [partial(cut.launch, state, turn) for turn in turns])
 
