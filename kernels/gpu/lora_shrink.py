@@ -15,6 +15,7 @@ Nothing here looks at adapter numbers on the host: a captured CUDA graph serves 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -27,19 +28,30 @@ _MOST_GATHERED = 256
 """Every program looks through the slots of all rows: more than these cost more than they save."""
 
 
+class Shrinking(NamedTuple):
+    """What is shrunk, with what and to where, as kernels take it."""
+
+    x: Any
+    """[T, K], and the stride of its rows."""
+    x_stride: Any
+    gain: Any
+    """[K] float32 or None."""
+    hidden: Any = None
+    """[splits, T, targets * rank] float32."""
+    a: Any = None
+    row_adapters: Any = None
+    active: Any = None
+    ranks: Any = None
+    """Of LoraRows."""
+
+
 @triton.jit
 def shrink_row(
-    x,
-    gain,
-    hidden,
-    a,
-    row_adapters,
-    ranks,
+    job,
     row,
     part,
     split,
     count,
-    x_stride,
     K: tl.constexpr,
     RANK: tl.constexpr,
     TARGETS: tl.constexpr,
@@ -50,25 +62,25 @@ def shrink_row(
     HOLD: tl.constexpr,
 ):
     """One row, BLOCK_R (target, rank) pairs, one stretch of K, everything at once."""
-    slot = tl.load(row_adapters + row)
-    rank = tl.load(ranks + slot)
+    slot = tl.load(job.row_adapters + row)
+    rank = tl.load(job.ranks + slot)
     pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
     least = part * BLOCK_R % RANK if RANK % BLOCK_R == 0 else 0
     if (slot > 0) & (least < rank):
         wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
         k = split * K_SPLIT + tl.arange(0, BLOCK_K)
         inside = k < min(split * K_SPLIT + K_SPLIT, K)
-        place = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[:, None] * K + k[None, :]
+        place = job.a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[:, None] * K + k[None, :]
         down = tl.load(place, mask=wanted[:, None] & inside[None, :], other=0.0)
-        if gain is not None:
-            weight = tl.load(gain + k, mask=inside, other=0.0)
+        if job.gain is not None:
+            weight = tl.load(job.gain + k, mask=inside, other=0.0)
         if PDL:
             wait(HOLD)
-        value = tl.load(x + row.to(tl.int64) * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        if gain is not None:
+        value = tl.load(job.x + row.to(tl.int64) * job.x_stride + k, mask=inside, other=0.0).to(tl.float32)
+        if job.gain is not None:
             value *= weight
         sums = tl.sum(down.to(tl.float32) * value[None, :], axis=1)
-        tl.store(hidden + (split * count + row) * (TARGETS * RANK) + pairs, sums, mask=wanted)
+        tl.store(job.hidden + (split * count + row) * (TARGETS * RANK) + pairs, sums, mask=wanted)
 
 
 @triton.jit
@@ -107,28 +119,21 @@ def _sum_warps(acc, WARPS: tl.constexpr):
 
 @triton.jit
 def shrink_gathered(
-    x,
-    gain,
-    hidden,
-    a,
-    row_adapters,
-    active,
-    ranks,
+    job,
     index,
     part,
     split,
     count,
-    x_stride,
     K: tl.constexpr,
     RANK: tl.constexpr,
     TARGETS: tl.constexpr,
     K_SPLIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     MOST: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     WARPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -136,7 +141,7 @@ def shrink_gathered(
 ):
     """BLOCK_M rows of one slot, BLOCK_R (target, rank) pairs, one stretch of K that the warps share: from memory to the
     registers of the tensor cores, in an order of K that kernels.gpu.skinny_stream explains."""
-    slot, rank, rows = _rows_of(row_adapters, active, ranks, index, count, SLOTS, MOST, BLOCK_M)
+    slot, rank, rows = _rows_of(job.row_adapters, job.active, job.ranks, index, count, SLOTS, MOST, BLOCK_M)
     least = part * BLOCK_R % RANK if RANK % BLOCK_R == 0 else 0
     if (slot > 0) & (least < rank):
         blocks: tl.constexpr = BLOCK_K // 32
@@ -151,7 +156,7 @@ def shrink_gathered(
         wanted = (pair < TARGETS * RANK) & (pair % RANK < rank)
         j = tl.arange(0, 32)[None, :]
         k = split * K_SPLIT + (i // 8 % blocks * 32)[:, None] + j
-        pair_a = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pair[:, None] * K + k
+        pair_a = job.a + slot.to(tl.int64) * (TARGETS * RANK * K) + pair[:, None] * K + k
         held = ()
         for s in tl.static_range(steps):
             keep = wanted[:, None] & ((k >= 0) if even else (s * BLOCK_K + k < K))
@@ -159,7 +164,7 @@ def shrink_gathered(
         row = tl.broadcast_to(tl.reshape(rows, [wide, 1, 8]), [wide, blocks, 8])
         row = tl.reshape(row, [BLOCK_M * blocks])
         k = split * K_SPLIT + (tl.arange(0, BLOCK_M * blocks) // 8 % blocks * 32)[:, None] + j
-        row_x = x + row.to(tl.int64)[:, None] * x_stride + k
+        row_x = job.x + row.to(tl.int64)[:, None] * job.x_stride + k
         if PDL:
             wait(HOLD)
         values = ()
@@ -171,8 +176,8 @@ def shrink_gathered(
         other = tl.zeros((WARPS, BLOCK_R, BLOCK_M), tl.float32)
         for s in tl.static_range(steps):
             value = values[s]
-            if gain is not None:
-                weight = tl.load(gain + s * BLOCK_K + k, mask=s * BLOCK_K + k < K, other=0.0)
+            if job.gain is not None:
+                weight = tl.load(job.gain + s * BLOCK_K + k, mask=s * BLOCK_K + k < K, other=0.0)
                 value = (value.to(tl.float32) * weight).to(value.dtype)
             left = tl.reshape(held[s], [high, turns, WARPS, 8, 4, 2, 2, 2])
             left = tl.reshape(tl.permute(left, [2, 0, 3, 1, 5, 6, 4, 7]), [WARPS, BLOCK_R, turns * 32])
@@ -185,50 +190,43 @@ def shrink_gathered(
         total = _sum_warps(acc + other, WARPS)
         pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
         keep = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
-        place = hidden + (split * count + rows[None, :]) * (TARGETS * RANK) + pairs[:, None]
+        place = job.hidden + (split * count + rows[None, :]) * (TARGETS * RANK) + pairs[:, None]
         tl.store(place, total, mask=keep[:, None] & (rows >= 0)[None, :])
 
 
 @triton.jit
 def shrink_slot(
-    x,
-    gain,
-    hidden,
-    a,
-    row_adapters,
-    active,
-    ranks,
+    job,
     index,
     tile,
     part,
     split,
     count,
-    x_stride,
     K: tl.constexpr,
     RANK: tl.constexpr,
     TARGETS: tl.constexpr,
     K_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
     HOLD: tl.constexpr,
 ):
     """One active slot, BLOCK_M rows, BLOCK_R (target, rank) pairs, one stretch of K."""
-    live = index < tl.load(active)
-    slot = tl.load(active + 1 + index, mask=live, other=0)
-    rank = tl.load(ranks + slot)
+    live = index < tl.load(job.active)
+    slot = tl.load(job.active + 1 + index, mask=live, other=0)
+    rank = tl.load(job.ranks + slot)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = (tl.load(row_adapters + rows, mask=rows < count, other=-1) == slot) & live
+    mine = (tl.load(job.row_adapters + rows, mask=rows < count, other=-1) == slot) & live
     least = part * BLOCK_R % RANK if RANK % BLOCK_R == 0 else 0
     if (least < rank) & (tl.max(mine.to(tl.int32), 0) > 0):
         pairs = part * BLOCK_R + tl.arange(0, BLOCK_R)
         wanted = (pairs < TARGETS * RANK) & (pairs % RANK < rank)
         end = min(split * K_SPLIT + K_SPLIT, K)
-        pair_a = a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[None, :] * K
-        row_x = x + rows.to(tl.int64)[:, None] * x_stride
+        pair_a = job.a + slot.to(tl.int64) * (TARGETS * RANK * K) + pairs[None, :] * K
+        row_x = job.x + rows.to(tl.int64)[:, None] * job.x_stride
         acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
         if PDL:
             wait(HOLD)
@@ -236,12 +234,12 @@ def shrink_slot(
             k = split * K_SPLIT + step * BLOCK_K + tl.arange(0, BLOCK_K)
             down = tl.load(pair_a + k[:, None], mask=wanted[None, :] & (k < end)[:, None], other=0.0)
             value = tl.load(row_x + k[None, :], mask=mine[:, None] & (k < end)[None, :], other=0.0)
-            if gain is not None:
-                weight = tl.load(gain + k, mask=k < end, other=0.0)
+            if job.gain is not None:
+                weight = tl.load(job.gain + k, mask=k < end, other=0.0)
                 value = (value.to(tl.float32) * weight[None, :]).to(value.dtype)
             acc = tl.dot(value, down, acc, input_precision=PRECISION)
         place = (split * count + rows)[:, None] * (TARGETS * RANK) + pairs[None, :]
-        tl.store(hidden + place, acc, mask=mine[:, None] & wanted[None, :])
+        tl.store(job.hidden + place, acc, mask=mine[:, None] & wanted[None, :])
 
 
 @dataclass(frozen=True, slots=True)

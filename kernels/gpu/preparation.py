@@ -23,7 +23,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.ahead import wait
 from kernels.gpu.lora_rows import LoraRows
-from kernels.gpu.lora_shrink import INVARIANT, ShrinkConfig, shrink_config, shrink_gathered, shrink_row, shrink_slot
+from kernels.gpu.lora_shrink import (
+    INVARIANT,
+    ShrinkConfig,
+    Shrinking,
+    shrink_config,
+    shrink_gathered,
+    shrink_row,
+    shrink_slot,
+)
 from kernels.quantize import FP8_MAX, GROUP
 
 Rows = Literal["as they are", "weighted", "float8"]
@@ -78,18 +86,11 @@ def _quantize_row(
 
 @triton.jit(do_not_specialize=["count"])
 def _prepare_kernel(
-    x,
-    gain,
+    job,
     values,
     scale,
     squares,
-    hidden,
-    a,
-    row_adapters,
-    active,
-    ranks,
     count,
-    x_stride,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
@@ -118,11 +119,11 @@ def _prepare_kernel(
     if ROWS > 0:
         if program < count:
             if ROWS == _FLOAT8:
-                _quantize_row(x, gain, values, scale, squares, program, x_stride, K, PDL, HOLD)
+                _quantize_row(job.x, job.gain, values, scale, squares, program, job.x_stride, K, PDL, HOLD)
             else:
-                _weigh_row(x, gain, values, squares, program, x_stride, K, PDL, HOLD)
+                _weigh_row(job.x, job.gain, values, squares, program, job.x_stride, K, PDL, HOLD)
         program -= count
-    if hidden is not None:  # noqa: SIM102 (known when compiled, the other only when run)
+    if job.hidden is not None:  # noqa: SIM102 (known when compiled, the other only when run)
         if program >= 0:
             blocks: tl.constexpr = (TARGETS * RANK + BLOCK_R - 1) // BLOCK_R
             part = program % blocks
@@ -130,19 +131,15 @@ def _prepare_kernel(
             turn = program // (blocks * SPLITS)
             if MOST > 0:
                 shrink_gathered(
-                    x, gain, hidden, a, row_adapters, active, ranks, turn, part, split, count, x_stride,
-                    K, RANK, TARGETS, K_SPLIT, SPLITS, SLOTS, MOST, BLOCK_M, BLOCK_R, BLOCK_K, WARPS, PRECISION, PDL,
-                    HOLD,
+                    job, turn, part, split, count, K, RANK, TARGETS, K_SPLIT, BLOCK_R, BLOCK_K,
+                    SPLITS, SLOTS, MOST, BLOCK_M, WARPS, PRECISION, PDL, HOLD,
                 )  # fmt: skip
             elif BLOCK_M == 1:
-                shrink_row(
-                    x, gain, hidden, a, row_adapters, ranks, turn, part, split, count, x_stride,
-                    K, RANK, TARGETS, K_SPLIT, BLOCK_R, BLOCK_K, PDL, HOLD,
-                )  # fmt: skip
+                shrink_row(job, turn, part, split, count, K, RANK, TARGETS, K_SPLIT, BLOCK_R, BLOCK_K, PDL, HOLD)
             else:
                 shrink_slot(
-                    x, gain, hidden, a, row_adapters, active, ranks, turn % SLOTS, turn // SLOTS, part, split, count,
-                    x_stride, K, RANK, TARGETS, K_SPLIT, BLOCK_M, BLOCK_R, BLOCK_K, STAGES, PRECISION, PDL, HOLD,
+                    job, turn % SLOTS, turn // SLOTS, part, split, count, K, RANK, TARGETS, K_SPLIT, BLOCK_R, BLOCK_K,
+                    BLOCK_M, STAGES, PRECISION, PDL, HOLD,
                 )  # fmt: skip
     # Who had nothing to do has made room at once; but the kernel behind takes the end of this one for the end of the
     # one ahead, so one waits in any case.
@@ -200,7 +197,7 @@ def prepare(
         scale = _floats(x, count) if rows == "float8" else None
         squares = None if gain is None else _floats(x, 1, count)
     programs, slots, targets, rank = count if _ROWS[rows] else 0, 1, 0, 1
-    use = _ROWS_ALONE
+    use, job = _ROWS_ALONE, Shrinking(x, x.stride(0), gain)
     if lora is not None:
         _, targets, rank, width = lora.a.shape
         if width != depth:
@@ -209,20 +206,17 @@ def prepare(
         if use.block_m == 1 and use.block_k * use.splits < depth:
             raise ValueError(f"{use.splits} splits of block_k {use.block_k} do not cover {depth} inputs")
         hidden = _floats(x, use.splits, count, targets * rank)
+        job = Shrinking(x, x.stride(0), gain, hidden, lora.a, lora.row_adapters, lora.active, lora.ranks)
         slots = max(1, min(lora.capacity, count)) if use.block_m > 1 else 1
         programs += triton.cdiv(targets * rank, use.block_r) * use.splits * use.turns(count, slots)
     if programs:
         warps = use.warps if rows == "as they are" else _ROWS_ALONE.warps
         _prepare_kernel[(programs,)](
-            x,
-            gain,
+            job,
             values,
             scale,
             squares,
-            hidden,
-            *((None,) * 4 if lora is None else (lora.a, lora.row_adapters, lora.active, lora.ranks)),
             count,
-            x.stride(0),
             K=depth,
             ROWS=_ROWS[rows],
             RANK=rank,
