@@ -48,16 +48,20 @@ def _added(
 
 @triton.jit(do_not_specialize=["count"])
 def _expand_kernel(
+    given,
     out,
     lora,
     count,
-    width,
+    columns_out,
+    given_stride,
     out_stride,
     LORA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    ACTIVATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A tile of ``out``: with ACTIVATE made of two of ``given``, else of itself where a row has an adapter."""
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
@@ -65,45 +69,24 @@ def _expand_kernel(
         gdc_wait()
         gdc_launch_dependents()
     adapters = tl.load(lora.row_adapters + rows, mask=rows < count, other=0)
-    if tl.max(adapters, 0) > 0:
-        added = _added(lora, adapters, rows, first, width, count, width, LORA, BLOCK_M, BLOCK_N)
+    some = tl.max(adapters, 0) > 0
+    if ACTIVATE:
+        width = 2 * columns_out
+        keep = (rows < count)[:, None] & (columns < columns_out)[None, :]
+        source = given + rows.to(tl.int64)[:, None] * given_stride + columns[None, :]
+        gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
+        up = tl.load(source + columns_out, mask=keep, other=0.0).to(tl.float32)
+        if some:
+            gate += _added(lora, adapters, rows, first, columns_out, count, width, LORA, BLOCK_M, BLOCK_N)
+            up += _added(lora, adapters, rows, first + columns_out, width, count, width, LORA, BLOCK_M, BLOCK_N)
         place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-        keep = (adapters > 0)[:, None] & (columns < width)[None, :]
+        tl.store(place, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=keep)
+    elif some:
+        added = _added(lora, adapters, rows, first, columns_out, count, columns_out, LORA, BLOCK_M, BLOCK_N)
+        place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+        keep = (adapters > 0)[:, None] & (columns < columns_out)[None, :]
         base = tl.load(place, mask=keep, other=0.0)
         tl.store(place, (base.to(tl.float32) + added).to(base.dtype), mask=keep)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _expand_swiglu_kernel(
-    gate_up,
-    out,
-    lora,
-    count,
-    half,
-    gate_up_stride,
-    out_stride,
-    LORA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = tl.program_id(0) * BLOCK_N
-    columns = first + tl.arange(0, BLOCK_N)
-    keep = (rows < count)[:, None] & (columns < half)[None, :]
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    adapters = tl.load(lora.row_adapters + rows, mask=rows < count, other=0)
-    source = gate_up + rows.to(tl.int64)[:, None] * gate_up_stride + columns[None, :]
-    gate = tl.load(source, mask=keep, other=0.0).to(tl.float32)
-    up = tl.load(source + half, mask=keep, other=0.0).to(tl.float32)
-    if tl.max(adapters, 0) > 0:
-        gate += _added(lora, adapters, rows, first, half, count, 2 * half, LORA, BLOCK_M, BLOCK_N)
-        up += _added(lora, adapters, rows, first + half, 2 * half, count, 2 * half, LORA, BLOCK_M, BLOCK_N)
-    result = gate * tl.sigmoid(gate) * up
-    place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +126,7 @@ def expand_add(
     rows, width = h.shape[1], lora.b.shape[2]
     if out.shape != (rows, width) or out.stride(1) != 1:
         raise ValueError(f"out must be [{rows}, {width}] with contiguous rows, got {list(out.shape)}")
-    use = config or expand_config(rows)
-    adapters = Adapters(h, lora.b, lora.row_adapters, lora.active, lora.ranks)
-    _expand_kernel[triton.cdiv(width, use.block_n), triton.cdiv(rows, use.block_m)](
-        out,
-        adapters,
-        rows,
-        width,
-        out.stride(0),
-        LORA=shape_of(adapters, lora, use.slots),
-        BLOCK_M=use.block_m,
-        BLOCK_N=use.block_n,
-        PDL=pdl,
-        num_warps=use.warps,
-        launch_pdl=pdl,
-    )
+    _expand(h, lora, out, out, config or expand_config(rows), activate=False, pdl=pdl)
 
 
 def expand_swiglu(
@@ -175,24 +144,31 @@ def expand_swiglu(
     rows, width = h.shape[1], lora.b.shape[2]
     if gate_up.shape != (rows, width) or gate_up.stride(1) != 1 or width % 2:
         raise ValueError(f"gate|up must be [{rows}, {width}] with contiguous rows, got {list(gate_up.shape)}")
-    half = width // 2
-    out = torch.empty(rows, half, dtype=gate_up.dtype, device=gate_up.device)
-    use = config or _swiglu_config(rows)
-    adapters = Adapters(h, lora.b, lora.row_adapters, lora.active, lora.ranks)
-    if rows:
-        _expand_swiglu_kernel[triton.cdiv(half, use.block_n), triton.cdiv(rows, use.block_m)](
-            gate_up,
-            out,
-            adapters,
-            rows,
-            half,
-            gate_up.stride(0),
-            out.stride(0),
-            LORA=shape_of(adapters, lora, use.slots),
-            BLOCK_M=use.block_m,
-            BLOCK_N=use.block_n,
-            PDL=pdl,
-            num_warps=use.warps,
-            launch_pdl=pdl,
-        )
+    out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+    _expand(h, lora, gate_up, out, config or _swiglu_config(rows), activate=True, pdl=pdl)
     return out
+
+
+def _expand(
+    h: Tensor, lora: LoraRows, given: Tensor, out: Tensor, config: ExpandConfig, *, activate: bool, pdl: bool
+) -> None:
+    rows, columns = out.shape
+    if rows == 0:
+        return
+    adapters = Adapters(h, lora.b, lora.row_adapters, lora.active, lora.ranks)
+    _expand_kernel[triton.cdiv(columns, config.block_n), triton.cdiv(rows, config.block_m)](
+        given,
+        out,
+        adapters,
+        rows,
+        columns,
+        given.stride(0),
+        out.stride(0),
+        LORA=shape_of(adapters, lora, config.slots),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        ACTIVATE=activate,
+        PDL=pdl,
+        num_warps=config.warps,
+        launch_pdl=pdl,
+    )
