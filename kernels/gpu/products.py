@@ -1,4 +1,4 @@
-"""A linear layer with what surrounds it, for few rows (one kernel) and for many (kernels around a product)."""
+"""Which products of a linear layer `kernels.gpu.skinny` takes, and what surrounds the others, of many rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kernels.gpu.skinny import Convolution, Norm, Scaled, SplitWorkspace, Weight, skinny_add, skinny_linear, weight_kind
-from kernels.gpu.skinny_configs import invariant as invariant_config
+from kernels.gpu.skinny import Norm, Weight, weight_kind
 from kernels.gpu.skinny_configs import most_rows
 
 if TYPE_CHECKING:
@@ -27,52 +26,6 @@ _MOST_CONVOLVED = 32
 def convolves(rows: int, weight: Weight, invariant: bool) -> bool:
     """Whether a product of so many rows takes a convolution along."""
     return rows <= _MOST_CONVOLVED and streams(rows, weight, invariant)
-
-
-def few_rows(
-    x: Tensor | Scaled,
-    weight: Weight,
-    workspace: SplitWorkspace | None,
-    *,
-    norm: Norm | None = None,
-    swiglu: bool = False,
-    lora: LoraRows | None,
-    conv: Convolution | None = None,
-    invariant: bool,
-    pdl: bool,
-) -> Tensor:
-    """`skinny_linear`, cut up by the table or, with ``invariant``, in the one way for all numbers of rows."""
-    config, block_m = invariant_config() if invariant else (None, None)
-    return skinny_linear(
-        x,
-        weight,
-        norm=norm,
-        swiglu=swiglu,
-        lora=lora,
-        conv=conv,
-        config=config,
-        block_m=block_m,
-        workspace=workspace,
-        pdl=pdl,
-    )
-
-
-def few_rows_onto(
-    stream: Tensor,
-    x: Tensor,
-    weight: Weight,
-    workspace: SplitWorkspace | None,
-    *,
-    ahead: Norm | None,
-    lora: LoraRows | None,
-    invariant: bool,
-    pdl: bool,
-) -> Scaled | None:
-    """`skinny_add`, cut up likewise."""
-    config, block_m = invariant_config() if invariant else (None, None)
-    return skinny_add(
-        stream, x, weight, lora=lora, ahead=ahead, config=config, block_m=block_m, workspace=workspace, pdl=pdl
-    )
 
 
 def normed(x: Tensor, norm: Norm | None, addend: Tensor | None, *, pdl: bool) -> Tensor:

@@ -18,6 +18,7 @@ from kernels.gpu.conv1d import Decodes
 from kernels.gpu.lora import Adapters, LoraRows, shape_of
 from kernels.gpu.preparation import Prepared, Rows, prepare
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose, starts_early
+from kernels.gpu.skinny_configs import invariant as invariant_config
 from kernels.gpu.skinny_int4 import MAX_ROWS as INT4_VECTOR_ROWS
 from kernels.gpu.skinny_int4 import TILE as INT4_VECTOR_TILE
 from kernels.gpu.skinny_int4 import int4_vector_kernel
@@ -107,6 +108,7 @@ def skinny_linear(
     out_dtype: torch.dtype | None = None,
     config: SkinnyConfig | None = None,
     block_m: int | None = None,
+    invariant: bool = False,
     workspace: SplitWorkspace | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -126,6 +128,7 @@ def skinny_linear(
         out_dtype: x's dtype if None.
         config: how to cut the product up; chosen from the table if None.
         block_m: rows of x a program takes (not vector); the least power of two that holds them, at most 64, if None.
+        invariant: cut up in the one way for all numbers of rows, in place of ``config`` and ``block_m``.
         workspace: for configs that split K; a fresh one if None, which costs a fill.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
@@ -150,6 +153,7 @@ def skinny_linear(
         conv=conv,
         config=config,
         block_m=block_m,
+        invariant=invariant,
         workspace=workspace,
         pdl=pdl,
     )
@@ -165,6 +169,7 @@ def skinny_add(
     ahead: Norm | None = None,
     config: SkinnyConfig | None = None,
     block_m: int | None = None,
+    invariant: bool = False,
     workspace: SplitWorkspace | None = None,
     pdl: bool = False,
 ) -> Scaled | None:
@@ -186,6 +191,7 @@ def skinny_add(
         lora=lora,
         config=config,
         block_m=block_m,
+        invariant=invariant,
         workspace=workspace,
         pdl=pdl,
     )
@@ -204,6 +210,7 @@ def _multiply(
     conv: Convolution | None = None,
     config: SkinnyConfig | None,
     block_m: int | None,
+    invariant: bool,
     workspace: SplitWorkspace | None,
     pdl: bool,
 ) -> Scaled | None:
@@ -225,6 +232,8 @@ def _multiply(
         fits = conv.state.shape[1:] == (kernel - 1, channels) and conv.state.is_contiguous() and channels <= outputs
         if not fits or swiglu or residual is not None or conv.state.dtype != out.dtype or len(conv.slots) != rows:
             raise ValueError(f"skinny_linear: a convolution {tuple(conv.weight.shape)} does not fit {tuple(out.shape)}")
+    if invariant:
+        config, block_m = invariant_config()
     chosen = config or choose(rows, outputs, inputs, kind, swiglu)
     if kind == "fp8" and chosen.variant == "dot" and chosen.block_k % GROUP:
         raise ValueError(f"skinny_linear: fp8 needs a block_k that {GROUP} divides, got {chosen.block_k}")

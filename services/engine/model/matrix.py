@@ -100,21 +100,22 @@ class Matrix(ABC):
         Returns:
             [T, out], or [T, out / 2] with swiglu.
         """
-        from kernels.gpu.products import few_rows, finished, normed
+        from kernels.gpu.products import finished, normed
+        from kernels.gpu.skinny import skinny_linear
 
         if conv is not None and not self.convolves(x.shape[0]):
             raise ValueError(f"a product of {x.shape[0]} rows does not convolve")
         if self.few(x.shape[0]):
             given = x.ready(norm) if isinstance(x, Residual) else x
-            return few_rows(
+            return skinny_linear(
                 given,
                 self.weight,
-                self.workspace,
                 norm=norm if isinstance(given, Tensor) else None,
                 swiglu=swiglu,
                 lora=lora,
                 conv=conv,
                 invariant=self.invariant,
+                workspace=self.workspace,
                 pdl=pdl,
             )
         rows, addend = x.take() if isinstance(x, Residual) else (x, None)
@@ -136,18 +137,23 @@ class Matrix(ABC):
             ahead: the norm that reads the stream next and the matrix that it is multiplied with then: if that matrix
                 takes so few rows, the stream is made ready for it in passing.
         """
-        from kernels.gpu.products import few_rows_onto, finished
+        from kernels.gpu.products import finished
+        from kernels.gpu.skinny import skinny_add
 
         rows = x.shape[0]
         if self.few(rows):
             norm = ahead[0] if ahead is not None and ahead[1].few(rows) else None
-            onto = stream.settled()
-            stream.added(
-                norm,
-                few_rows_onto(
-                    onto, x, self.weight, self.workspace, ahead=norm, lora=lora, invariant=self.invariant, pdl=pdl
-                ),
+            made = skinny_add(
+                stream.settled(),
+                x,
+                self.weight,
+                lora=lora,
+                ahead=norm,
+                invariant=self.invariant,
+                workspace=self.workspace,
+                pdl=pdl,
             )
+            stream.added(norm, made)
         else:
             finished(self.product_onto(stream, x, pdl=pdl), x, lora=lora, pdl=pdl)
 
