@@ -18,12 +18,14 @@ from pathlib import Path
 
 _MODEL = "--model qwen3.5-4b --random"
 _TABLE = "1x512x128,8x512x128,64x512x256,16x4096x256,256x512x256"
-_PYTEST = "pytest -q -p no:cacheprovider"
+_BENCH = "{python} -m benchmarks"
+_PYTEST = "{python} -m pytest -q -p no:cacheprovider"
+_SANITIZER = "compute-sanitizer --target-processes all --error-exitcode 1 --tool"
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Commands that follow each other: modules and their arguments, {out} the directory for figures."""
+    """Commands that follow each other: {python} is this interpreter, {out} the directory for figures."""
 
     name: str
     seconds: float
@@ -32,12 +34,15 @@ class Section:
 
 
 def _serving(name: str, seconds: float, arguments: str) -> Section:
-    return Section(name, seconds, (f"benchmarks.serving {_MODEL} {arguments} --out {{out}}",))
+    return Section(name, seconds, (f"{_BENCH}.serving {_MODEL} {arguments} --out {{out}}",))
 
 
 SECTIONS = (
     Section("kernel-tests", 400, (f"{_PYTEST} -n 12 tests/kernels",)),
     Section("parity", 400, (f"{_PYTEST} -n 4 -m cuda tests/parity",)),
+    # Behind the tests, which compile what is checked here.
+    Section("memcheck", 600, (f"{_SANITIZER} memcheck {_PYTEST} -n 12 --timeout 600 tests/kernels/gpu",)),
+    Section("racecheck", 600, (f"{_SANITIZER} racecheck {_PYTEST} -n 12 --timeout 600 tests/kernels/gpu",)),
     _serving("base", 200, f"--cases {_TABLE}"),
     _serving("lora", 200, "--cases 1x512x128,8x512x128,64x512x256 --lora 8"),
     _serving("fp8", 150, "--cases 1x512x128,64x512x256 --quant fp8"),
@@ -51,18 +56,18 @@ SECTIONS = (
     _serving("timeline", 200, "--cases 1x512x128,64x512x256,256x512x256 --profile {out}/timeline.json.gz"),
     _serving("speculation", 200, "--cases 1x512x128,8x512x128 --set speculative=mtp --acceptance 0.8"),
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
-    Section("http", 300, ("benchmarks.http --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {out}",)),
-    Section("startup", 200, ("benchmarks.startup --out {out}/startup.jsonl",)),
+    Section("http", 300, (f"{_BENCH}.http --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
+    Section("startup", 200, (f"{_BENCH}.startup --out {{out}}/startup.jsonl",)),
     Section(
         "accuracy",
         300,
         (
-            "benchmarks.accuracy --quantization none fp8 int4 --out {out}/accuracy.json",
-            "benchmarks.quality --engine --layers 8 --modes bf16 fp8 int4 --json {out}/quality.json",
+            f"{_BENCH}.accuracy --quantization none fp8 int4 --out {{out}}/accuracy.json",
+            f"{_BENCH}.quality --engine --layers 8 --modes bf16 fp8 int4 --json {{out}}/quality.json",
         ),
     ),
-    Section("kernels", 400, ("benchmarks.kernels --out {out}",)),
-    Section("delta", 60, ("benchmarks.probe_delta --out {out}/delta.json",)),
+    Section("kernels", 400, (f"{_BENCH}.kernels --out {{out}}",)),
+    Section("delta", 60, (f"{_BENCH}.probe_delta --out {{out}}/delta.json",)),
 )
 
 
@@ -71,8 +76,12 @@ def run(section: Section, out: Path) -> bool:
     end = time.monotonic() + section.seconds
     with (out / f"{section.name}.log").open("w") as log:
         for command in section.commands:
-            arguments = [sys.executable, "-m", *shlex.split(command.format(out=out))]
-            process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
+            arguments = shlex.split(command.format(python=shlex.quote(sys.executable), out=shlex.quote(str(out))))
+            try:
+                process = subprocess.Popen(arguments, stdout=log, stderr=log, start_new_session=True)
+            except OSError as error:
+                log.write(f"{error}\n")
+                return False
             try:
                 if process.wait(max(1.0, end - time.monotonic())) != 0:
                     return False
