@@ -241,8 +241,8 @@ class FusedForward:
 
     @contextmanager
     def _decoding(self, rows: StepRows) -> Iterator[bool]:
-        """Where a mixer's kernels for decodes are launched, and whether early: reading states and pages, which is what
-        they do, beside the products of a prefill takes less time than before them."""
+        """Where a mixer's kernels for decodes are launched, and whether early: those move states and pages, a prefill's
+        compute, so that neither need wait for the other."""
         if rows.mixed:
             with self._beside.launching():
                 yield False
