@@ -34,6 +34,7 @@ from kernels.gpu.gated_delta_step import sigmoid
 from kernels.gpu.gated_delta_tiles import Tiles, constants, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.segments import Segments
+from kernels.gpu.waiting_writes import NONE, WaitingWrites, none_waits, settled, span_of
 
 
 @triton.jit
@@ -60,6 +61,7 @@ def _scan_kernel(
     starts,
     slots,
     out_slots,
+    waiting,
     out,
     tokens,
     eps,
@@ -74,6 +76,7 @@ def _scan_kernel(
     TILE_TERMS: tl.constexpr,
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
+    ROOM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     MIXED_STRIDE: tl.constexpr,
     PROJECTED_STRIDE: tl.constexpr,
@@ -92,11 +95,15 @@ def _scan_kernel(
     i = tl.arange(0, BLOCK_K)
     j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     t = tl.arange(0, TILE_ROWS)
-    slot = tl.load(slots + segment).to(tl.int64)
-    places = state + ((slot * HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    place = tl.load(slots + segment).to(tl.int64) * HEADS + head
+    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     held = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
     cached = tl.load(starts + segment) > 0
     s = tl.load(places, mask=held & cached, other=0.0).to(tl.float32)
+    if ROOM > 0:
+        write, writes_end = span_of(waiting, place, tl.program_id(0) * BLOCK_V, VALUE_DIM)
+        writes_end = tl.where(cached, writes_end, write)
+        s = settled(s, waiting, place, write, writes_end, i, j, KEY_DIM, VALUE_DIM, ROOM)
     values = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j[None, :]
     head_rows = head.to(tl.int64) * tokens
     if NORM:
@@ -141,9 +148,11 @@ def _scan_kernel(
             o = o * inverse[:, None] * weight[None, :] * (z * sigmoid(z))
         places_out = out + row[:, None] * OUT_STRIDE + head * VALUE_DIM + j[None, :]
         tl.store(places_out, o.to(out.dtype.element_ty), mask=value_mask)
-    target = tl.load(out_slots + segment).to(tl.int64)
-    places = state + ((target * HEADS + head) * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    place = tl.load(out_slots + segment).to(tl.int64) * HEADS + head
+    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     tl.store(places, s.to(state.dtype.element_ty), mask=held)
+    if ROOM > 0:
+        none_waits(waiting, place, head, j, VALUE_DIM, ROOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +201,7 @@ def gated_delta_prefill(
     state: Tensor,
     segments: Segments,
     *,
+    waiting: WaitingWrites | None = None,
     out: Tensor | None = None,
     config: ChunkConfig | None = None,
     pdl: bool = False,
@@ -208,6 +218,8 @@ def gated_delta_prefill(
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous. Read as zeros where a
             segment starts at 0.
         segments: where the sequences lie.
+        waiting: of the same slots: what of the states' past is not in ``state`` yet; nothing waits for those that are
+            written.
         out: [T, value_size], where to write; rows outside the segments stay as they are.
         config: None chooses by the number of segments that fit into ``segments``.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
@@ -237,7 +249,9 @@ def gated_delta_prefill(
             num_warps=config.tile_warps,
             pdl=pdl,
         )
-        normed = scan_tiles(mixed, projected, norm_weight, eps, state, shape, segments, tiles, out, config, pdl=pdl)
+        normed = scan_tiles(
+            mixed, projected, norm_weight, eps, state, shape, segments, tiles, out, config, waiting, pdl=pdl
+        )
         if not normed:
             gate = projected[:, shape.conv_dim : shape.conv_dim + shape.value_size]
             gated_norm(out, gate, norm_weight, eps, segments, out=out, pdl=pdl)
@@ -255,6 +269,7 @@ def scan_tiles(
     tiles: Tiles,
     out: Tensor,
     config: ChunkConfig,
+    waiting: WaitingWrites | None = None,
     *,
     pdl: bool = False,
 ) -> bool:
@@ -277,6 +292,7 @@ def scan_tiles(
         segments.start,
         segments.slot,
         segments.out_slot,
+        waiting.arguments(state) if waiting else NONE,
         out,
         mixed.shape[0],
         eps,
@@ -285,6 +301,7 @@ def scan_tiles(
         STATE_TERMS=1 if mixed.dtype == torch.float32 else config.state_terms,
         STAGES=config.num_stages,
         NORM=blocks == 1,
+        ROOM=waiting.room if waiting else 0,
         num_warps=config.num_warps,
         **constants(mixed, projected, shape, tiles.systems.shape[0], pdl),
     )

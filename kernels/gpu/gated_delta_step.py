@@ -1,7 +1,8 @@
 """One token of the gated delta rule: gates, L2 norms, recurrence and gated RMSNorm in one pass over the state.
 
 Reference: `kernels.gated_delta.recurrent_gated_delta` with `gates`, and `kernels.rms_norm.{l2_normalize,
-gated_rms_norm}`. Formula: Yang et al., Gated Delta Networks, arXiv 2412.06464, eq. 10.
+gated_rms_norm}`. Formula: Yang et al., Gated Delta Networks, arXiv 2412.06464, eq. 10. With `waiting_writes` the pass
+reads a state and writes it back only every few steps.
 """
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
@@ -18,6 +19,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.waiting_writes import (
+    NONE,
+    WaitingWrites,
+    add_pairs,
+    add_write,
+    load_writes,
+    set_span,
+    settled,
+    span_of,
+    with_writes,
+)
 
 _MANY_ROWS = 64
 """From here on programs that start early are in the way of those that work: inside a step on an H200 a launch of 256
@@ -57,13 +69,64 @@ def sigmoid(x):
 
 
 @triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+class Token(NamedTuple):
+    """What one token brings to a head, float32; the norms of q and k are factors of results."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any
+    beta: Any
+    q_norm: Any
+    k_norm: Any
+    qk: Any
 
 
 @triton.jit
-def _add_triples(a, b, c, d, e, f):
-    return a + d, b + e, c + f
+def load_query_key(row, head, i, mixer, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """The key dimensions i of a head's query and key."""
+    key_head = head // (HEADS // KEY_HEADS)
+    vector = mixer.mixed + row * mixer.mixed_stride + key_head * KEY_DIM + i
+    q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+    k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+    return q, k
+
+
+@triton.jit
+def load_token(
+    row,
+    head,
+    j,
+    mixer,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Of the value dimensions j."""
+    q, k = load_query_key(row, head, tl.arange(0, BLOCK_K), mixer, KEY_HEADS, HEADS, KEY_DIM)
+    value = mixer.mixed + row * mixer.mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    v = tl.load(value, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
+    gates = mixer.projected + row * mixer.projected_stride + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
+    b = tl.load(gates).to(tl.float32)
+    a = tl.load(gates + HEADS).to(tl.float32)
+    g = log_decay(a, tl.load(mixer.negative_a + head), tl.load(mixer.dt_bias + head))
+    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
+    return Token(q, k, v, g, sigmoid(b), tl.rsqrt(qq + 1e-6), tl.rsqrt(kk + 1e-6), qk)
+
+
+@triton.jit
+def write_and_output(token, read, o, scale):
+    """What the token adds to the state, k ⊗ δ, and its output, from Sᵀk and Sᵀq of the old state: o = exp(g) Sᵀq +
+    (k·q) δ needs no second look at the new one, so that no sum waits for another."""
+    decay = tl.exp(token.log_decay)
+    delta = token.k_norm * token.beta * (token.v - decay * token.k_norm * read)
+    return delta, scale * token.q_norm * (decay * o + token.qk * delta)
 
 
 @triton.jit
@@ -80,24 +143,10 @@ def advance(
     BLOCK_K: tl.constexpr,
 ):
     """The new state and the output of the value dimensions j of a head, float32."""
-    key_head = head // (HEADS // KEY_HEADS)
-    i = tl.arange(0, BLOCK_K)
-    vector = mixer.mixed + row * mixer.mixed_stride + key_head * KEY_DIM + i
-    q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    value = mixer.mixed + row * mixer.mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-    v = tl.load(value, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
-    gates = mixer.projected + row * mixer.projected_stride + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
-    b = tl.load(gates).to(tl.float32)
-    a = tl.load(gates + HEADS).to(tl.float32)
-    decay = tl.exp(log_decay(a, tl.load(mixer.negative_a + head), tl.load(mixer.dt_bias + head)))
-    # The norms of q and k are factors of the results, and Sᵀk and Sᵀq are of the old state (o = exp(g) Sᵀq + (k·q) δ
-    # needs no second look at the new one), so that no sum waits for another.
-    qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
-    read, o = tl.reduce((s * k[:, None], s * q[:, None]), 0, _add_pairs)
-    k_norm = tl.rsqrt(kk + 1e-6)
-    delta = k_norm * sigmoid(b) * (v - decay * k_norm * read)
-    return decay * s + k[:, None] * delta[None, :], mixer.scale * tl.rsqrt(qq + 1e-6) * (decay * o + qk * delta)
+    token = load_token(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    read, o = tl.reduce((s * token.k[:, None], s * token.q[:, None]), 0, add_pairs)
+    delta, o = write_and_output(token, read, o, mixer.scale)
+    return tl.exp(token.log_decay) * s + token.k[:, None] * delta[None, :], o
 
 
 @triton.jit
@@ -133,15 +182,20 @@ def _gated_delta_step_kernel(
     mixer,
     state,
     slots,
+    waiting,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
+    ROOM: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    i = tl.arange(0, BLOCK_K)[:, None]
+    parts: tl.constexpr = BLOCK_K // PART
+    i = tl.arange(0, PART)
     j = tl.arange(0, BLOCK_V)
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
@@ -149,15 +203,58 @@ def _gated_delta_step_kernel(
         gdc_launch_dependents()
     # The state is on its way before the kernels ahead are done. It passes through the L2 cache without pushing weights
     # out.
-    slot = tl.load(slots + row).to(tl.int64)
-    places = state + ((slot * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
-    held = (i < KEY_DIM) & (j[None, :] < VALUE_DIM)
-    s = tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    place = tl.load(slots + row).to(tl.int64) * HEADS + head
+    if ROOM > 0:
+        first, end = span_of(waiting, place, 0, VALUE_DIM)
+    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    s = _load_state(places, i, j, KEY_DIM, VALUE_DIM)
+    if ROOM > 0:
+        writes = load_writes(waiting, place, first, end, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K, BLOCK_W)
     if PDL:
         gdc_wait()
-    s, o = advance(s, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
-    tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
+    token = load_token(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    if parts == 1:
+        read, o = s * token.k[:, None], s * token.q[:, None]
+    else:
+        q, k = load_query_key(row, head, i, mixer, KEY_HEADS, HEADS, KEY_DIM)
+        read, o = s * k[:, None], s * q[:, None]
+        for part in tl.static_range(1, parts):
+            q, k = load_query_key(row, head, part * PART + i, mixer, KEY_HEADS, HEADS, KEY_DIM)
+            s = _load_state(places + part * PART * VALUE_DIM, part * PART + i, j, KEY_DIM, VALUE_DIM)
+            read += s * k[:, None]
+            o += s * q[:, None]
+    read, o = tl.reduce((read, o), 0, add_pairs)
+    if ROOM > 0:
+        read, o = with_writes(read, o, writes, token.k, token.q)
+    delta, o = write_and_output(token, read, o, mixer.scale)
+    if (ROOM == 0) or (end == ROOM - 1):
+        for part in tl.static_range(parts):
+            here = part * PART + i
+            k = token.k
+            if parts > 1:
+                _, k = load_query_key(row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
+                s = _load_state(places + part * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
+            if ROOM > 0:
+                s = settled(s, waiting, place, first, end, here, j, KEY_DIM, VALUE_DIM, ROOM)
+            s = tl.exp(token.log_decay) * s + k[:, None] * delta[None, :]
+            held = (here[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
+            tl.store(
+                places + part * PART * VALUE_DIM,
+                s.to(state.dtype.element_ty),
+                mask=held,
+                eviction_policy="evict_first",
+            )
+        if ROOM > 0:
+            set_span(waiting, place, j, 0, 0, VALUE_DIM)
+    else:
+        add_write(waiting, place, first, end, token, delta, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K)
     store_normed(o, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
+
+
+@triton.jit
+def _load_state(places, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    held = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
+    return tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 def launch_parts(
@@ -208,11 +305,14 @@ def gated_delta_step(
     state: Tensor,
     slots: Tensor,
     *,
+    waiting: WaitingWrites | None = None,
     out: Tensor | None = None,
+    part: int = 128,
     num_warps: int = 4,
     pdl: bool = False,
 ) -> Tensor:
-    """One token of each of B sequences; their states move on in place, each element read and written once.
+    """One token of each of B sequences; their states move on in place, each element read and written once, or with
+    ``waiting`` read once and written every ``waiting.room`` tokens.
 
     All arithmetic is float32.
 
@@ -225,12 +325,14 @@ def gated_delta_step(
         eps: of the gated norm.
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous.
         slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
+        waiting: of the same slots: what of the states' past is not in ``state`` yet, moves on with it.
         out: [B, value_size], where to write.
+        part: key dimensions of a state that a program has in registers at once, a power of two.
         num_warps: of a program, which computes one head of one row. 4 was the fastest on an H200 at 1 to 256 rows, also
             beside programs that stay and stream blocks of states through shared memory, and beside programs of 168
             registers, of which three instead of two share a multiprocessor.
-        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state`` or
-            ``slots``.
+        pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state``,
+            ``waiting`` or ``slots``.
 
     Returns:
         [B, value_size] in mixed's dtype: rms_norm(o) · silu(z).
@@ -245,5 +347,15 @@ def gated_delta_step(
         out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows:
         mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
-        _gated_delta_step_kernel[(rows * shape.value_heads,)](mixer, state, slots, **constants, num_warps=num_warps)
+        _gated_delta_step_kernel[(rows * shape.value_heads,)](
+            mixer,
+            state,
+            slots,
+            waiting.arguments(state) if waiting else NONE,
+            PART=min(part, constants["BLOCK_K"]),
+            ROOM=waiting.room if waiting else 0,
+            BLOCK_W=triton.next_power_of_2(waiting.room) if waiting else 1,
+            **constants,
+            num_warps=num_warps,
+        )
     return out

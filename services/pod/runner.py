@@ -12,7 +12,7 @@ from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.ports import Runner
 from services.engine.runner import ModelRunner
 from services.engine.settings import EngineSettings
-from services.pod.memory import state_slots
+from services.pod.memory import state_slots, waiting_writes
 
 _PROGRAMMATIC = (9, 0)
 """First compute capability with programmatic dependent launch (Hopper)."""
@@ -53,6 +53,7 @@ def build_runner(
         kv_dtype=torch.float8_e4m3fn if settings.kv_cache_dtype == "fp8" else None,
         state_dtype=torch.bfloat16 if settings.state_dtype == "bfloat16" else torch.float32,
         mtp=speculative,
+        waiting_writes=waiting_writes(settings, model.device.type),
     )
     runner = CudaRunner(
         model,

@@ -168,9 +168,13 @@ def spoil(cache: CacheBuffers | DeviceCache) -> None:
         if pool.dtype.itemsize > 1:
             pool.normal_(0, 100)
             pool[0] = float("nan")
-    for pool in (cache.conv, cache.recurrent):
-        pool.normal_(0, 100)
-        pool[:, 0] = float("nan")
+    for pool in cache.state_pools():
+        if pool.dtype.itemsize > 1:
+            pool.normal_(0, 100)
+            pool[:, 0] = float("nan")
+    if cache.waiting is not None:
+        # As many writes as can wait, behind a state that is not its sequence's.
+        cache.waiting.spans.fill_(cache.waiting.room - 1)
 
 
 @cache
@@ -189,6 +193,7 @@ def cuda_runner(
     kv_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype = torch.float32,
     largest_graph: int = 0,
+    waiting_writes: int = 3,
 ) -> CudaRunner:
     """The GPU's runner, warmed up on a GPU, with caches as others may have left them."""
     device_cache = DeviceCache.allocate(
@@ -201,6 +206,7 @@ def cuda_runner(
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
         mtp=limits.speculative,
+        waiting_writes=0 if limits.speculative else waiting_writes,
     )
     runner = CudaRunner(
         model,

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.gpu.pages import KvPages
 from kernels.gpu.segments import Segments
 from kernels.gpu.state_copy import copy_states
+from kernels.gpu.waiting_writes import WaitingWrites
 from services.engine.model.config import ModelConfig
 
 
@@ -59,6 +60,8 @@ class DeviceCache:
     recurrent: Tensor
     """[linear layers, num_slots, value_heads, key_dim, value_dim] float32 or bfloat16."""
     block_size: int
+    waiting: WaitingWrites | None = None
+    """What is not in ``recurrent`` yet, [linear layers, num_slots, ...]; None: states are always written back."""
 
     @property
     def num_slots(self) -> int:
@@ -77,6 +80,7 @@ class DeviceCache:
         kv_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
         mtp: bool = False,
+        waiting_writes: int = 0,
     ) -> DeviceCache:
         """Zeroed caches. Both numbers count the scratch block and slot.
 
@@ -84,6 +88,7 @@ class DeviceCache:
             dtype: of the model.
             kv_dtype: of the pages: float8_e4m3fn, or None for the model's.
             mtp: with pages for the mtp layer.
+            waiting_writes: of a state, until it is written back; 0: it always is.
         """
         linear = config.num_linear_layers
         heads, key_dim, value_dim = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
@@ -97,9 +102,25 @@ class DeviceCache:
             conv=torch.zeros(linear, num_slots, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device),
             recurrent=torch.zeros(linear, num_slots, heads, key_dim, value_dim, dtype=state_dtype, device=device),
             block_size=block_size,
+            waiting=WaitingWrites.allocate(
+                linear,
+                num_slots,
+                heads=heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                room=waiting_writes,
+                dtype=dtype,
+                device=device,
+            )
+            if waiting_writes
+            else None,
         )
 
     def copy_states(self, pairs: Tensor) -> None:
-        """Copies states between slots, [n, 2] int32 of source and target, in two kernels."""
-        copy_states(self.conv, pairs)
-        copy_states(self.recurrent, pairs)
+        """Copies states between slots, [n, 2] int32 of source and target, a kernel a pool."""
+        for pool in self.state_pools():
+            copy_states(pool, pairs)
+
+    def state_pools(self) -> tuple[Tensor, ...]:
+        """All that belongs to slots, [linear layers, num_slots, ...] each."""
+        return (self.conv, self.recurrent, *(self.waiting.pools() if self.waiting else ()))

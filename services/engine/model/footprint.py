@@ -57,6 +57,8 @@ class Formats:
     """With the layer that predicts the token after next."""
     state_itemsize: int = 4
     """Bytes of a number of a recurrent state."""
+    waiting_writes: int = 0
+    """Of a recurrent state, kept beside it until it is written back."""
 
 
 def matrix_bytes(out: int, into: int, itemsize: int, quantization: Quantization) -> int:
@@ -101,7 +103,9 @@ def slot_bytes(config: ModelConfig, formats: Formats) -> int:
     """Bytes of convolution and recurrent state of one sequence over all DeltaNet layers."""
     conv = config.conv_dim * (config.conv_kernel - 1) * formats.itemsize
     recurrent = config.value_size * config.linear_key_dim * formats.state_itemsize
-    return config.num_linear_layers * (conv + recurrent)
+    write = config.linear_key_dim * formats.itemsize + 4 * config.linear_value_dim + 4
+    waiting = formats.waiting_writes * write + (config.linear_value_dim if formats.waiting_writes else 0)
+    return config.num_linear_layers * (conv + recurrent + config.linear_value_heads * waiting)
 
 
 def widest_output(config: ModelConfig) -> int:

@@ -255,6 +255,7 @@ class FusedForward:
         """``convolved``: the projection has done the convolution, in place of what it is of."""
         config, decodes = self._config, rows.decodes
         conv, recurrent = self._cache.conv[linear], self._cache.recurrent[linear]
+        waiting = None if self._cache.waiting is None else self._cache.waiting[linear]
         mixed = projected[:, : config.conv_dim]
         if not convolved:
             mixed = torch.empty(mixed.shape, dtype=projected.dtype, device=projected.device)
@@ -265,14 +266,24 @@ class FusedForward:
             with self._decoding(rows) as pdl:
                 if not convolved:
                     conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=pdl)
-                gated_delta_step(mixed[:decodes], here, *parameters, recurrent, slots, out=out[:decodes], pdl=pdl)
+                gated_delta_step(
+                    mixed[:decodes], here, *parameters, recurrent, slots, waiting=waiting, out=out[:decodes], pdl=pdl
+                )
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
         if rows.segments is not None and rows.short:
             gated_delta_verify(mixed, projected, *parameters, recurrent, rows.segments, out=out, pdl=self._pdl)
         elif rows.segments is not None:
             gated_delta_chunk.gated_delta_prefill(
-                mixed, projected, *parameters, recurrent, rows.segments, out=out, config=self._chunk, pdl=self._pdl
+                mixed,
+                projected,
+                *parameters,
+                recurrent,
+                rows.segments,
+                waiting=waiting,
+                out=out,
+                config=self._chunk,
+                pdl=self._pdl,
             )
         self._beside.join()
         return out

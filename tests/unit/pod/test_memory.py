@@ -70,7 +70,8 @@ def test_counts_what_the_loader_allocates(name: str, dtype: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kv_float8", [False, True])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_counts_what_the_gpu_caches_take(kv_float8: bool, state_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("waiting_writes", [0, 8])
+def test_counts_what_the_gpu_caches_take(kv_float8: bool, state_dtype: torch.dtype, waiting_writes: int) -> None:
     from services.engine.model.device_batch import DeviceCache
 
     config = ModelConfig.from_directory(TINY)
@@ -83,11 +84,12 @@ def test_counts_what_the_gpu_caches_take(kv_float8: bool, state_dtype: torch.dty
         num_slots=5,
         kv_dtype=torch.float8_e4m3fn if kv_float8 else None,
         state_dtype=state_dtype,
+        waiting_writes=waiting_writes,
     )
-    stored = Formats(2, kv_float8=kv_float8, state_itemsize=state_dtype.itemsize)
+    stored = Formats(2, kv_float8=kv_float8, state_itemsize=state_dtype.itemsize, waiting_writes=waiting_writes)
     pages = [(page.keys, page.values, page.key_scales, page.value_scales) for page in cache.pages]
     assert sum(x.nbytes for page in pages for x in page if x is not None) == 3 * block_bytes(config, 16, stored)
-    assert cache.conv.nbytes + cache.recurrent.nbytes == 5 * slot_bytes(config, stored)
+    assert sum(pool.nbytes for pool in cache.state_pools()) == 5 * slot_bytes(config, stored)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
@@ -139,7 +141,7 @@ def test_the_published_shape() -> None:
     plain = footprint(QWEN_4B, settings().for_device("cuda"), BF16, H200)
     assert plain.weights == pytest.approx(8.41e9, rel=1e-3)
     assert plain.block == 16 * 32 * 1024
-    assert plain.slot == pytest.approx(49.1 * 2**20, rel=1e-3)
+    assert plain.slot == pytest.approx((49.1 + 4.63) * 2**20, rel=1e-3)
 
 
 def test_quantized_sizes() -> None:
@@ -151,7 +153,7 @@ def test_quantized_sizes() -> None:
     assert weights(quantization="int4") == pytest.approx(3.57 * (0.5 + 3 / 128) + 1.27 + 0.64, abs=0.02)
     half = footprint(QWEN_4B, settings(kv_cache_dtype="fp8", state_dtype="bfloat16").for_device("cuda"), BF16, H200)
     assert half.block == 16 * 8 * 2 * 4 * (256 + 4)
-    assert half.slot == pytest.approx(25.1 * 2**20, rel=1e-3)
+    assert half.slot == pytest.approx((25.1 + 4.63) * 2**20, rel=1e-3)
 
 
 def test_int4_keeps_the_head_where_there_is_no_float8() -> None:
