@@ -25,6 +25,7 @@ from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.matrix import Matrix
 from services.engine.model.residual import Residual
 from services.engine.model.weights import LayerWeights, ModelWeights
+from services.pod.memory import WAITING_WRITES
 
 MATRICES = ("in_proj", "out_proj", "gate_up", "down", "head")
 _BLOCK = 16
@@ -104,6 +105,7 @@ class DecodeStep:
             num_slots=1 + held,
             kv_dtype=kv_dtype,
             state_dtype=state_dtype,
+            waiting_writes=WAITING_WRITES,
         )
         # Two more than are used, as in an engine that swaps them.
         self._lora = LoraSlots(config, 1 + adapters + 2 if adapters else 1, _RANK, dtype, device)
@@ -138,6 +140,8 @@ class DecodeStep:
                     pool.normal_()
         self.cache.conv.normal_()
         self.cache.recurrent.normal_(std=0.1)
+        if self.cache.waiting is not None:
+            self.cache.waiting.clear()
 
     @torch.inference_mode()
     def launch(
@@ -185,9 +189,11 @@ class DecodeStep:
             self._attention[rows] = DecodeAttention(splits, workspace)
         return self._attention[rows]
 
-    def bytes_a_step(self, rows: int) -> int:
+    def bytes_a_step(self, rows: int) -> float:
         """Read and written by a step, each number once: weights, states, keys and values. Without activations."""
-        states = 2 * rows * (self.cache.conv[:, :1].nbytes + self.cache.recurrent[:, :1].nbytes)
+        states = 2 * rows * self.cache.conv[:, :1].nbytes + (1 + 1 / WAITING_WRITES) * rows * (
+            self.cache.recurrent[:, :1].nbytes
+        )
         tokens = rows * self._context
         kv = sum(
             (pages.keys[0, :1].nbytes + pages.values[0, :1].nbytes) * tokens

@@ -124,32 +124,21 @@ def main() -> None:
         report("torch mul_", [partial(block.mul_, 0.999) for block in blocks], 2)
         for cut in _cuts():
             report(cut.text, [partial(cut.launch, state, turn, sums) for turn in turns], 2 if cut.write else 1)
-        for room, (part, warps) in product(options.room, _STEPS):
-            if room == 0 and part < 64:
+        for room, late, (part, warps) in product(options.room, (True, False), _STEPS):
+            if (late and not room) or (not late and part < 128):
                 continue
             waiting = None
             if room:
                 waiting = WaitingWrites.allocate(
                     _SLOTS, heads=_HEADS, key_dim=_DIM, value_dim=_DIM, room=room, dtype=torch.bfloat16, device=device
                 )
-                # As behind a prompt: heads are written back in different steps.
-                phases = torch.arange(_HEADS, device=device) % room * 17
-                waiting.spans.copy_(phases.view(1, -1, 1).expand_as(waiting.spans))
-
-            def step(
-                slots: Tensor,
-                rows: int = rows,
-                here: WaitingWrites | None = waiting,
-                part: int = part,
-                warps: int = warps,
-            ) -> Tensor:
-                inputs = (mixed[:rows], m.projected[:rows], *m.parameters(), state, slots)
-                return gated_delta_step(*inputs, waiting=here, part=part, num_warps=warps)
-
+                waiting.clear()
+            inputs = (mixed[:rows], m.projected[:rows], *m.parameters(), state)
+            step = partial(gated_delta_step, *inputs, waiting=waiting, late=late, part=part, num_warps=warps)
             report(
-                f"step, {room} writes wait, {part} keys at once, {warps} warps",
+                f"step, room for {room}, {'late' if late else 'at once'}, {part} keys at once, {warps} warps",
                 [partial(step, turn) for turn in turns],
-                1 + 1 / max(1, room),
+                1 + 1 / max(1, room * late),
             )
 
 

@@ -192,6 +192,7 @@ def _gated_delta_step_kernel(
     PART: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     parts: tl.constexpr = BLOCK_K // PART
@@ -208,7 +209,9 @@ def _gated_delta_step_kernel(
         first, end = span_of(waiting, place, 0, VALUE_DIM)
     places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     s = _load_state(places, i, j, KEY_DIM, VALUE_DIM)
-    if ROOM > 0:
+    if ROOM > 0 and not LATE:
+        s = settled(s, waiting, place, first, end, i, j, KEY_DIM, VALUE_DIM, ROOM)
+    if LATE:
         writes = load_writes(waiting, place, first, end, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K, BLOCK_W)
     if PDL:
         gdc_wait()
@@ -224,17 +227,17 @@ def _gated_delta_step_kernel(
             read += s * k[:, None]
             o += s * q[:, None]
     read, o = tl.reduce((read, o), 0, add_pairs)
-    if ROOM > 0:
+    if LATE:
         read, o = with_writes(read, o, writes, token.k, token.q)
     delta, o = write_and_output(token, read, o, mixer.scale)
-    if (ROOM == 0) or (end == ROOM - 1):
+    if (not LATE) or (end == ROOM - 1):
         for part in tl.static_range(parts):
             here = part * PART + i
             k = token.k
             if parts > 1:
                 _, k = load_query_key(row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
                 s = _load_state(places + part * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
-            if ROOM > 0:
+            if LATE:
                 s = settled(s, waiting, place, first, end, here, j, KEY_DIM, VALUE_DIM, ROOM)
             s = tl.exp(token.log_decay) * s + k[:, None] * delta[None, :]
             held = (here[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
@@ -306,6 +309,7 @@ def gated_delta_step(
     slots: Tensor,
     *,
     waiting: WaitingWrites | None = None,
+    late: bool = True,
     out: Tensor | None = None,
     part: int = 128,
     num_warps: int = 4,
@@ -326,6 +330,7 @@ def gated_delta_step(
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous.
         slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
         waiting: of the same slots: what of the states' past is not in ``state`` yet, moves on with it.
+        late: let writes wait; else states are written back in this step. Without ``waiting`` they always are.
         out: [B, value_size], where to write.
         part: key dimensions of a state that a program has in registers at once, a power of two.
         num_warps: of a program, which computes one head of one row. 4 was the fastest on an H200 at 1 to 256 rows, also
@@ -346,15 +351,19 @@ def gated_delta_step(
     if out is None:
         out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows:
+        late = late and waiting is not None
+        if not late:
+            part = shape.key_dim
         mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
         _gated_delta_step_kernel[(rows * shape.value_heads,)](
             mixer,
             state,
             slots,
             waiting.arguments(state) if waiting else NONE,
-            PART=min(part, constants["BLOCK_K"]),
+            PART=min(triton.next_power_of_2(part), constants["BLOCK_K"]),
             ROOM=waiting.room if waiting else 0,
             BLOCK_W=triton.next_power_of_2(waiting.room) if waiting else 1,
+            LATE=late,
             **constants,
             num_warps=num_warps,
         )

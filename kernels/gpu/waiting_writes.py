@@ -87,6 +87,13 @@ class WaitingWrites:
         """All tensors."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
+    def clear(self) -> None:
+        """Nothing waits, as behind a prompt (see none_waits)."""
+        for pool in self.pools():
+            pool.zero_()
+        phase = torch.arange(self.spans.shape[-2], device=self.spans.device) % self.room
+        self.spans += (17 * phase).to(torch.int8)[:, None]
+
     def __getitem__(self, layer: int) -> WaitingWrites:
         """Those of one layer's states."""
         return WaitingWrites(*(pool[layer] for pool in self.pools()))

@@ -32,7 +32,7 @@ _SPLITS = 8
 """Parts of a context in decode attention where the batch is large."""
 _SAMPLER_ROW = 64 * 2**10
 """Histograms and partial results of a row."""
-_WAITING_WRITES = 8
+WAITING_WRITES = 8
 """Of a recurrent state: a decode step then moves 75 KB a head instead of 128; with 4 it would be 82, with 16 75."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Numbers of sequences to fall back to where memory is short."""
@@ -131,7 +131,7 @@ def state_slots(settings: EngineSettings) -> int:
 def waiting_writes(settings: EngineSettings, kind: str) -> int:
     """Writes that a recurrent state on a GPU is behind, at most. Speculation takes states back to where a guess was
     wrong, and needs them whole."""
-    return _WAITING_WRITES if kind == "cuda" and settings.speculative == "none" else 0
+    return WAITING_WRITES if kind == "cuda" and settings.speculative == "none" else 0
 
 
 def _running_slots(settings: EngineSettings) -> int:

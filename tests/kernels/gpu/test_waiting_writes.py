@@ -97,6 +97,9 @@ def test_prompts_before_between_and_behind(device: torch.device) -> None:
     prompt(0, 20)
     # Heads are written back in different steps.
     assert [int(span) for span in waiting.spans[1, :, 0]] == [0, 17, 34, 51]
+    cleared = waiting_for(m, 3, 8)
+    cleared.clear()
+    assert torch.equal(cleared.spans[1], waiting.spans[1])
     for token in range(20, 33):
         step(token)
     prompt(33, 50)
@@ -104,6 +107,22 @@ def test_prompts_before_between_and_behind(device: torch.device) -> None:
         step(token)
     torch.testing.assert_close(out.double(), expected, atol=5e-5, rtol=1e-5)
     torch.testing.assert_close(whole(state, waiting, 1), final, atol=5e-5, rtol=1e-5)
+
+
+def test_written_back_at_once(device: torch.device) -> None:
+    """In any order with steps whose writes wait."""
+    m = mixer(9, device)
+    mixed = m.projected[:, : m.conv_dim].clone()
+    state = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(4)).to(device)
+    waiting, slots = waiting_for(m, 2, 8), torch.ones(1, dtype=torch.int32, device=device)
+    expected, final = exact_delta(m, mixed, m.projected, state[1].clone())
+    for token, late in enumerate([True, True, False, False, True, True, True, False, False]):
+        here = slice(token, token + 1)
+        inputs = (mixed[here], m.projected[here], *m.parameters(), state, slots)
+        out = gated_delta_step(*inputs, waiting=waiting, late=late)
+        torch.testing.assert_close(out.double(), expected[here], **FLOAT32)
+        assert late or not waiting.spans.any()
+    torch.testing.assert_close(state[1].double(), final, **FLOAT32)
 
 
 def test_bfloat16(device: torch.device) -> None:
