@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.graph_timing import graph_times
 from benchmarks.recorder import Recorder, describe
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.gated_delta_step import StepConfig, gated_delta_step
 from kernels.gpu.waiting_writes import WaitingWrites
 from tests.kernels.gpu.delta_support import mixer
 
@@ -89,14 +89,17 @@ def _cuts() -> Iterator[Cut]:
     yield Cut(128, 4, False, "")
 
 
-_STEPS = ((128, 4), (128, 8), (64, 4), (64, 8), (32, 4), (32, 8), (16, 4), (16, 2), (32, 2), (8, 2), (8, 4))
-"""Keys at a time and warps of the step."""
+_AT_ONCE = tuple(StepConfig(256, warps) for warps in (4, 8))
+_LATE = tuple(
+    StepConfig(part, warps)
+    for part, warps in ((16, 1), (8, 1), (32, 1), (8, 2), (16, 2), (32, 2), (16, 4), (64, 4), (256, 4))
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 64, 256])
-    parser.add_argument("--room", type=lambda text: [int(part) for part in text.split(",")], default=[0, 4, 8])
+    parser.add_argument("--room", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     recorder = Recorder(options.out)
@@ -124,9 +127,11 @@ def main() -> None:
         report("torch mul_", [partial(block.mul_, 0.999) for block in blocks], 2)
         for cut in _cuts():
             report(cut.text, [partial(cut.launch, state, turn, sums) for turn in turns], 2 if cut.write else 1)
-        for room, late, (part, warps) in product(options.room, (True, False), _STEPS):
-            if (late and not room) or (not late and part < 128):
-                continue
+        steps = [(0, False, config) for config in _AT_ONCE]
+        steps += [
+            (room, late, c) for room in options.room for late in (True, False) for c in (_LATE if late else _AT_ONCE)
+        ]
+        for room, late, config in steps:
             waiting = None
             if room:
                 waiting = WaitingWrites.allocate(
@@ -134,9 +139,9 @@ def main() -> None:
                 )
                 waiting.clear()
             inputs = (mixed[:rows], m.projected[:rows], *m.parameters(), state)
-            step = partial(gated_delta_step, *inputs, waiting=waiting, late=late, part=part, num_warps=warps)
+            step = partial(gated_delta_step, *inputs, waiting=waiting, late=late, config=config)
             report(
-                f"step, room for {room}, {'late' if late else 'at once'}, {part} keys at once, {warps} warps",
+                f"step, room for {room}, {'late' if late else 'at once'}, {config.part} keys, {config.num_warps} warps",
                 [partial(step, turn) for turn in turns],
                 1 + 1 / max(1, room * late),
             )

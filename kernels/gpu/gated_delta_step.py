@@ -10,6 +10,7 @@ reads a state and writes it back only every few steps.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,32 @@ from kernels.gpu.waiting_writes import (
     add_pairs,
     add_write,
     load_writes,
+    products_of_writes,
     set_span,
     settled,
     span_of,
-    with_writes,
 )
 
 _MANY_ROWS = 64
 """From here on programs that start early are in the way of those that work: inside a step on an H200 a launch of 256
 rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
+
+
+_LATE_ROWS = 16
+"""From here on a step waits for the bytes of states more than for the programs that read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """How a program, which computes one head of one row, goes through a state."""
+
+    part: int
+    """Key dimensions that it has in registers at once, a power of two; fewer than all are read again to be written."""
+    num_warps: int
+
+
+AT_ONCE = StepConfig(part=256, num_warps=4)
+LATE = StepConfig(part=16, num_warps=1)
 
 
 class Mixer(NamedTuple):
@@ -73,8 +91,22 @@ def _add_triples(a, b, c, d, e, f):
     return a + d, b + e, c + f
 
 
+class Inputs(NamedTuple):
+    """What one token brings to a head, as loaded."""
+
+    q: Any
+    k: Any
+    v: Any
+    z: Any
+    b: Any
+    a: Any
+    negative_a: Any
+    dt_bias: Any
+    norm_weight: Any
+
+
 class Token(NamedTuple):
-    """What one token brings to a head, float32; the norms of q and k are factors of results."""
+    """What follows from it, float32; the norms of q and k are factors of results."""
 
     q: Any
     k: Any
@@ -84,6 +116,8 @@ class Token(NamedTuple):
     q_norm: Any
     k_norm: Any
     qk: Any
+    gate: Any
+    """Of the output, the norm's weight with it."""
 
 
 @triton.jit
@@ -91,13 +125,12 @@ def load_query_key(row, head, i, mixer, KEY_HEADS: tl.constexpr, HEADS: tl.const
     """The key dimensions i of a head's query and key."""
     key_head = head // (HEADS // KEY_HEADS)
     vector = mixer.mixed + row * mixer.mixed_stride + key_head * KEY_DIM + i
-    q = tl.load(vector, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    k = tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-    return q, k
+    q = tl.load(vector, mask=i < KEY_DIM, other=0.0)
+    return q, tl.load(vector + KEY_HEADS * KEY_DIM, mask=i < KEY_DIM, other=0.0)
 
 
 @triton.jit
-def load_token(
+def load_inputs(
     row,
     head,
     j,
@@ -109,15 +142,43 @@ def load_token(
     BLOCK_K: tl.constexpr,
 ):
     """Of the value dimensions j."""
+    inside = j < VALUE_DIM
+    channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     q, k = load_query_key(row, head, tl.arange(0, BLOCK_K), mixer, KEY_HEADS, HEADS, KEY_DIM)
-    value = mixer.mixed + row * mixer.mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-    v = tl.load(value, mask=j < VALUE_DIM, other=0.0).to(tl.float32)
-    gates = mixer.projected + row * mixer.projected_stride + 2 * KEY_HEADS * KEY_DIM + 2 * HEADS * VALUE_DIM + head
-    b = tl.load(gates).to(tl.float32)
-    a = tl.load(gates + HEADS).to(tl.float32)
-    g = log_decay(a, tl.load(mixer.negative_a + head), tl.load(mixer.dt_bias + head))
+    value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
+    v = tl.load(mixer.mixed + row * mixer.mixed_stride + value, mask=inside, other=0.0)
+    rest = mixer.projected + row * mixer.projected_stride + channels
+    z = tl.load(rest + head * VALUE_DIM + j, mask=inside, other=0.0)
+    gates = rest + HEADS * VALUE_DIM + head
+    return Inputs(
+        q,
+        k,
+        v,
+        z,
+        tl.load(gates),
+        tl.load(gates + HEADS),
+        tl.load(mixer.negative_a + head),
+        tl.load(mixer.dt_bias + head),
+        tl.load(mixer.norm_weight + j, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
+def prepared(inputs):
+    q, k, z = inputs.q.to(tl.float32), inputs.k.to(tl.float32), inputs.z.to(tl.float32)
+    g = log_decay(inputs.a.to(tl.float32), inputs.negative_a, inputs.dt_bias)
     qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_triples)
-    return Token(q, k, v, g, sigmoid(b), tl.rsqrt(qq + 1e-6), tl.rsqrt(kk + 1e-6), qk)
+    return Token(
+        q,
+        k,
+        inputs.v.to(tl.float32),
+        g,
+        sigmoid(inputs.b.to(tl.float32)),
+        tl.rsqrt(qq + 1e-6),
+        tl.rsqrt(kk + 1e-6),
+        qk,
+        inputs.norm_weight * (z * sigmoid(z)),
+    )
 
 
 @triton.jit
@@ -130,51 +191,19 @@ def write_and_output(token, read, o, scale):
 
 
 @triton.jit
-def advance(
-    s,
-    row,
-    head,
-    j,
-    mixer,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The new state and the output of the value dimensions j of a head, float32."""
-    token = load_token(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+def advance(s, token, scale):
+    """The new state and the output, float32."""
     read, o = tl.reduce((s * token.k[:, None], s * token.q[:, None]), 0, add_pairs)
-    delta, o = write_and_output(token, read, o, mixer.scale)
+    delta, o = write_and_output(token, read, o, scale)
     return tl.exp(token.log_decay) * s + token.k[:, None] * delta[None, :], o
 
 
 @triton.jit
-def store_normed(
-    o,
-    row,
-    head,
-    j,
-    mixer,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
+def store_normed(o, token, row, head, j, mixer, VALUE_DIM: tl.constexpr):
     """The gated norm of a head's output, [value dimensions] float32."""
-    inside = j < VALUE_DIM
-    gate = (
-        mixer.projected
-        + row * mixer.projected_stride
-        + 2 * KEY_HEADS * KEY_DIM
-        + HEADS * VALUE_DIM
-        + head * VALUE_DIM
-        + j
-    )
-    z = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(mixer.norm_weight + j, mask=inside, other=0.0)
-    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + mixer.eps) * weight * (z * sigmoid(z))
-    tl.store(mixer.out + row * mixer.out_stride + head * VALUE_DIM + j, y.to(mixer.out.dtype.element_ty), mask=inside)
+    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + mixer.eps) * token.gate
+    place = mixer.out + row * mixer.out_stride + head * VALUE_DIM + j
+    tl.store(place, y.to(mixer.out.dtype.element_ty), mask=j < VALUE_DIM)
 
 
 @triton.jit
@@ -202,56 +231,59 @@ def _gated_delta_step_kernel(
     head = tl.program_id(0) % HEADS
     if PDL:
         gdc_launch_dependents()
-    # The state is on its way before the kernels ahead are done. It passes through the L2 cache without pushing weights
+    # All loads before anything is computed, small ones first: what follows from those is ready when the state is. The
+    # state is on its way before the kernels ahead are done, and passes through the L2 cache without pushing weights
     # out.
     place = tl.load(slots + row).to(tl.int64) * HEADS + head
+    if not PDL:
+        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
     if ROOM > 0:
         first, end = span_of(waiting, place, 0, VALUE_DIM)
+    if LATE:
+        loaded = load_writes(waiting, place, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K, BLOCK_W)
     places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     s = _load_state(places, i, j, KEY_DIM, VALUE_DIM)
     if ROOM > 0 and not LATE:
         s = settled(s, waiting, place, first, end, i, j, KEY_DIM, VALUE_DIM, ROOM)
-    if LATE:
-        writes = load_writes(waiting, place, first, end, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K, BLOCK_W)
     if PDL:
         gdc_wait()
-    token = load_token(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
-    if parts == 1:
-        read, o = s * token.k[:, None], s * token.q[:, None]
-    else:
-        q, k = load_query_key(row, head, i, mixer, KEY_HEADS, HEADS, KEY_DIM)
-        read, o = s * k[:, None], s * q[:, None]
-        for part in tl.static_range(1, parts):
-            q, k = load_query_key(row, head, part * PART + i, mixer, KEY_HEADS, HEADS, KEY_DIM)
-            s = _load_state(places + part * PART * VALUE_DIM, part * PART + i, j, KEY_DIM, VALUE_DIM)
-            read += s * k[:, None]
-            o += s * q[:, None]
-    read, o = tl.reduce((read, o), 0, add_pairs)
+        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    token = prepared(inputs)
     if LATE:
-        read, o = with_writes(read, o, writes, token.k, token.q)
-    delta, o = write_and_output(token, read, o, mixer.scale)
-    if (not LATE) or (end == ROOM - 1):
+        faded, written_read, written_o = products_of_writes(loaded, first, end, token.k, token.q, BLOCK_W)
+    if parts == 1:
+        read, o = tl.reduce((s * token.k[:, None], s * token.q[:, None]), 0, add_pairs)
+    else:
+        read, o = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
         for part in tl.static_range(parts):
             here = part * PART + i
-            k = token.k
+            if part > 0:
+                s = _load_state(places + part * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
+            q, k = load_query_key(row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
+            more, other = tl.reduce((s * k.to(tl.float32)[:, None], s * q.to(tl.float32)[:, None]), 0, add_pairs)
+            read += more
+            o += other
+    if LATE:
+        read = faded * read + written_read
+        o = faded * o + written_o
+    delta, o = write_and_output(token, read, o, mixer.scale)
+    store_normed(o, token, row, head, j, mixer, VALUE_DIM)
+    if (not LATE) or (end == ROOM - 1):
+        for again in tl.range(parts):
+            here, k = again * PART + i, token.k
             if parts > 1:
                 _, k = load_query_key(row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
-                s = _load_state(places + part * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
+                s = _load_state(places + again * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
             if LATE:
                 s = settled(s, waiting, place, first, end, here, j, KEY_DIM, VALUE_DIM, ROOM)
-            s = tl.exp(token.log_decay) * s + k[:, None] * delta[None, :]
+            s = tl.exp(token.log_decay) * s + k.to(tl.float32)[:, None] * delta[None, :]
             held = (here[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
-            tl.store(
-                places + part * PART * VALUE_DIM,
-                s.to(state.dtype.element_ty),
-                mask=held,
-                eviction_policy="evict_first",
-            )
+            place_of = places + again * PART * VALUE_DIM
+            tl.store(place_of, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
         if ROOM > 0:
             set_span(waiting, place, j, 0, 0, VALUE_DIM)
     else:
         add_write(waiting, place, first, end, token, delta, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K)
-    store_normed(o, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
 
 
 @triton.jit
@@ -309,10 +341,9 @@ def gated_delta_step(
     slots: Tensor,
     *,
     waiting: WaitingWrites | None = None,
-    late: bool = True,
+    late: bool | None = None,
     out: Tensor | None = None,
-    part: int = 128,
-    num_warps: int = 4,
+    config: StepConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """One token of each of B sequences; their states move on in place, each element read and written once, or with
@@ -330,12 +361,10 @@ def gated_delta_step(
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous.
         slots: [B] int32. Rows may share only slot 0, whose contents nobody reads.
         waiting: of the same slots: what of the states' past is not in ``state`` yet, moves on with it.
-        late: let writes wait; else states are written back in this step. Without ``waiting`` they always are.
+        late: let writes wait; False: states are written back in this step, as they are without ``waiting``; None: by
+            the number of rows.
         out: [B, value_size], where to write.
-        part: key dimensions of a state that a program has in registers at once, a power of two.
-        num_warps: of a program, which computes one head of one row. 4 was the fastest on an H200 at 1 to 256 rows, also
-            beside programs that stay and stream blocks of states through shared memory, and beside programs of 168
-            registers, of which three instead of two share a multiprocessor.
+        config: None: by whether writes wait.
         pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state``,
             ``waiting`` or ``slots``.
 
@@ -351,20 +380,22 @@ def gated_delta_step(
     if out is None:
         out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows:
+        if late is None:
+            late = rows >= _LATE_ROWS
         late = late and waiting is not None
-        if not late:
-            part = shape.key_dim
+        if config is None:
+            config = LATE if late else AT_ONCE
         mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
         _gated_delta_step_kernel[(rows * shape.value_heads,)](
             mixer,
             state,
             slots,
             waiting.arguments(state) if waiting else NONE,
-            PART=min(triton.next_power_of_2(part), constants["BLOCK_K"]),
+            PART=min(config.part, constants["BLOCK_K"]),
             ROOM=waiting.room if waiting else 0,
             BLOCK_W=triton.next_power_of_2(waiting.room) if waiting else 1,
             LATE=late,
             **constants,
-            num_warps=num_warps,
+            num_warps=config.num_warps,
         )
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_step import advance, launch_parts, store_normed
+from kernels.gpu.gated_delta_step import advance, launch_parts, load_inputs, prepared, store_normed
 from kernels.gpu.segments import Segments
 
 
@@ -56,8 +56,9 @@ def _gated_delta_verify_kernel(
         gdc_wait()
     for index in tl.range(begin, end):
         row = tl.cast(index, tl.int64)
-        s, o = advance(s, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
-        store_normed(o, row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)
+        token = prepared(load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K))
+        s, o = advance(s, token, mixer.scale)
+        store_normed(o, token, row, head, j, mixer, VALUE_DIM)
     places = state + ((target * HEADS + head) * KEY_DIM + i) * VALUE_DIM + j[None, :]
     tl.store(places, s.to(state.dtype.element_ty), mask=held & (begin < end))
 

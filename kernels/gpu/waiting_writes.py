@@ -92,7 +92,7 @@ class WaitingWrites:
         for pool in self.pools():
             pool.zero_()
         phase = torch.arange(self.spans.shape[-2], device=self.spans.device) % self.room
-        self.spans += (17 * phase).to(torch.int8)[:, None]
+        self.spans.add_((17 * phase).to(torch.int8)[:, None])
 
     def __getitem__(self, layer: int) -> WaitingWrites:
         """Those of one layer's states."""
@@ -117,17 +117,15 @@ NONE = Waiting(None, None, None, None)
 """Of states that are always written back."""
 
 
-class Writes(NamedTuple):
-    """What waits for a head, as far as a program has loaded it, float32; zeros where nothing waits."""
+class Loaded(NamedTuple):
+    """All that can wait for a head; of it waits what a span says."""
 
     keys: Any
     """[writes, key dimensions]."""
     deltas: Any
     """[writes, value dimensions]."""
-    fade: Any
-    """[writes]: by what each has faded since."""
-    faded: Any
-    """By what the state has."""
+    decays: Any
+    """[writes]."""
 
 
 @triton.jit
@@ -152,8 +150,6 @@ def set_span(waiting, place, j, first, end, VALUE_DIM: tl.constexpr):
 def load_writes(
     waiting,
     place,
-    first,
-    end,
     j,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -161,26 +157,33 @@ def load_writes(
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Writes first to end - 1 of a head, of the value dimensions j."""
+    """Of the value dimensions j; whatever the span says, so that this does not wait for it."""
     i = tl.arange(0, BLOCK_K)[None, :]
     p = tl.arange(0, BLOCK_W)
-    waits = (p >= first) & (p < end)
+    # The last one is written back with the state.
+    exists = p[:, None] < ROOM - 1
     at = place * ROOM + p
-    keys = tl.load(waiting.keys + at[:, None] * KEY_DIM + i, mask=waits[:, None] & (i < KEY_DIM), other=0.0)
-    held = waits[:, None] & (j[None, :] < VALUE_DIM)
+    keys = tl.load(waiting.keys + at[:, None] * KEY_DIM + i, mask=exists & (i < KEY_DIM), other=0.0)
+    held = exists & (j[None, :] < VALUE_DIM)
     deltas = tl.load(waiting.deltas + at[:, None] * VALUE_DIM + j[None, :], mask=held, other=0.0)
-    decays = tl.load(waiting.decays + at, mask=waits, other=0.0)
-    behind = tl.sum(tl.where(p[:, None] > p[None, :], decays[:, None], 0.0), axis=0)
-    return Writes(keys.to(tl.float32), deltas, tl.exp(behind), tl.exp(tl.sum(decays)))
+    return Loaded(keys, deltas, tl.load(waiting.decays + at, mask=p < ROOM - 1, other=0.0))
 
 
 @triton.jit
-def with_writes(read, o, writes, k, q):
-    """Products of a state with a key and a query, [value dimensions], become those of the state with what waits."""
-    along, across = tl.reduce((writes.keys * k[None, :], writes.keys * q[None, :]), 1, add_pairs)
-    along, across = writes.fade * along, writes.fade * across
-    more, other = tl.reduce((along[:, None] * writes.deltas, across[:, None] * writes.deltas), 0, add_pairs)
-    return writes.faded * read + more, writes.faded * o + other
+def products_of_writes(loaded, first, end, k, q, BLOCK_W: tl.constexpr):
+    """By what a state has faded, and what its products with a key and a query, [value dimensions], lack."""
+    p = tl.arange(0, BLOCK_W)
+    waits = (p >= first) & (p < end)
+    decays = tl.where(waits, loaded.decays, 0.0)
+    behind = tl.sum(tl.where(p[:, None] > p[None, :], decays[:, None], 0.0), axis=0)
+    fade = tl.where(waits, tl.exp(behind), 0.0)
+    # Whatever has been left where nothing waits, even NaN, is not to be multiplied.
+    keys = tl.where(waits[:, None], loaded.keys.to(tl.float32), 0.0)
+    deltas = tl.where(waits[:, None], loaded.deltas, 0.0)
+    along, across = tl.reduce((keys * k[None, :], keys * q[None, :]), 1, add_pairs)
+    along, across = fade * along, fade * across
+    read, o = tl.reduce((along[:, None] * deltas, across[:, None] * deltas), 0, add_pairs)
+    return tl.exp(tl.sum(decays)), read, o
 
 
 @triton.jit
@@ -207,13 +210,28 @@ def add_write(
 
 
 @triton.jit
+def _with_write(s, waiting, at, exists, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    k = tl.load(waiting.keys + at * KEY_DIM + i, mask=exists & (i < KEY_DIM), other=0.0).to(tl.float32)
+    delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=exists & (j < VALUE_DIM), other=0.0)
+    return tl.exp(tl.load(waiting.decays + at, mask=exists, other=0.0)) * s + k[:, None] * delta[None, :]
+
+
+@triton.jit
 def settled(s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr):
-    """[i, j] of a state with what waits for it, one write after the other."""
+    """[i, j] of a state with what waits for it, one write after the other; where mostly nothing does."""
     for write in tl.range(first, end):
-        at = place * ROOM + write
-        k = tl.load(waiting.keys + at * KEY_DIM + i, mask=i < KEY_DIM, other=0.0).to(tl.float32)
-        delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
-        s = tl.exp(tl.load(waiting.decays + at)) * s + k[:, None] * delta[None, :]
+        s = _with_write(s, waiting, place * ROOM + write, True, i, j, KEY_DIM, VALUE_DIM)
+    return s
+
+
+@triton.jit
+def settled_all(
+    s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr
+):
+    """The same where mostly as much waits as can: no load waits for another."""
+    for write in tl.static_range(ROOM - 1):
+        exists = (write >= first) & (write < end)
+        s = _with_write(s, waiting, place * ROOM + write, exists, i, j, KEY_DIM, VALUE_DIM)
     return s
 
 

@@ -81,11 +81,14 @@ class FusedForward:
         self._pdl = pdl
         self._beside = Beside(inverse.device)
         self._chunk: ChunkConfig | None = None
+        self._late: bool | None = None
+        """Whether decodes let writes to states wait; None: by their number."""
         self._rope = (0, 0, 0)
         """Rows, heads and warps of a program; 0: the kernel's own choice."""
         if batch_invariant:
             exact = weights.embedding.dtype == torch.float32
             self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.MANY
+            self._late = False
             self._rope = (4, 1, 4)
 
     def one_of_each_layer(self) -> FusedForward:
@@ -267,7 +270,15 @@ class FusedForward:
                 if not convolved:
                     conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=pdl)
                 gated_delta_step(
-                    mixed[:decodes], here, *parameters, recurrent, slots, waiting=waiting, out=out[:decodes], pdl=pdl
+                    mixed[:decodes],
+                    here,
+                    *parameters,
+                    recurrent,
+                    slots,
+                    waiting=waiting,
+                    late=self._late,
+                    out=out[:decodes],
+                    pdl=pdl,
                 )
         if rows.segments is not None:
             conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)

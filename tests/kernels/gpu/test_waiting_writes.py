@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.gated_delta_chunk import gated_delta_prefill
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.gated_delta_step import StepConfig, gated_delta_step
 from kernels.gpu.segments import Segments
 from kernels.gpu.waiting_writes import WaitingWrites
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -62,7 +62,8 @@ def test_steps(
     for token in range(tokens):
         rows, old = slice(2 * token, 2 * token + 2), state.clone()
         here = (mixed[rows], m.projected[rows])
-        out = gated_delta_step(*here, *m.parameters(), state, index, waiting=waiting, part=part)
+        config = StepConfig(part, 4)
+        out = gated_delta_step(*here, *m.parameters(), state, index, waiting=waiting, late=True, config=config)
         written += int((state != old).flatten(2).any(2).sum())
         for row, slot in enumerate(slots):
             expected, exact[slot] = exact_delta(m, *(each[row : row + 1] for each in here), exact[slot])
@@ -92,7 +93,9 @@ def test_prompts_before_between_and_behind(device: torch.device) -> None:
     def step(token: int) -> None:
         here = slice(token, token + 1)
         slots = torch.ones(1, dtype=torch.int32, device=device)
-        gated_delta_step(mixed[here], m.projected[here], *m.parameters(), state, slots, waiting=waiting, out=out[here])
+        gated_delta_step(
+            mixed[here], m.projected[here], *m.parameters(), state, slots, waiting=waiting, late=True, out=out[here]
+        )
 
     prompt(0, 20)
     # Heads are written back in different steps.
@@ -137,7 +140,9 @@ def test_bfloat16(device: torch.device) -> None:
         state, waiting = start.clone(), waiting_for(m, 2, room) if room else None
         for token in range(tokens):
             here = slice(token, token + 1)
-            out = gated_delta_step(mixed[here], m.projected[here], *m.parameters(), state, slots, waiting=waiting)
+            out = gated_delta_step(
+                mixed[here], m.projected[here], *m.parameters(), state, slots, waiting=waiting, late=True
+            )
             if waiting:
                 torch.testing.assert_close(out.double(), expected[here], atol=0.02, rtol=2**-5)
         errors.append(float((state[1].double() - final).norm()))
@@ -154,7 +159,9 @@ def test_extreme_decays(device: torch.device) -> None:
     expected, final = exact_delta(m, mixed, m.projected, state[1].clone())
     for token in range(12):
         here = slice(token, token + 1)
-        out = gated_delta_step(mixed[here], m.projected[here], *m.parameters(), state, slots, waiting=waiting)
+        out = gated_delta_step(
+            mixed[here], m.projected[here], *m.parameters(), state, slots, waiting=waiting, late=True
+        )
         torch.testing.assert_close(out.double(), expected[here], atol=3e-5, rtol=1e-5)
     torch.testing.assert_close(whole(state, waiting, 1), final, atol=1e-5, rtol=1e-5)
 
@@ -164,7 +171,9 @@ def test_padding_stays_within_its_scratch(device: torch.device) -> None:
     state, waiting = torch.full((2, 4, 16, 16), float("nan"), device=device), waiting_for(m, 2, 3)
     slots = torch.zeros(3, dtype=torch.int32, device=device)
     for _ in range(7):
-        gated_delta_step(m.projected[:, : m.conv_dim], m.projected, *m.parameters(), state, slots, waiting=waiting)
+        gated_delta_step(
+            m.projected[:, : m.conv_dim], m.projected, *m.parameters(), state, slots, waiting=waiting, late=True
+        )
         assert int(waiting.spans[0].max()) < 3
     assert all(not pool[1].any() for pool in waiting.pools())
 
@@ -179,3 +188,27 @@ def test_shapes_are_checked(device: torch.device) -> None:
         )
     with pytest.raises(ValueError, match="not 9"):
         waiting_for(m, 2, 9)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("late", [True, None])
+def test_the_real_shape(device: torch.device, late: bool | None) -> None:
+    """Also as the number of rows chooses: a large batch that shrinks goes from writes that wait to none."""
+    tokens, rows = 12, 40
+    shape = {"key_heads": 16, "heads": 32, "key_dim": 128, "value_dim": 128}
+    m = mixer(tokens * rows, device, dtype=torch.bfloat16, **shape)
+    mixed = m.projected[:, : m.conv_dim].contiguous()
+    state = torch.randn(rows + 1, 32, 128, 128, generator=torch.Generator().manual_seed(3)).to(device)
+    waiting, slots = waiting_for(m, rows + 1, 8), torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    waiting.clear()
+    exact = {row: state[row + 1].double() for row in (0, 3)}
+    for token in range(tokens):
+        count = rows if token < tokens // 2 else 4
+        here = slice(token * rows, token * rows + count)
+        inputs = (mixed[here], m.projected[here])
+        out = gated_delta_step(*inputs, *m.parameters(), state, slots[:count], waiting=waiting, late=late)
+        for row, before in exact.items():
+            expected, exact[row] = exact_delta(m, *(each[row : row + 1] for each in inputs), before)
+            torch.testing.assert_close(out[row].double(), expected[0], atol=2e-3, rtol=2**-7)
+    for row, final in exact.items():
+        torch.testing.assert_close(whole(state, waiting, row + 1), final, atol=1e-4, rtol=1e-4)
