@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.graph_timing import graph_times
 from benchmarks.recorder import Recorder, describe
-from kernels.gpu.gated_delta_step import StepConfig, gated_delta_step
+from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.waiting_writes import WaitingWrites
 from tests.kernels.gpu.delta_support import mixer
 
@@ -89,11 +89,8 @@ def _cuts() -> Iterator[Cut]:
     yield Cut(128, 4, False, "")
 
 
-_AT_ONCE = tuple(StepConfig(256, warps) for warps in (4, 8))
-_LATE = tuple(
-    StepConfig(part, warps)
-    for part, warps in ((16, 1), (8, 1), (32, 1), (8, 2), (16, 2), (32, 2), (16, 4), (64, 4), (256, 4))
-)
+_PARTS = (64, 32, 16, 8)
+"""Keys at a time of the step whose writes wait."""
 
 
 def main() -> None:
@@ -127,11 +124,7 @@ def main() -> None:
         report("torch mul_", [partial(block.mul_, 0.999) for block in blocks], 2)
         for cut in _cuts():
             report(cut.text, [partial(cut.launch, state, turn, sums) for turn in turns], 2 if cut.write else 1)
-        steps = [(0, False, config) for config in _AT_ONCE]
-        steps += [
-            (room, late, c) for room in options.room for late in (True, False) for c in (_LATE if late else _AT_ONCE)
-        ]
-        for room, late, config in steps:
+        for room, part in ((0, 0), *product(options.room, (0, *_PARTS))):
             waiting = None
             if room:
                 waiting = WaitingWrites.allocate(
@@ -139,11 +132,11 @@ def main() -> None:
                 )
                 waiting.clear()
             inputs = (mixed[:rows], m.projected[:rows], *m.parameters(), state)
-            step = partial(gated_delta_step, *inputs, waiting=waiting, late=late, config=config)
+            step = partial(gated_delta_step, *inputs, waiting=waiting, late=part > 0, part=part)
             report(
-                f"step, room for {room}, {'late' if late else 'at once'}, {config.part} keys, {config.num_warps} warps",
+                f"step, {room} may wait, {f'{part} keys at once' if part else 'written back'}",
                 [partial(step, turn) for turn in turns],
-                1 + 1 / max(1, room * late),
+                1 + 1 / (room if part else 1),
             )
 
 

@@ -29,7 +29,7 @@ from kernels.gpu import gated_delta_chunk as chunk
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.delta_shape import DeltaShape
 from kernels.gpu.gated_delta_chunk import ChunkConfig
-from kernels.gpu.gated_delta_step import AT_ONCE, StepConfig, gated_delta_step
+from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.gated_delta_tiles import Tiles, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.segments import Segments
@@ -190,7 +190,7 @@ class Layer:
             self.state if state is None else state,
             slots,
             out=self.out,
-            config=StepConfig(AT_ONCE.part, num_warps),
+            num_warps=num_warps,
             pdl=pdl,
         )
 
@@ -261,8 +261,7 @@ def _step(num_warps: int, device: torch.device) -> dict[str, float]:
     m, before = layer.m, torch.randn(4, *STATE, device=device)
     state, out = before.clone(), torch.empty(2, SHAPE.value_size, device=device)
     slots = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    config = StepConfig(AT_ONCE.part, num_warps)
-    gated_delta_step(layer.mixed[:2], m.projected[:2], *m.parameters(), state, slots, out=out, config=config)
+    gated_delta_step(layer.mixed[:2], m.projected[:2], *m.parameters(), state, slots, out=out, num_warps=num_warps)
     figures = {"error": 0.0}
     for row, slot in enumerate(slots.tolist()):
         here = slice(row, row + 1)

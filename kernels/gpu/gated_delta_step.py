@@ -10,7 +10,6 @@ reads a state and writes it back only every few steps.
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,8 @@ from kernels.gpu.waiting_writes import (
     WaitingWrites,
     add_pairs,
     add_write,
-    load_writes,
+    none_waits,
     products_of_writes,
-    set_span,
     settled,
     span_of,
 )
@@ -37,21 +35,8 @@ _MANY_ROWS = 64
 rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
 
 
-_LATE_ROWS = 16
+_LATE_ROWS = 48
 """From here on a step waits for the bytes of states more than for the programs that read them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepConfig:
-    """How a program, which computes one head of one row, goes through a state."""
-
-    part: int
-    """Key dimensions that it has in registers at once, a power of two; fewer than all are read again to be written."""
-    num_warps: int
-
-
-AT_ONCE = StepConfig(part=256, num_warps=4)
-LATE = StepConfig(part=16, num_warps=1)
 
 
 class Mixer(NamedTuple):
@@ -218,78 +203,114 @@ def _gated_delta_step_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    ROOM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """States are written back, with whatever has waited."""
+    i = tl.arange(0, BLOCK_K)
+    j = tl.arange(0, BLOCK_V)
+    row = (tl.program_id(0) // HEADS).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    if PDL:
+        gdc_launch_dependents()
+    # The state is on its way before the kernels ahead are done.
+    place = tl.load(slots + row).to(tl.int64) * HEADS + head
+    if not PDL:
+        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    if ROOM > 0:
+        first, end = span_of(waiting, place, 0, VALUE_DIM)
+    s = load_state(state, place, i, j, KEY_DIM, VALUE_DIM)
+    if ROOM > 0:
+        s = settled(s, waiting, place, first, end, i, j, KEY_DIM, VALUE_DIM, ROOM)
+    if PDL:
+        gdc_wait()
+        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    token = prepared(inputs)
+    s, o = advance(s, token, mixer.scale)
+    store_state(s, state, place, i, j, KEY_DIM, VALUE_DIM)
+    store_normed(o, token, row, head, j, mixer, VALUE_DIM)
+    if ROOM > 0:
+        none_waits(waiting, place, head, j, VALUE_DIM, ROOM)
+
+
+@triton.jit
+def _late_step_kernel(
+    mixer,
+    state,
+    slots,
+    waiting,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PART: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    parts: tl.constexpr = BLOCK_K // PART
+    """Writes wait, and states whose room is taken are written back before one more does.
+
+    A warp has a head, so that nothing is summed over warps, and goes through its state in parts: many such programs
+    share a multiprocessor, and while some wait for memory others compute.
+    """
     i = tl.arange(0, PART)
     j = tl.arange(0, BLOCK_V)
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     if PDL:
         gdc_launch_dependents()
-    # All loads before anything is computed, small ones first: what follows from those is ready when the state is. The
-    # state is on its way before the kernels ahead are done, and passes through the L2 cache without pushing weights
-    # out.
-    place = tl.load(slots + row).to(tl.int64) * HEADS + head
-    if not PDL:
-        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
-    if ROOM > 0:
-        first, end = span_of(waiting, place, 0, VALUE_DIM)
-    if LATE:
-        loaded = load_writes(waiting, place, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K, BLOCK_W)
-    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
-    s = _load_state(places, i, j, KEY_DIM, VALUE_DIM)
-    if ROOM > 0 and not LATE:
-        s = settled(s, waiting, place, first, end, i, j, KEY_DIM, VALUE_DIM, ROOM)
-    if PDL:
         gdc_wait()
-        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    place = tl.load(slots + row).to(tl.int64) * HEADS + head
+    first, end = span_of(waiting, place, 0, VALUE_DIM)
     token = prepared(inputs)
-    if LATE:
-        faded, written_read, written_o = products_of_writes(loaded, first, end, token.k, token.q, BLOCK_W)
-    if parts == 1:
-        read, o = tl.reduce((s * token.k[:, None], s * token.q[:, None]), 0, add_pairs)
-    else:
-        read, o = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
-        for part in tl.static_range(parts):
+    read, o = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
+    if end == ROOM:
+        for part in tl.range(BLOCK_K // PART):
             here = part * PART + i
-            if part > 0:
-                s = _load_state(places + part * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
-            q, k = load_query_key(row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
-            more, other = tl.reduce((s * k.to(tl.float32)[:, None], s * q.to(tl.float32)[:, None]), 0, add_pairs)
-            read += more
-            o += other
-    if LATE:
+            s = load_state(state, place, here, j, KEY_DIM, VALUE_DIM)
+            s = settled(s, waiting, place, first, end, here, j, KEY_DIM, VALUE_DIM, ROOM)
+            store_state(s, state, place, here, j, KEY_DIM, VALUE_DIM)
+            read, o = _add_products(read, o, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
+        first, end = 0, 0
+    else:
+        faded, written_read, written_o = products_of_writes(
+            waiting, place, first, end, j, token.k, token.q, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K, BLOCK_W
+        )
+        for part in tl.static_range(BLOCK_K // PART):
+            here = part * PART + i
+            s = load_state(state, place, here, j, KEY_DIM, VALUE_DIM)
+            read, o = _add_products(read, o, s, row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
         read = faded * read + written_read
         o = faded * o + written_o
     delta, o = write_and_output(token, read, o, mixer.scale)
+    add_write(waiting, place, first, end, token, delta, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K)
     store_normed(o, token, row, head, j, mixer, VALUE_DIM)
-    if (not LATE) or (end == ROOM - 1):
-        for again in tl.range(parts):
-            here, k = again * PART + i, token.k
-            if parts > 1:
-                _, k = load_query_key(row, head, here, mixer, KEY_HEADS, HEADS, KEY_DIM)
-                s = _load_state(places + again * PART * VALUE_DIM, here, j, KEY_DIM, VALUE_DIM)
-            if LATE:
-                s = settled(s, waiting, place, first, end, here, j, KEY_DIM, VALUE_DIM, ROOM)
-            s = tl.exp(token.log_decay) * s + k.to(tl.float32)[:, None] * delta[None, :]
-            held = (here[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
-            place_of = places + again * PART * VALUE_DIM
-            tl.store(place_of, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
-        if ROOM > 0:
-            set_span(waiting, place, j, 0, 0, VALUE_DIM)
-    else:
-        add_write(waiting, place, first, end, token, delta, j, KEY_DIM, VALUE_DIM, ROOM, BLOCK_K)
 
 
 @triton.jit
-def _load_state(places, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+def _add_products(read, o, s, row, head, i, mixer, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
+    """Of the key dimensions i of a state with the token's key and query."""
+    q, k = load_query_key(row, head, i, mixer, KEY_HEADS, HEADS, KEY_DIM)
+    more, other = tl.reduce((s * k.to(tl.float32)[:, None], s * q.to(tl.float32)[:, None]), 0, add_pairs)
+    return read + more, o + other
+
+
+@triton.jit
+def load_state(state, place, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """[i, j] of a head's state, float32. It passes through the L2 cache without pushing weights out."""
+    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
     held = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
     return tl.load(places, mask=held, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def store_state(s, state, place, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+    held = (i[:, None] < KEY_DIM) & (j[None, :] < VALUE_DIM)
+    tl.store(places, s.to(state.dtype.element_ty), mask=held, eviction_policy="evict_first")
 
 
 def launch_parts(
@@ -343,7 +364,8 @@ def gated_delta_step(
     waiting: WaitingWrites | None = None,
     late: bool | None = None,
     out: Tensor | None = None,
-    config: StepConfig | None = None,
+    num_warps: int = 4,
+    part: int = 32,
     pdl: bool = False,
 ) -> Tensor:
     """One token of each of B sequences; their states move on in place, each element read and written once, or with
@@ -364,7 +386,10 @@ def gated_delta_step(
         late: let writes wait; False: states are written back in this step, as they are without ``waiting``; None: by
             the number of rows.
         out: [B, value_size], where to write.
-        config: None: by whether writes wait.
+        num_warps: of a program that writes its state back. 4 was the fastest on an H200 at 1 to 256 rows, also beside
+            programs that stay and stream blocks of states through shared memory, and beside programs of 168 registers,
+            of which three instead of two share a multiprocessor.
+        part: key dimensions that a program whose write waits has in registers at once, a power of two.
         pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state``,
             ``waiting`` or ``slots``.
 
@@ -379,23 +404,28 @@ def gated_delta_step(
     pdl = pdl and rows < _MANY_ROWS
     if out is None:
         out = torch.empty(rows, shape.value_size, dtype=mixed.dtype, device=mixed.device)
-    if rows:
-        if late is None:
-            late = rows >= _LATE_ROWS
-        late = late and waiting is not None
-        if config is None:
-            config = LATE if late else AT_ONCE
-        mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
-        _gated_delta_step_kernel[(rows * shape.value_heads,)](
-            mixer,
-            state,
-            slots,
-            waiting.arguments(state) if waiting else NONE,
-            PART=min(config.part, constants["BLOCK_K"]),
-            ROOM=waiting.room if waiting else 0,
-            BLOCK_W=triton.next_power_of_2(waiting.room) if waiting else 1,
-            LATE=late,
-            **constants,
-            num_warps=config.num_warps,
-        )
+    if not rows:
+        return out
+    mixer, constants = launch_parts(mixed, projected, negative_a, dt_bias, norm_weight, eps, out, shape, pdl)
+    grid = (rows * shape.value_heads,)
+    if waiting is None:
+        _gated_delta_step_kernel[grid](mixer, state, slots, NONE, ROOM=0, **constants, num_warps=num_warps)
+        return out
+    room, writes = waiting.room, waiting.arguments(state)
+    if late is None:
+        late = rows >= _LATE_ROWS
+    if not late:
+        _gated_delta_step_kernel[grid](mixer, state, slots, writes, ROOM=room, **constants, num_warps=num_warps)
+        return out
+    _late_step_kernel[grid](
+        mixer,
+        state,
+        slots,
+        writes,
+        PART=min(part, constants["BLOCK_K"]),
+        ROOM=room,
+        BLOCK_W=triton.next_power_of_2(room),
+        **constants,
+        num_warps=1,
+    )
     return out

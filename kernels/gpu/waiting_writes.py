@@ -117,17 +117,6 @@ NONE = Waiting(None, None, None, None)
 """Of states that are always written back."""
 
 
-class Loaded(NamedTuple):
-    """All that can wait for a head; of it waits what a span says."""
-
-    keys: Any
-    """[writes, key dimensions]."""
-    deltas: Any
-    """[writes, value dimensions]."""
-    decays: Any
-    """[writes]."""
-
-
 @triton.jit
 def add_pairs(a, b, c, d):
     return a + c, b + d
@@ -147,39 +136,31 @@ def set_span(waiting, place, j, first, end, VALUE_DIM: tl.constexpr):
 
 
 @triton.jit
-def load_writes(
+def products_of_writes(
     waiting,
     place,
+    first,
+    end,
     j,
+    k,
+    q,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Of the value dimensions j; whatever the span says, so that this does not wait for it."""
+    """By what a state has faded, and what its products with a key and a query, [j] each, lack."""
     i = tl.arange(0, BLOCK_K)[None, :]
     p = tl.arange(0, BLOCK_W)
-    # The last one is written back with the state.
-    exists = p[:, None] < ROOM - 1
-    at = place * ROOM + p
-    keys = tl.load(waiting.keys + at[:, None] * KEY_DIM + i, mask=exists & (i < KEY_DIM), other=0.0)
-    held = exists & (j[None, :] < VALUE_DIM)
-    deltas = tl.load(waiting.deltas + at[:, None] * VALUE_DIM + j[None, :], mask=held, other=0.0)
-    return Loaded(keys, deltas, tl.load(waiting.decays + at, mask=p < ROOM - 1, other=0.0))
-
-
-@triton.jit
-def products_of_writes(loaded, first, end, k, q, BLOCK_W: tl.constexpr):
-    """By what a state has faded, and what its products with a key and a query, [value dimensions], lack."""
-    p = tl.arange(0, BLOCK_W)
     waits = (p >= first) & (p < end)
-    decays = tl.where(waits, loaded.decays, 0.0)
-    behind = tl.sum(tl.where(p[:, None] > p[None, :], decays[:, None], 0.0), axis=0)
-    fade = tl.where(waits, tl.exp(behind), 0.0)
-    # Whatever has been left where nothing waits, even NaN, is not to be multiplied.
-    keys = tl.where(waits[:, None], loaded.keys.to(tl.float32), 0.0)
-    deltas = tl.where(waits[:, None], loaded.deltas, 0.0)
+    at = place * ROOM + p
+    keys = tl.load(waiting.keys + at[:, None] * KEY_DIM + i, mask=waits[:, None] & (i < KEY_DIM), other=0.0)
+    held = waits[:, None] & (j[None, :] < VALUE_DIM)
+    deltas = tl.load(waiting.deltas + at[:, None] * VALUE_DIM + j[None, :], mask=held, other=0.0)
+    decays = tl.load(waiting.decays + at, mask=waits, other=0.0)
+    fade = tl.exp(tl.sum(tl.where(p[:, None] > p[None, :], decays[:, None], 0.0), axis=0))
+    keys = keys.to(tl.float32)
     along, across = tl.reduce((keys * k[None, :], keys * q[None, :]), 1, add_pairs)
     along, across = fade * along, fade * across
     read, o = tl.reduce((along[:, None] * deltas, across[:, None] * deltas), 0, add_pairs)
@@ -210,28 +191,13 @@ def add_write(
 
 
 @triton.jit
-def _with_write(s, waiting, at, exists, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    k = tl.load(waiting.keys + at * KEY_DIM + i, mask=exists & (i < KEY_DIM), other=0.0).to(tl.float32)
-    delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=exists & (j < VALUE_DIM), other=0.0)
-    return tl.exp(tl.load(waiting.decays + at, mask=exists, other=0.0)) * s + k[:, None] * delta[None, :]
-
-
-@triton.jit
 def settled(s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr):
-    """[i, j] of a state with what waits for it, one write after the other; where mostly nothing does."""
+    """[i, j] of a state with what waits for it, one write after the other."""
     for write in tl.range(first, end):
-        s = _with_write(s, waiting, place * ROOM + write, True, i, j, KEY_DIM, VALUE_DIM)
-    return s
-
-
-@triton.jit
-def settled_all(
-    s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROOM: tl.constexpr
-):
-    """The same where mostly as much waits as can: no load waits for another."""
-    for write in tl.static_range(ROOM - 1):
-        exists = (write >= first) & (write < end)
-        s = _with_write(s, waiting, place * ROOM + write, exists, i, j, KEY_DIM, VALUE_DIM)
+        at = place * ROOM + write
+        k = tl.load(waiting.keys + at * KEY_DIM + i, mask=i < KEY_DIM, other=0.0).to(tl.float32)
+        delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
+        s = tl.exp(tl.load(waiting.decays + at)) * s + k[:, None] * delta[None, :]
     return s
 
 

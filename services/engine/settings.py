@@ -63,7 +63,7 @@ class EngineSettings(CommonSettings):
     """Most tokens of one step: decodes first, the rest prefill chunks; 0: 512 on cpu, 8192 on cuda."""
     mixed_prefill_tokens: int = Field(0, ge=0)
     """Most prefill tokens of a step that also decodes: bounds the time between tokens; 0: what the budget leaves on
-    cpu, 2048 on cuda."""
+    cpu, 3840 on cuda (4096 tokens a step beside 256 decodes, some 60 ms on an H200)."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of the device's memory that the plan may hand out."""
 
@@ -145,7 +145,7 @@ class EngineSettings(CommonSettings):
             update={
                 "max_num_seqs": sequences,
                 "token_budget": budget,
-                "mixed_prefill_tokens": self.mixed_prefill_tokens or (2048 if cuda else budget),
+                "mixed_prefill_tokens": self.mixed_prefill_tokens or (3840 if cuda else budget),
             }
         )
 

@@ -27,7 +27,7 @@ _GRAPH_COPIES = 4
 _GRAPH_FIXED = 512 * 2**20
 """Some hundred captured graphs, kernels, the workspaces of matrix products."""
 _CAPTURED_PREFILL = 2048
-"""Tokens of the longest prefill that is captured."""
+"""Tokens of the longest prefill that is captured, alone or beside decodes."""
 _SPLITS = 8
 """Parts of a context in decode attention where the batch is large."""
 _SAMPLER_ROW = 64 * 2**10
@@ -115,7 +115,8 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
 
 def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, row: int) -> int:
     """What graphs keep: the tensors of the largest captured step, a decoded matrix where its prefill needs one."""
-    rows = max(captured + settings.mixed_prefill_tokens, min(_CAPTURED_PREFILL, settings.token_budget))
+    prefill = min(_CAPTURED_PREFILL, settings.token_budget)
+    rows = max(captured + min(settings.mixed_prefill_tokens, _CAPTURED_PREFILL), prefill)
     if settings.speculative != "none":
         # Outputs of two graphs a shape, which nothing shares.
         rows = 2 * max(rows, MOST_VERIFIED * captured)

@@ -310,7 +310,7 @@ class InStep:
         assert len(ours.tokens) == len(result.tokens)
         for logits, expected in zip(self._ours, self._expected, strict=True):
             error = float((logits.float().cpu() - expected.float().cpu()).abs().max())
-            assert error <= self.tolerance, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks]
+            assert error <= self.tolerance, (error, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks])
             self.errors.append(error)
         for mine, theirs in zip(ours.tokens, result.tokens, strict=True):
             assert mine.error is None

@@ -36,7 +36,7 @@ def test_budget_below_the_batch_is_refused() -> None:
 def test_zero_means_by_device() -> None:
     cpu, cuda = EngineSettings().for_device("cpu"), EngineSettings().for_device("cuda")
     assert (cpu.max_num_seqs, cpu.token_budget, cpu.mixed_prefill_tokens) == (64, 512, 512)
-    assert (cuda.max_num_seqs, cuda.token_budget, cuda.mixed_prefill_tokens) == (256, 8192, 2048)
+    assert (cuda.max_num_seqs, cuda.token_budget, cuda.mixed_prefill_tokens) == (256, 8192, 3840)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -173,7 +173,7 @@ def test_a_smaller_card_runs_fewer_sequences(gib: int, quantization: str) -> Non
     chosen, made = plan(QWEN_4B, settings(quantization=quantization), BF16, H200, gib * GIB)
     assert 4 <= chosen.max_num_seqs < 256
     assert made.total <= 0.9 * gib * GIB
-    assert made.states == state_slots(chosen) * slot_bytes(QWEN_4B, Formats(2))
+    assert made.states == state_slots(chosen) * slot_bytes(QWEN_4B, Formats(2, waiting_writes=WAITING_WRITES))
     assert made.capacity_tokens >= 16384
 
 
