@@ -19,7 +19,7 @@ from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.engine import build_engine
-from services.pod.memory import count_parameters, footprint, formats, plan, state_slots
+from services.pod.memory import WAITING_WRITES, count_parameters, footprint, formats, plan, state_slots
 from tests.parity.reference import BASE, CONFIGS, make_checkpoint
 
 GIB = 1024**3
