@@ -194,7 +194,7 @@ def test_shapes_are_checked(device: torch.device) -> None:
 @pytest.mark.parametrize("late", [True, None])
 def test_the_real_shape(device: torch.device, late: bool | None) -> None:
     """Also as the number of rows chooses: a large batch that shrinks goes from writes that wait to none."""
-    tokens, rows = 12, 40
+    tokens, rows = 12, 64
     shape = {"key_heads": 16, "heads": 32, "key_dim": 128, "value_dim": 128}
     m = mixer(tokens * rows, device, dtype=torch.bfloat16, **shape)
     mixed = m.projected[:, : m.conv_dim].contiguous()
