@@ -63,6 +63,15 @@ def test_graphs_of_decodes_prefills_and_mixed_steps(pairs: dict[str, Pair], name
     assert run.runner.replays >= run.steps // 2
 
 
+def test_graphs_of_steps_whose_writes_wait(pairs: dict[str, Pair]) -> None:
+    """As in large batches, here in small ones: graphs of one size find states as those of another left them."""
+    fused = Qwen3_5.from_directory(pairs["grouped"].path, dtype="float32", device="cuda")
+    limits = replace(LIMITS, max_num_seqs=20, num_slots=40, num_blocks=200, token_budget=300, mixed_prefill_tokens=64)
+    run = InStep(pairs["grouped"].model, fused, limits, pending=True, largest_graph=24, late=True)
+    run.run(requests(*(1 + 13 * n % 90 for n in range(24)), tokens=25), arrivals=3)
+    assert run.runner.replays >= run.steps // 2
+
+
 def test_swaps_and_growth_capture_nothing() -> None:
     """Adapters come and go while requests decode; their slots, blocks and lengths change under the same graphs."""
     fused = random_model(TINY, torch.float32, GPU)
@@ -97,11 +106,16 @@ def test_launching_never_waits_for_the_device(quantization: str) -> None:
         assert all(token.error is None for handle in handles for token in handle.result().tokens)
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_many_rows_of_quantized_matrices(quantization: str) -> None:
-    """Beyond the rows of the streaming products: fp8 quantizes activations too, int4 multiplies with a decoded copy."""
+@pytest.mark.parametrize(("quantization", "limit"), [("fp8", 0.085), ("int4", 0.03)])
+def test_many_rows_of_quantized_matrices(quantization: str, limit: float) -> None:
+    """Beyond the rows of the streaming products: fp8 quantizes activations too, int4 multiplies with a decoded copy.
+
+    Beside the decoded weights in bfloat16, which is 2 % off itself: rounding to e4m3 changes a product by 2^-4 / √3 =
+    3.6 % of its norm, and there are five in a row.
+    """
     from tests.parity.fused_models import decoded
 
     fused = random_model(QUANTIZABLE, torch.bfloat16, GPU, quantization=quantization)
-    run = InStep(decoded(fused), fused, replace(LIMITS, token_budget=300), tolerance=0.5)
+    run = InStep(decoded(fused), fused, replace(LIMITS, token_budget=300), tolerance=None)
     run.run(requests(290, 10, tokens=2))
+    assert max(run.relative) <= limit

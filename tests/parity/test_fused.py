@@ -51,6 +51,19 @@ def test_adapters_of_a_batch() -> None:
     assert run.steps == 2
 
 
+def test_writes_to_states_wait() -> None:
+    """As in large batches: prompts cut so that single tokens of theirs are computed as decodes are, before and between
+    chunks, and answers long enough that states are written back meanwhile."""
+    config = replace(TINY, layer_types=("linear_attention", "linear_attention"))
+    limits = replace(LIMITS, token_budget=4, max_num_seqs=3)
+    run = InStep(random_model(config, torch.float32), random_model(config, torch.float32, DEVICE), limits, late=True)
+    run.run(requests(1, 9, 6, tokens=8), arrivals=1)
+    assert run.steps > 8
+    waiting = run.runner._cache.waiting
+    assert waiting is not None
+    assert (waiting.spans[:, 1:] % 16 > waiting.spans[:, 1:] // 16).any()
+
+
 def test_a_cached_prefix_is_restored() -> None:
     """Snapshots are taken and restored on the device, and another sequence gets a slot that was used."""
     limits = replace(LIMITS, block_size=4, num_blocks=20, max_num_seqs=1, num_slots=4)
