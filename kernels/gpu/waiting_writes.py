@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST = 8
-"""What a span's four bits a number have room for."""
+"""Of a head: the first of a span is then at most 7, and leaves the sign of its byte alone."""
 
 
 class Waiting(NamedTuple):

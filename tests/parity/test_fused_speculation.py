@@ -56,6 +56,12 @@ def steered(made: list[Request], *, graphs: int = 0, adapters: int = 0, arrivals
     return run
 
 
+def test_states_that_are_behind_are_refused() -> None:
+    model = random_model(TINY, torch.float32, mtp=True)
+    with pytest.raises(ValueError, match="waiting_writes=0"):
+        cuda_runner(model, SPECULATIVE, random_adapters(model, 0), waiting_writes=3)
+
+
 def test_guesses_right_and_wrong() -> None:
     """Prompts beside answers, one answer that nothing is guessed for, greedy and with noise."""
     made = requests(3, 5, tokens=6)

@@ -92,6 +92,8 @@ class CudaRunner:
         *,
         eos_token_ids: Sequence[int],
     ) -> None:
+        if limits.speculative and cache.waiting is not None:
+            raise ValueError("speculation reads states as they are: nothing of them may wait (waiting_writes=0)")
         device, config = model.device, model.config
         self._limits = limits
         self.depth = 1 if limits.speculative else 2
