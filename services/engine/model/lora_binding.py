@@ -314,6 +314,12 @@ def _checked(
         raise AdapterRejected(f"tensor {key} has shape {list(tensor.shape)}, this model and rank need {list(shape)}")
     if tensor.dtype not in _DTYPES:
         raise AdapterRejected(f"tensor {key} is {tensor.dtype}: only float32, bfloat16 and float16 are supported")
-    if not bool(torch.isfinite(tensor).all()):
+    if not _finite(tensor):
         raise AdapterRejected(f"tensor {key} has values that are not finite")
     return tensor
+
+
+def _finite(tensor: Tensor) -> bool:
+    """A sum has what its terms have of NaN and infinity, and takes a fifth of the time of asking each; only one that is
+    too large by itself makes that necessary."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

@@ -83,6 +83,7 @@ def test_both_key_prefixes_bind() -> None:
         (lambda t: t.update({KEY: torch.zeros(4, 16, dtype=torch.int32)}), f"{KEY} is torch.int32"),
         (lambda t: t[KEY].fill_(float("nan")), f"{KEY} has values that are not finite"),
         (lambda t: t[KEY].fill_(float("inf")), f"{KEY} has values that are not finite"),
+        (lambda t: t[KEY][0, :2].copy_(torch.tensor([float("inf"), -float("inf")])), f"{KEY} has values that are not"),
         (lambda t: t.update({KEY.replace("language_model.", ""): torch.zeros(4, 16)}), "bind to the same layer"),
         (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(1)}), "lm_head"),
         (lambda t: t.update({KEY.replace("layers.1", "layers.2"): torch.zeros(4, 16)}), r"layers\.2"),
@@ -94,6 +95,12 @@ def test_both_key_prefixes_bind() -> None:
 def test_tensor_errors_name_the_tensor(edit: Callable[[dict[str, Tensor]], Any], named: str) -> None:
     with pytest.raises(AdapterRejected, match=named):
         bind_adapter(changed(files(), edit), MODEL, max_rank=4)
+
+
+def test_a_sum_that_overflows_is_no_fault_of_its_terms() -> None:
+    huge = torch.finfo(torch.float32).max
+    bound = bind_adapter(changed(files(), lambda tensors: tensors[KEY].fill_(huge)), MODEL, max_rank=4)
+    assert any(bool((target.a == huge).all()) for target in bound.targets.values())
 
 
 @pytest.mark.parametrize(
