@@ -149,13 +149,11 @@ def random_adapters(model: Qwen3_5, count: int, max_rank: int = 4) -> LoraSlots:
 
 
 def random_adapter(config: ModelConfig, rank: int, seed: int) -> BoundAdapter:
-    """A and B of size 0.1. With 0.15 float32 itself is too coarse for one of the reference configurations: logits of
-    transformers with PEFT are 3.2e-4 from float64, with this 8e-5."""
     params = LoraParams.create(config, LoraSettings(rank=rank))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in params.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
     return bind_adapter(params.to_files("test"), config=config, max_rank=rank)
 
 
@@ -248,7 +246,7 @@ class InStep:
         model: of the plain runner.
         fused: of the CUDA runner; the same weights, possibly as quantized matrices.
         adapters: random adapters to load, in slots from 1 on.
-        tolerance: largest difference of two logits; None: any, for a test that looks at ``relative``.
+        tolerance: largest difference of two logits.
         pending: hide the tokens of decodes from the CUDA runner, which then takes them from its own last step.
         late: of cuda_runner().
     """
@@ -264,7 +262,7 @@ class InStep:
         kv_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
         largest_graph: int = 0,
-        tolerance: float | None = 2e-4,
+        tolerance: float = 2e-4,
         pending: bool = False,
         late: bool | None = None,
     ) -> None:
@@ -300,9 +298,6 @@ class InStep:
         _record(self.runner.forward, "guess_logits", self._ours)
         self.steps = 0
         self.errors: list[float] = []
-        """Largest difference of two logits, of each step."""
-        self.relative: list[float] = []
-        """Norm of the difference by the norm of the logits, of each step."""
 
     def run(self, requests: Sequence[Request], *, arrivals: int = 99) -> dict[str, Finished]:
         """All requests, ``arrivals`` new ones a step; their results, with the tokens that the plain runner samples."""
@@ -327,21 +322,15 @@ class InStep:
         self.steps += 1
         assert len(ours.tokens) == len(result.tokens)
         for logits, expected in zip(self._ours, self._expected, strict=True):
-            plain = expected.float().cpu()
-            difference = logits.float().cpu() - plain
-            error = float(difference.abs().max())
-            self.errors.append(error)
-            self.relative.append(float(difference.norm() / plain.norm()))
-            if self.tolerance is None:
-                continue
+            error = float((logits.float().cpu() - expected.float().cpu()).abs().max())
             assert error <= self.tolerance, (error, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks])
-        exact = self.tolerance is not None and self.tolerance < 1e-3
+            self.errors.append(error)
         for mine, theirs in zip(ours.tokens, result.tokens, strict=True):
             assert mine.error is None
-            if exact:
+            if self.tolerance < 1e-3:
                 assert mine.token_id == theirs.token_id
         assert len(ours.guesses) == len(result.guesses)
-        if exact:
+        if self.tolerance < 1e-3:
             assert list(ours.guesses) == list(result.guesses)
         return result
 
