@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.random_model import RandomWeights, random_adapter
 from kernels.gpu import skinny_configs
 from kernels.gpu.attention_decode import DecodeWorkspace, decode_splits
+from kernels.gpu.gated_delta_step import LATE_ROWS
 from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 from kernels.rope import inverse_frequencies
@@ -191,9 +192,8 @@ class DecodeStep:
 
     def bytes_a_step(self, rows: int) -> float:
         """Read and written by a step, each number once: weights, states, keys and values. Without activations."""
-        states = 2 * rows * self.cache.conv[:, :1].nbytes + (1 + 1 / WAITING_WRITES) * rows * (
-            self.cache.recurrent[:, :1].nbytes
-        )
+        passes = 1 + 1 / WAITING_WRITES if rows >= LATE_ROWS else 2
+        states = rows * (2 * self.cache.conv[:, :1].nbytes + passes * self.cache.recurrent[:, :1].nbytes)
         tokens = rows * self._context
         kv = sum(
             (pages.keys[0, :1].nbytes + pages.values[0, :1].nbytes) * tokens

@@ -66,17 +66,37 @@ def exact_delta(m: _Mixer, rows: slice, state: Tensor) -> Tensor:
     return (o / (o.square().mean(-1, keepdim=True) + EPS).sqrt() * m.norm.double() * F.silu(z)).flatten(1)
 
 
-def delta_step(rows: int, dtype: torch.dtype) -> Case:
+def delta_step(rows: int, dtype: torch.dtype, room: int = 0) -> Case:
+    """``room``: of writes that wait; 0: states are written back."""
+
     def make(t: Tensors) -> Work:
         from kernels.gpu.gated_delta_step import gated_delta_step
+        from kernels.gpu.waiting_writes import WaitingWrites
 
         m = _Mixer(t, rows)
         nbytes = rows * VALUE_HEADS * HEAD * HEAD * dtype.itemsize
         states = [t.normal(rows + 1, VALUE_HEADS, HEAD, HEAD, scale=0.1, dtype=dtype) for _ in range(t.copies(nbytes))]
         slots, before = t.ints(range(1, rows + 1)), states[0][1 : min(rows, 2) + 1].clone()
+        waiting: list[WaitingWrites | None] = [None] * len(states)
+        for index in range(len(states) if room else 0):
+            waiting[index] = writes = WaitingWrites.allocate(
+                rows + 1,
+                heads=VALUE_HEADS,
+                key_dim=HEAD,
+                value_dim=HEAD,
+                room=room,
+                dtype=m.mixed.dtype,
+                device=t.device,
+            )
+            writes.clear()
         return Work(
-            [partial(gated_delta_step, m.mixed, m.projected, *m.parameters(), state, slots) for state in states],
-            2 * nbytes + 2 * rows * (WIDTH + VALUE_SIZE),
+            [
+                partial(
+                    gated_delta_step, m.mixed, m.projected, *m.parameters(), state, slots, waiting=writes, late=True
+                )
+                for state, writes in zip(states, waiting, strict=True)
+            ],
+            round((1 + 1 / (room or 1)) * nbytes) + 2 * rows * (WIDTH + VALUE_SIZE),
             8 * rows * VALUE_HEADS * HEAD * HEAD,
             lambda result: (
                 result[: len(before)],
@@ -84,7 +104,8 @@ def delta_step(rows: int, dtype: torch.dtype) -> Case:
             ),
         )
 
-    return Case("gated_delta_step", f"rows={rows} state={str(dtype).removeprefix('torch.')}", make)
+    waits = f" {room} writes wait" if room else ""
+    return Case("gated_delta_step", f"rows={rows} state={str(dtype).removeprefix('torch.')}{waits}", make)
 
 
 def delta_verify(sequences: int, length: int, warps: int) -> Case:
@@ -359,6 +380,7 @@ def cases() -> Iterator[Case]:
         yield conv_step(rows)
         yield delta_step(rows, torch.float32)
         yield delta_step(rows, torch.bfloat16)
+        yield delta_step(rows, torch.float32, room=8)
         for warps in (4, 8):
             yield delta_verify(rows, 2, warps)
             yield delta_verify(rows, 4, warps)

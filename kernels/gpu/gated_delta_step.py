@@ -35,7 +35,7 @@ _MANY_ROWS = 64
 rows takes 306 µs with and 293 without programmatic launch; of 128 rows it is 2 µs, of 64 a few tenths."""
 
 
-_LATE_ROWS = 48
+LATE_ROWS = 48
 """From here on writes wait. A step of fewer rows waits for programs rather than for bytes, and those that hold a whole
 state have it before the kernel ahead is done: inside a step on an H200 16, 32, 48, 64 rows take 3,238, 3,920, 4,577,
 5,035 µs written back at once and 3,517, 3,957, 4,470, 4,690 late; 256 rows 12,480 and 10,468."""
@@ -416,7 +416,7 @@ def gated_delta_step(
         return out
     room, writes = waiting.room, waiting.arguments(state)
     if late is None:
-        late = rows >= _LATE_ROWS
+        late = rows >= LATE_ROWS
     if not late:
         _gated_delta_step_kernel[grid](mixer, state, slots, writes, ROOM=room, **constants, num_warps=num_warps)
         return out

@@ -33,7 +33,7 @@ _SPLITS = 8
 _SAMPLER_ROW = 64 * 2**10
 """Histograms and partial results of a row."""
 WAITING_WRITES = 8
-"""Of a recurrent state: a decode step then moves 75 KB a head instead of 128; with 4 it would be 82, with 16 75."""
+"""Of a recurrent state: a step of many decodes moves 76 KB a head instead of 128; with 4 it would be 83, with 16 75."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Numbers of sequences to fall back to where memory is short."""
 
