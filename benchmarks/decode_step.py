@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.random_model import RandomWeights, random_adapter
 from kernels.gpu import skinny_configs
-from kernels.gpu.attention_decode import DecodeWorkspace, decode_splits
+from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, decode_splits
 from kernels.gpu.gated_delta_step import LATE_ROWS
 from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
@@ -130,7 +130,7 @@ class DecodeStep:
         }
         self._inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, device)
         self._last_tokens = torch.zeros(1 + rows, dtype=torch.int32, device=device)
-        self._attention: dict[int, DecodeAttention] = {}
+        self._attention: dict[tuple[int, int], DecodeAttention] = {}
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -146,11 +146,18 @@ class DecodeStep:
 
     @torch.inference_mode()
     def launch(
-        self, rows: int, *, adapters: bool = False, pdl: bool = True, left_out: frozenset[str] = frozenset()
+        self,
+        rows: int,
+        *,
+        adapters: bool = False,
+        pdl: bool = True,
+        left_out: frozenset[str] = frozenset(),
+        attention: tuple[int, DecodeConfig] | None = None,
     ) -> Tensor:
         """Layers and head of the first ``rows`` rows.
 
         Args:
+            attention: splits that are launched and how they are cut; None: as the engine does.
             left_out: of MATRICES: these products, with their norm, activation and adapters, are not launched.
 
         Returns:
@@ -175,20 +182,25 @@ class DecodeStep:
             decodes=rows,
             segments=None,
         )
-        return forward.logits(forward.layers(step, self._attention_of(rows), adapters=adapters))
+        launched, cut = attention or (self.attention_splits(rows), None)
+        prepared = replace(self._attention_of(rows, launched), config=cut)
+        return forward.logits(forward.layers(step, prepared, adapters=adapters))
 
-    def _attention_of(self, rows: int) -> DecodeAttention:
-        if rows not in self._attention:
+    def attention_splits(self, rows: int) -> int:
+        """Splits of each row's context that the engine launches."""
+        processors = _H200_PROCESSORS
+        if self._device.type == "cuda":
+            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return decode_splits(rows, self.config.num_kv_heads, processors)
+
+    def _attention_of(self, rows: int, splits: int) -> DecodeAttention:
+        if (rows, splits) not in self._attention:
             config, device = self.config, self._device
-            processors = _H200_PROCESSORS
-            if device.type == "cuda":
-                processors = torch.cuda.get_device_properties(device).multi_processor_count
-            splits = decode_splits(rows, config.num_kv_heads, processors)
             workspace = DecodeWorkspace.allocate(
                 rows, config.num_heads, config.num_kv_heads, splits, config.head_dim, device
             )
-            self._attention[rows] = DecodeAttention(splits, workspace)
-        return self._attention[rows]
+            self._attention[rows, splits] = DecodeAttention(splits, workspace)
+        return self._attention[rows, splits]
 
     def bytes_a_step(self, rows: int) -> float:
         """Read and written by a step, each number once: weights, states, keys and values. Without activations."""

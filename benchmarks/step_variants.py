@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.decode_step import MATRICES, DecodeStep
 from benchmarks.launches import NoProducts, compiled_alone, counted, held_back, launches, ordinary, without
+from kernels.gpu.attention_decode import DecodeConfig
 from kernels.gpu.skinny_configs import SkinnyConfig
 
 _ALL = MATRICES[:-1]
@@ -59,6 +60,8 @@ class Variant:
     """Kernels ahead of products that hold them back if they do not else, and the reverse."""
     cut: tuple[tuple[str, SkinnyConfig | None], ...] = ()
     """Matrices and how they are cut up; None: torch's product."""
+    attention: tuple[int, DecodeConfig] | None = None
+    """Of DecodeStep.launch()."""
     launches: int = 0
     """Of what is skipped, in a step."""
 
@@ -78,7 +81,9 @@ class Variant:
                 stack.enter_context(held_back(lambda *launch: step.part(*launch) in self.held))
             for name, config in self.cut:
                 stack.enter_context(step.cut(name, self.rows, config))
-            return step.launch(self.rows, adapters=self.adapters, pdl=self.pdl, left_out=self.left_out)
+            return step.launch(
+                self.rows, adapters=self.adapters, pdl=self.pdl, left_out=self.left_out, attention=self.attention
+            )
 
 
 def variants(step: DecodeStep, rows: int, adapters: bool, kernels: Counter[str]) -> Iterator[Variant]:

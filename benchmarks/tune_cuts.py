@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.decode_step import DecodeStep
+from kernels.gpu.attention_decode import DecodeConfig
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 
 # block_n.block_k.warps
@@ -64,6 +66,19 @@ def candidates(name: str, rows: int, kind: Kind) -> Iterator[SkinnyConfig | None
             yield SkinnyConfig("dot", block_n, 128, warps, stages)
         if kind == "none":
             yield None
+
+
+def attention_candidates(rows: int, step: DecodeStep) -> Iterator[tuple[int, DecodeConfig]]:
+    """Splits to launch and how each is cut: one, two or three programs a multiprocessor, with more or fewer launched
+    that have nothing to do unless a row is long."""
+    programs = rows * step.config.num_kv_heads
+    usual = step.attention_splits(rows)
+    for keys, stages, together in ((32, 4, 2), (32, 3, 2), (32, 3, 3), (32, 6, 1), (64, 3, 1), (64, 4, 1), (64, 2, 3)):
+        splits = max(1, round(together * 132 / programs))
+        config = DecodeConfig(keys, 4, stages, splits, min_keys=64 if programs <= 32 else 128)
+        for launched in sorted({min(64, max(4, splits)), usual}):
+            if launched >= splits:
+                yield launched, config
 
 
 def _numbers(text: str) -> Iterator[list[int]]:

@@ -27,7 +27,7 @@ from benchmarks.random_checkpoint import config_of
 from benchmarks.recorder import Clock, Recorder, describe
 from benchmarks.step_variants import Variant
 from benchmarks.sweep_step import Timer, build
-from benchmarks.tune_cuts import candidates
+from benchmarks.tune_cuts import attention_candidates, candidates
 from kernels.gpu.skinny_configs import SkinnyConfig
 from services.engine.model.config import ModelConfig
 
@@ -95,6 +95,11 @@ class Tuner:
                 text = "torch" if config is None else _text(config)
                 self.try_out(f"{name} {text}", cut=(*others, (name, config)))
 
+    def attention(self, clock: Clock) -> None:
+        for launched, config in attention_candidates(self.best.rows, self._step):
+            if not clock.over:
+                self.try_out(f"attention {launched} of {config}", attention=(launched, config))
+
     def summary(self) -> dict[str, Any]:
         figures = self._timer.try_out(replace(self.best, what="final"), self.best)
         return {
@@ -105,6 +110,7 @@ class Tuner:
             "ordinary": sorted(self.best.ordinary),
             "alone": sorted(self.best.alone),
             "held": sorted(self.best.held),
+            "attention": None if self.best.attention is None else str(self.best.attention),
             "cuts": {name: None if config is None else asdict(config) for name, config in self.best.cut},
         }
 
@@ -139,7 +145,9 @@ def compile_share(options: argparse.Namespace, config: ModelConfig, index: int, 
                 kernels = frozenset(parts_of(step, whole)) - set(MATRICES)
                 replace(whole, alone=kernels).launch(step)
                 replace(whole, held=kernels).launch(step)
-                for name in () if options.flags_only else options.matrices:
+                for attention in attention_candidates(rows, step):
+                    replace(whole, attention=attention).launch(step)
+                for name in () if options.flags_only or options.attention_only else options.matrices:
                     for cut in candidates(name, rows, step.kind_of(name)):
                         with suppress(Exception):  # reported when it is timed
                             replace(whole, cut=((name, cut),)).launch(step)
@@ -154,9 +162,10 @@ def tune(step: DecodeStep, options: argparse.Namespace, recorder: Recorder) -> N
             tuner = Tuner(step, timer, rows, adapters, recorder, options.matrices)
             first = timer.time(replace(tuner.best))
             recorder.add({"what": "everything", "rows": rows, "adapters": adapters, **first})
-            if not options.cuts_only:
+            tuner.attention(clock)
+            if not options.cuts_only and not options.attention_only:
                 tuner.flags()
-            for _ in range(0 if options.flags_only else 1 + (not options.cuts_only)):
+            for _ in range(0 if options.flags_only or options.attention_only else 1 + (not options.cuts_only)):
                 tuner.cuts(clock)
                 if not options.cuts_only:
                     tuner.flags()
@@ -182,6 +191,7 @@ def main() -> None:
         "--matrices", type=lambda text: text.split(","), default=list(MATRICES), help="whose cuts are tried"
     )
     parser.add_argument("--flags-only", action="store_true", help="leave the cuts as they are")
+    parser.add_argument("--attention-only", action="store_true", help="leave cuts of products and launches as they are")
     parser.add_argument("--cuts-only", action="store_true", help="leave the launches as they are")
     parser.add_argument("--seconds", type=float, default=30.0, help="most time for the cuts of one number of rows")
     parser.add_argument("--shape", default="qwen3.5-4b")

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.elementary import silu
+
 _BLOCK = 1024
 """Columns of one program: 8 a thread with 4 warps, one 16-byte load of bf16 from each half."""
 
@@ -26,7 +28,7 @@ def _swiglu_kernel(gate_up, out, width, gate_up_stride, out_stride, BLOCK: tl.co
     source = gate_up + row * gate_up_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
+    result = silu(gate, out.dtype.element_ty) * up
     tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.ahead import prefetch_l2
+from kernels.gpu.elementary import silu
 from kernels.gpu.segments import TILE, Segments
 
 
@@ -82,7 +83,7 @@ def conv_step(newest, ahead, conv, KERNEL: tl.constexpr):
     for tap in tl.static_range(KERNEL - 2):
         tl.store(place + tap * conv.channels, window[tap + 1], mask=keep)
     tl.store(place + (KERNEL - 2) * conv.channels, newest, mask=keep)
-    return total / (1.0 + tl.exp(-total))
+    return silu(total, newest.dtype)
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def _conv_prefill_kernel(
             before = tl.load(history + (source - begin + (KERNEL - 1)) * channels, mask=past, other=0.0)
             value = tl.where(source < begin, before.to(tl.float32), value)
         total += value * tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
-    y = total / (1.0 + tl.exp(-total))
+    y = silu(total, out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * out_stride + channel, y.to(out.dtype.element_ty), mask=inside & (row < end))
     if first == begin:
         # Nobody but the program that reads the old state writes the new one, and only after it has read all it needs.

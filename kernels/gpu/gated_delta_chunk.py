@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_step import sigmoid
+from kernels.gpu.elementary import inverse_root, silu
 from kernels.gpu.gated_delta_tiles import Tiles, constants, prepare_tiles
 from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.segments import Segments
@@ -144,8 +144,8 @@ def _scan_kernel(
         if NORM:
             z_places = projected + row[:, None] * PROJECTED_STRIDE + HEADS * VALUE_DIM + values
             z = tl.load(z_places, mask=value_mask, other=0.0).to(tl.float32)
-            inverse = 1.0 / tl.sqrt(tl.sum(o * o, axis=1) / VALUE_DIM + eps)
-            o = o * inverse[:, None] * weight[None, :] * (z * sigmoid(z))
+            inverse = inverse_root(tl.sum(o * o, axis=1) / VALUE_DIM + eps)
+            o = o * inverse[:, None] * weight[None, :] * silu(z, out.dtype.element_ty)
         places_out = out + row[:, None] * OUT_STRIDE + head * VALUE_DIM + j[None, :]
         tl.store(places_out, o.to(out.dtype.element_ty), mask=value_mask)
     place = tl.load(out_slots + segment).to(tl.int64) * HEADS + head

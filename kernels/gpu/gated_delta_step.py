@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.elementary import inverse_root, silu
 from kernels.gpu.waiting_writes import (
     NONE,
     WaitingWrites,
@@ -161,10 +162,10 @@ def prepared(inputs):
         inputs.v.to(tl.float32),
         g,
         sigmoid(inputs.b.to(tl.float32)),
-        tl.rsqrt(qq + 1e-6),
-        tl.rsqrt(kk + 1e-6),
+        inverse_root(qq + 1e-6),
+        inverse_root(kk + 1e-6),
         qk,
-        inputs.norm_weight * (z * sigmoid(z)),
+        inputs.norm_weight * silu(z, inputs.z.dtype),
     )
 
 
@@ -188,7 +189,7 @@ def advance(s, token, scale):
 @triton.jit
 def store_normed(o, token, row, head, j, mixer, VALUE_DIM: tl.constexpr):
     """The gated norm of a head's output, [value dimensions] float32."""
-    y = o * tl.rsqrt(tl.sum(o * o) / VALUE_DIM + mixer.eps) * token.gate
+    y = o * inverse_root(tl.sum(o * o) / VALUE_DIM + mixer.eps) * token.gate
     place = mixer.out + row * mixer.out_stride + head * VALUE_DIM + j
     tl.store(place, y.to(mixer.out.dtype.element_ty), mask=j < VALUE_DIM)
 
@@ -217,8 +218,6 @@ def _gated_delta_step_kernel(
         gdc_launch_dependents()
     # The state is on its way before the kernels ahead are done.
     place = tl.load(slots + row).to(tl.int64) * HEADS + head
-    if not PDL:
-        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
     if ROOM > 0:
         first, end = span_of(waiting, place, 0, VALUE_DIM)
     s = load_state(state, place, i, j, KEY_DIM, VALUE_DIM)
@@ -226,7 +225,7 @@ def _gated_delta_step_kernel(
         s = settled(s, waiting, place, first, end, i, j, KEY_DIM, VALUE_DIM, ROOM)
     if PDL:
         gdc_wait()
-        inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
+    inputs = load_inputs(row, head, j, mixer, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BLOCK_K)
     token = prepared(inputs)
     s, o = advance(s, token, mixer.scale)
     store_state(s, state, place, i, j, KEY_DIM, VALUE_DIM)

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.elementary import inverse_root
 from kernels.gpu.gated_delta_step import log_decay, sigmoid
 from kernels.gpu.segments import TILE, Segments
 
@@ -83,10 +84,10 @@ def _tiles_kernel(
     q = tl.load(vectors, mask=mask, other=0.0)
     k = tl.load(vectors + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
     qf = q.to(tl.float32)
-    q_norm = scale / tl.sqrt(tl.sum(qf * qf, axis=1) + 1e-6)
+    q_norm = scale * inverse_root(tl.sum(qf * qf, axis=1) + 1e-6)
     distance = t[:, None] ^ t[None, :]
     system = tl.dot(k, tl.trans(k), input_precision="tf32x3")
-    k_norm = 1.0 / tl.sqrt(tl.sum(tl.where(distance == 0, system, 0.0), axis=1) + 1e-6)
+    k_norm = inverse_root(tl.sum(tl.where(distance == 0, system, 0.0), axis=1) + 1e-6)
     places = factors + head.to(tl.int64) * tokens + row
     count = HEADS * tokens
     grown = tl.exp(total)

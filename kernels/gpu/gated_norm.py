@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.elementary import inverse_root, silu
 from kernels.gpu.segments import TILE, Segments
 
 
@@ -52,8 +53,8 @@ def _gated_norm_kernel(
     row = row.to(tl.int64)
     o = tl.load(x + row * x_stride + place, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(gate + row * gate_stride + place, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(o * o, axis=1) / DIM + eps)
-    y = o * inverse[:, None] * w * (z / (1.0 + tl.exp(-z)))
+    inverse = inverse_root(tl.sum(o * o, axis=1) / DIM + eps)
+    y = o * inverse[:, None] * w * silu(z, out.dtype.element_ty)
     tl.store(out + row * out_stride + place, y.to(out.dtype.element_ty), mask=inside)
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.elementary import silu
 from kernels.gpu.lora import Adapters, shape_of, target_of, walk
 from kernels.gpu.lora_rows import LoraRows
 
@@ -80,7 +81,7 @@ def _expand_kernel(
             gate += _added(lora, adapters, rows, first, columns_out, count, width, LORA, BLOCK_M, BLOCK_N)
             up += _added(lora, adapters, rows, first + columns_out, width, count, width, LORA, BLOCK_M, BLOCK_N)
         place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
-        tl.store(place, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=keep)
+        tl.store(place, (silu(gate, out.dtype.element_ty) * up).to(out.dtype.element_ty), mask=keep)
     elif some:
         added = _added(lora, adapters, rows, first, columns_out, count, columns_out, LORA, BLOCK_M, BLOCK_N)
         place = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]

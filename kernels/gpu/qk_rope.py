@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.elementary import inverse_root
 from kernels.gpu.pages import KvPages
 
 _MANY_ROWS = 256
@@ -109,7 +110,7 @@ def _qk_rope_kernel(
         y = tl.load(source + partner[None, :], mask=has_partner, other=0.0).to(tl.float32)
         weight = tl.load(qk_norm + head * DIM + column, mask=column < DIM, other=0.0)
         partner_weight = tl.load(qk_norm + head * DIM + partner, mask=rotated, other=0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DIM + eps)
+        scale = inverse_root(tl.sum(x * x, axis=1) / DIM + eps)
         x = scale[:, None] * (x * weight[None, :] * cosine + y * partner_weight[None, :] * sine)
         if head < HEADS:
             target = out + (row.to(tl.int64)[:, None] * HEADS + head) * DIM

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.elementary import inverse_root
+
 _ELEMENTS_A_WARP = 512
 """16 a thread: two 16-byte loads of bf16 in flight before the sum."""
 _MAX_WARPS = 16
@@ -46,7 +48,7 @@ def _rms_norm_kernel(
         value = (value.to(tl.float32) + addend.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + row * x_stride + column, value, mask=inside)
     y = value.to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(y * y, axis=0) / columns + eps)
+    inverse = inverse_root(tl.sum(y * y, axis=0) / columns + eps)
     tl.store(out + row * out_stride + column, (y * inverse * w).to(out.dtype.element_ty), mask=inside)
 
 

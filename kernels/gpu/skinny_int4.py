@@ -42,9 +42,11 @@ _TILE = tl.constexpr(TILE)
 
 @triton.jit
 def _numbers(words, PART: tl.constexpr, DTYPE: tl.constexpr, BARE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """128 plus number PART of the four of each 16-bit word; BARE: the number as _one() has a 1."""
+    """128 plus number PART of the four of each 16-bit word; in float32, where 128 would only cost digits of the sums,
+    the number itself; BARE: the number as _one() has a 1."""
     if INTERPRETED or DTYPE != tl.bfloat16:  # noqa: SIM300
-        return (((words >> (4 * PART)) & 15) + 128).to(tl.float32).to(DTYPE)
+        ahead: tl.constexpr = 0 if DTYPE == tl.float32 else 128  # noqa: SIM300
+        return (((words >> (4 * PART)) & 15) + ahead).to(tl.float32).to(DTYPE)
     elif BARE:  # noqa: RET505 (Triton compiles what follows a return)
         shift = tl.full(words.shape, 8 * (PART // 2), tl.int32)
         mask = tl.full(words.shape, 0x00F000F0 if PART % 2 else 0x000F000F, tl.int32)
@@ -163,6 +165,7 @@ def _add_batch(
         factor, offset = factors[piece * batches + BATCH], zeros[piece * batches + BATCH]
         if BARE:
             factor *= 2.0**33
+        if BARE or dtype == tl.float32:
             offset = offset.to(tl.float32)
         else:
             # The float32 whose bits these are is 128 + zero.

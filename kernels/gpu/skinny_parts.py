@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels.gpu.ahead import prefetch_l2
 from kernels.gpu.conv1d import conv_ahead, conv_slots, conv_step
+from kernels.gpu.elementary import inverse_root, silu
 
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -241,11 +242,11 @@ def finish(
     next wants. CONV: the convolution's length, 0 if there is none; ``kept`` is what conv_ahead() loaded,
     ``residual`` what residual_ahead() did, if they were called before."""
     if squares is not None:
-        acc = acc * (1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + around.eps))[:, None]
+        acc = acc * inverse_root(tl.sum(squares, axis=0) / K + around.eps)[:, None]
     if SWIGLU:
         half: tl.constexpr = BLOCK_N // 2
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, half]), [0, 2, 1]))
-        acc = gate * tl.sigmoid(gate) * up
+        acc = silu(gate, around.out.dtype.element_ty) * up
     column, inside = _finished_columns(tile, N, BLOCK_N, SWIGLU)
     keep = (m < M)[:, None] & inside[None, :]
     if CONV > 0:

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class AdapterLoader:
-    """Blocking; used by one thread at a time, except `bind`.
+    """Blocking; used by one thread at a time.
 
     Args:
-        bind: reads an adapter's files strictly; raises AdapterRejected that names the tensor or field.
+        bind: reads an adapter's files strictly, but need not look at the values, which ``lora`` does; raises
+            AdapterRejected that names the tensor or field.
         base_digest: of the checkpoint that serves; adapters of another one are refused.
     """
 
@@ -31,7 +32,7 @@ class AdapterLoader:
     ) -> None:
         self._registry = registry
         self._lora = lora
-        self.bind = bind
+        self._bind = bind
         self._base_digest = base_digest
 
     def load(self, version: AdapterVersion, slot: int) -> str:
@@ -52,8 +53,7 @@ class AdapterLoader:
                 f"{self._base_digest[:12]})"
             )
         try:
-            bound = self.bind(self._registry.files(version))
+            self._lora.load(slot, self._bind(self._registry.files(version)))
         except AdapterRejected as error:
             raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
-        self._lora.load(slot, bound)
         return manifest.digest

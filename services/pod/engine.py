@@ -26,7 +26,7 @@ from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
 from services.engine.model.config import ModelConfig
 from services.engine.model.loader import checkpoint_digest
-from services.engine.model.lora import BoundAdapter, LoraSlots, bind_adapter
+from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
 from services.engine.ports import LoopObserver
 from services.engine.rollouts import RolloutMemory
@@ -142,10 +142,11 @@ def build_engine(
         base_digest = digest.result()
     log.info("checkpoint identified", digest=base_digest)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
+    binder = AdapterBinder(model.config, max_rank=settings.max_lora_rank)
     adapters = AdapterManager(
         registry,
         nudges,
-        AdapterLoader(registry, lora, bind, base_digest=base_digest),
+        AdapterLoader(registry, lora, binder.bind, base_digest=base_digest),
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
     )
     gate = SliceGate(

@@ -100,13 +100,14 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
     partial = answers * config.num_heads * _SPLITS * (config.head_dim + 2) * 4
     tables = slots * -(-context // settings.block_size) * 4
     activations = _ACTIVATION_COPIES * settings.token_budget * row
+    uploads = LoraSlots.upload_bytes(config, settings.max_lora_rank)
     captured = min(settings.cuda_graphs, rows)
     return Footprint(
         weights=weights,
         block=block,
         slot=slot,
         adapter_slot=adapter_slot,
-        workspace=sampled * logits * _LOGIT_COPIES + activations + decoded + partial + tables,
+        workspace=sampled * logits * _LOGIT_COPIES + activations + decoded + partial + tables + uploads,
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary.
         sampler=sampled * (2 * logits + _SAMPLER_ROW),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -143,8 +145,10 @@ def decoded(model: Qwen3_5) -> Qwen3_5:
 def random_adapters(model: Qwen3_5, count: int, max_rank: int = 4) -> LoraSlots:
     """Slots with ``count`` adapters of rank 3 and 4 on all linear layers, the same on every device."""
     slots = LoraSlots(model.config, count + 1, max_rank, model.dtype, model.device)
-    for slot in range(1, count + 1):
-        slots.load(slot, random_adapter(model.config, 3 + slot % 2, seed=slot))
+    made = {slot: random_adapter(model.config, 3 + slot % 2, seed=slot) for slot in range(1, count + 1)}
+    with computing_as(model):
+        for slot, adapter in made.items():
+            slots.load(slot, adapter)
     return slots
 
 
@@ -239,11 +243,26 @@ def cuda_runner(
     return runner
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Inside, code that asks for float32 gets float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)
+        patch.setattr(torch, "float32", torch.float64)
+        yield
+
+
+def computing_as(model: Qwen3_5) -> AbstractContextManager[None]:
+    """Inside, a model of float64 computes all of it in that."""
+    return in_float64() if model.dtype == torch.float64 else nullcontext()
+
+
 class InStep:
     """Runs every plan with the plain runner and with the CUDA runner, and compares their logits.
 
     Args:
-        model: of the plain runner.
+        model: of the plain runner. Of float64: all of that runner computes in it, so that the difference is the
+            error of the CUDA runner alone and not of two.
         fused: of the CUDA runner; the same weights, possibly as quantized matrices.
         adapters: random adapters to load, in slots from 1 on.
         tolerance: largest difference of two logits.
@@ -268,7 +287,9 @@ class InStep:
     ) -> None:
         self.scheduler = Scheduler(limits)
         self.tolerance, self._pending = tolerance, pending
-        cache = model.allocate_cache(limits.num_blocks, limits.block_size, limits.num_slots)
+        self._model = model
+        with computing_as(model):
+            cache = model.allocate_cache(limits.num_blocks, limits.block_size, limits.num_slots)
         spoil(cache)
         eos = sorted(limits.eos_token_ids)
         self.plain_lora = random_adapters(model, adapters)
@@ -291,11 +312,13 @@ class InStep:
             largest_graph=largest_graph,
             late=late,
         )
-        self._expected: list[Tensor] = []
-        self._ours: list[Tensor] = []
-        _record(model, "logits", self._expected)
-        _record(self.runner.forward, "logits", self._ours)
-        _record(self.runner.forward, "guess_logits", self._ours)
+        self.expected: list[Tensor] = []
+        """Logits of the last step, the plain runner's."""
+        self.ours: list[Tensor] = []
+        """The same by the CUDA runner."""
+        _record(model, "logits", self.expected)
+        _record(self.runner.forward, "logits", self.ours)
+        _record(self.runner.forward, "guess_logits", self.ours)
         self.steps = 0
         self.errors: list[float] = []
 
@@ -315,14 +338,15 @@ class InStep:
         return results
 
     def _step(self, plan: StepPlan) -> Any:
-        self._expected.clear()
-        self._ours.clear()
-        result = self.plain.launch(plan).result()
+        self.expected.clear()
+        self.ours.clear()
+        with computing_as(self._model):
+            result = self.plain.launch(plan).result()
         ours = self.runner.launch(self._hidden(plan) if self._pending else plan).result()
         self.steps += 1
         assert len(ours.tokens) == len(result.tokens)
-        for logits, expected in zip(self._ours, self._expected, strict=True):
-            error = float((logits.float().cpu() - expected.float().cpu()).abs().max())
+        for logits, expected in zip(self.ours, self.expected, strict=True):
+            error = float((logits.double().cpu() - expected.double().cpu()).abs().max())
             assert error <= self.tolerance, (error, [(len(chunk.token_ids), chunk.start) for chunk in plan.chunks])
             self.errors.append(error)
         for mine, theirs in zip(ours.tokens, result.tokens, strict=True):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from kernels.quantize import FP8_MAX
 from services.engine.cuda.runner import RunnerOptions
 from services.engine.limits import SchedulerConfig
+from services.engine.model import layers
 from services.engine.request import BASE_PIN, AdapterPin, Request, SamplingParams
 from tests.parity.fused_models import TINY, InStep, decoded, random_model
 
@@ -87,6 +94,49 @@ def test_fp8_and_int4_matrices() -> None:
         run = InStep(decoded(fused), fused, LIMITS)
         run.run(requests(3, 2, tokens=1))
         assert run.steps == 1
+
+
+@contextmanager
+def rounded_activations() -> Iterator[list[int]]:
+    """Inside, what the plain forward multiplies by its layers' matrices is rounded to e4m3, row by row; the list fills
+    with how many rows that were."""
+    linear, addmm = F.linear, torch.addmm
+    rows: list[int] = []
+
+    def rounded(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
+        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "F", SimpleNamespace(linear=lambda x, weight: linear(rounded(x), weight)))
+        patch.setattr(torch, "addmm", lambda residual, x, weight: addmm(residual, rounded(x), weight))
+        yield rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.cuda)], ids=str)
+def test_many_rows_of_fp8_matrices(dtype: torch.dtype) -> None:
+    """Beyond the rows of the streaming products activations are rounded to e4m3 too. That alone moves these logits by
+    2.7 to 38 % of their norm, row by row: the answer is the one of a plain model that rounds as much."""
+    fused = random_model(QUANTIZABLE, dtype, DEVICE, quantization="fp8")
+    limits = replace(LIMITS, max_num_seqs=20, num_slots=24)
+
+    def logits() -> tuple[Tensor, Tensor]:
+        run = InStep(decoded(fused), fused, limits, tolerance=float("inf"))
+        run.run(requests(*[4] * 20, tokens=1))
+        assert run.steps == 1
+        return run.ours[0].double().cpu(), run.expected[0].double()
+
+    ours, exact = logits()
+    with rounded_activations() as rows:
+        _, rounded = logits()
+    assert rows == [80] * 4
+    moved = (rounded - exact).norm()
+    assert moved > 0.1 * exact.norm()
+    if dtype == torch.float32:
+        assert (ours - rounded).norm() < 0.1 * moved
+    else:  # numbers that lie near the middle of two are rounded up here and down there
+        assert (ours - exact).norm() < 1.1 * moved
 
 
 def test_fp8_pages() -> None:

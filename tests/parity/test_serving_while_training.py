@@ -23,6 +23,7 @@ from services.engine.runner import ModelRunner
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import AdapterChoice
 from tests.parity.conftest import Pair
+from tests.parity.fused_models import in_float64
 from tests.parity.reference import CONFIGS
 
 TIMEOUT = 120.0
@@ -56,9 +57,7 @@ def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:
 def exact_gradients(pair: Pair) -> list[Tensor]:
     """What gradients() of one step are without rounding: the same code, all of it in float64."""
     model = Qwen3_5.from_directory(pair.path, dtype=torch.float64, device="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(torch, "float32", torch.float64)
+    with in_float64():
         exact = gradients(model, SliceGate(0.02), 1)
     assert all(gradient.dtype == torch.float64 for gradient in exact)
     return exact

@@ -99,6 +99,7 @@ class CudaRunner:
         self.depth = 1 if limits.speculative else 2
         sampled = limits.max_num_seqs * (2 if limits.speculative else 1)
         self._cache = cache
+        self._lora = lora
         self._has_adapters = lora.num_slots > 1
         self._stream = EngineStream(device)
         max_blocks = -(-limits.max_model_len // cache.block_size)
@@ -186,6 +187,8 @@ class CudaRunner:
         self._stream.synchronize()
 
     def _launch_all(self, shapes: Sequence[StepShape], forward: FusedForward) -> None:
+        if self._has_adapters:
+            self._lora.warm_up()
         for shape in shapes:
             self._run_padding(shape, forward)
         for plan in sampling_plans(self._limits.max_num_seqs):

@@ -41,25 +41,33 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         everything = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    # One operator a tensor: each hands over the interpreter's lock.
+    whole = {dtype: everything[: len(data) - len(data) % dtype.itemsize].view(dtype) for dtype in _DTYPES.values()}
     tensors: dict[str, Tensor] = {}
     at = 0
-    for name, entry in sorted(header.items(), key=lambda item: _offsets(*item)):
+    for (start, end), name in sorted((_offsets(name, entry), name) for name, entry in header.items()):
+        entry = header[name]
         dtype, shape = _DTYPES.get(str(entry.get("dtype"))), entry.get("shape")
         if dtype is None:
             raise ValueError(f"tensor {name} has the dtype {entry.get('dtype')!r}")
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"tensor {name} has the shape {shape!r}")
-        start, end = _offsets(name, entry)
         if start != at or end - start != math.prod(shape) * dtype.itemsize or begin + end > len(data):
             raise ValueError(f"tensor {name} does not lie where the header says")
-        part = everything[begin + start : begin + end]
         if (begin + start) % dtype.itemsize:
-            part = part.clone()
-        tensors[name] = part.view(dtype).view(shape)
+            tensors[name] = everything[begin + start : begin + end].clone().view(dtype).view(shape)
+        else:
+            steps = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+            tensors[name] = whole[dtype].as_strided(shape, steps, (begin + start) // dtype.itemsize)
         at = end
     if begin + at != len(data):
         raise ValueError(f"{len(data) - begin - at} bytes belong to no tensor")
     return tensors
+
+
+def header_end(data: bytes) -> int:
+    """Where the header of a file says that it ends; that may be beyond the file."""
+    return _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
 
 
 def _header(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
@@ -72,7 +80,7 @@ def _header(data: bytes) -> tuple[dict[str, dict[str, Any]], int]:
             raise ValueError(f"its header has {next(name for name in names if names.count(name) > 1)} twice")
         return table
 
-    begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    begin = header_end(data)
     if len(data) < _LENGTH_BYTES or begin > len(data):
         raise ValueError("it ends within its header")
     header = json.loads(data[_LENGTH_BYTES:begin], object_pairs_hook=unique)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.engine.model.lora_binding import BoundAdapter, BoundTarget, bind_adapter
+from services.engine.model.lora_binding import AdapterBinder, BoundAdapter, BoundTarget, bind_adapter
 from services.engine.model.lora_params import LoraParams
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.lora_targets import TARGET_MODULES
 
-__all__ = ["TARGET_MODULES", "BoundAdapter", "BoundTarget", "LoraParams", "LoraSlots", "bind_adapter"]
+__all__ = ["TARGET_MODULES", "AdapterBinder", "BoundAdapter", "BoundTarget", "LoraParams", "LoraSlots", "bind_adapter"]

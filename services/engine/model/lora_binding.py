@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import re2
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import AdapterRejected
-from services.engine.model.adapter_file import read_tensors
+from services.engine.model.adapter_file import header_end, read_tensors
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora_targets import target_shapes
 
@@ -66,6 +66,10 @@ _WITHOUT_EFFECT = frozenset(
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base weights as they are; pissa, olora, corda, loftq and others change them."""
 _MAX_PATTERNS = 4096
+_LAYOUTS = 16
+"""Remembered at most, of 100 KB each for an adapter on all layers of a 4B model."""
+_HEADER_BYTES = 16 * 2**20
+"""Of a layout that is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class BoundTarget:
     """[out, rank]."""
     alpha: float
     scale: float
+    keys: tuple[str, str] = ("lora_A", "lora_B")
+    """Names of a and b in the file."""
 
     @property
     def rank(self) -> int:
@@ -98,10 +104,21 @@ class BoundAdapter:
     """Sorted last names of the adapted linear layers; full paths where only some layers have the module adapted."""
     module_prefix: str
     """ModelConfig.module_prefix of the base, whichever form the files had."""
+    layout: object | None = None
+    """The same object for adapters of AdapterBinder whose files differ in nothing but numbers."""
+    data: bytes = b""
+    """The file that the tensors are views of, if there is a layout."""
 
     @property
     def max_rank(self) -> int:
         return max(target.rank for target in self.targets.values())
+
+    def check_finite(self) -> None:
+        """Raises AdapterRejected if a value is not finite; names the tensor."""
+        for target in self.targets.values():
+            for key, tensor in zip(target.keys, (target.a, target.b), strict=True):
+                if not _finite(tensor):
+                    raise AdapterRejected(f"tensor {key} has values that are not finite")
 
 
 def lora_scale(alpha: float, rank: int, use_rslora: bool) -> float:
@@ -109,11 +126,14 @@ def lora_scale(alpha: float, rank: int, use_rslora: bool) -> float:
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
-def bind_adapter(files: Mapping[str, bytes], config: ModelConfig, *, max_rank: int) -> BoundAdapter:
+def bind_adapter(
+    files: Mapping[str, bytes], config: ModelConfig, *, max_rank: int, check_values: bool = True
+) -> BoundAdapter:
     """Checks PEFT files against the model and takes them apart.
 
     Args:
         files: adapter_model.safetensors and adapter_config.json by name.
+        check_values: False: values may be not finite; for LoraSlots.load(), which refuses those too.
 
     Raises:
         AdapterRejected: anything missing, extra, misshaped, not finite or not plain LoRA; names the tensor or field.
@@ -138,10 +158,10 @@ def bind_adapter(files: Mapping[str, bytes], config: ModelConfig, *, max_rank: i
                 f"{path} has rank {rank}, over this engine's limit of {max_rank} (TEMPER_MAX_LORA_RANK)"
             )
         key = f"{PEFT_PREFIX}{config.module_prefix}{path}"
-        a = _checked(halves, path, "A", (rank, in_features), f"{key}.lora_A.weight")
-        b = _checked(halves, path, "B", (out_features, rank), f"{key}.lora_B.weight")
-        targets[path] = BoundTarget(a, b, alpha, lora_scale(alpha, rank, settings.use_rslora))
-    return BoundAdapter(
+        a_key, a = _checked(halves, path, "A", (rank, in_features), f"{key}.lora_A.weight")
+        b_key, b = _checked(halves, path, "B", (out_features, rank), f"{key}.lora_B.weight")
+        targets[path] = BoundTarget(a, b, alpha, lora_scale(alpha, rank, settings.use_rslora), (a_key, b_key))
+    bound = BoundAdapter(
         targets=targets,
         rank=settings.r,
         alpha=settings.lora_alpha,
@@ -149,6 +169,68 @@ def bind_adapter(files: Mapping[str, bytes], config: ModelConfig, *, max_rank: i
         target_modules=name_targets(targets, config),
         module_prefix=config.module_prefix,
     )
+    if check_values:
+        bound.check_finite()
+    return bound
+
+
+class AdapterBinder:
+    """bind_adapter() of one model for LoraSlots.load(), which looks at the values. Used by one thread at a time.
+
+    What it checks is decided by adapter_config.json and the header of the weights. Later versions of an adapter repeat
+    both: taking them apart again would be 10 ms of Python, in which the thread that serves waits for the interpreter.
+    """
+
+    def __init__(self, config: ModelConfig, *, max_rank: int) -> None:
+        self._config, self._max_rank = config, max_rank
+        self._known: dict[tuple[bytes, bytes, int], BoundAdapter] = {}
+        """Configuration, header and bytes of the weights' file → what was bound, without its tensors."""
+
+    def bind(self, files: Mapping[str, bytes]) -> BoundAdapter:
+        """As bind_adapter(..., check_values=False); the tensors are made when somebody asks for them.
+
+        Raises:
+            AdapterRejected: as bind_adapter().
+        """
+
+        def bound() -> BoundAdapter:
+            return bind_adapter(files, self._config, max_rank=self._max_rank, check_values=False)
+
+        weights = files.get(WEIGHTS_FILE, b"")
+        end = header_end(weights)
+        if CONFIG_FILE not in files or end > min(len(weights), _HEADER_BYTES):
+            return bound()
+        key = (files[CONFIG_FILE], weights[:end], len(weights))
+        known = self._known.get(key)
+        if known is not None:
+            return replace(known, targets=_Later(lambda: bound().targets), data=weights)
+        first = replace(bound(), layout=object(), data=weights)
+        if len(self._known) >= _LAYOUTS:
+            self._known.clear()
+        self._known[key] = replace(first, targets={}, data=b"")
+        return first
+
+
+class _Later(Mapping[str, BoundTarget]):
+    """Targets that are bound when they are asked for."""
+
+    def __init__(self, bind: Callable[[], Mapping[str, BoundTarget]]) -> None:
+        self._bind = bind
+        self._bound: Mapping[str, BoundTarget] | None = None
+
+    def _targets(self) -> Mapping[str, BoundTarget]:
+        if self._bound is None:
+            self._bound = self._bind()
+        return self._bound
+
+    def __getitem__(self, path: str) -> BoundTarget:
+        return self._targets()[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets())
+
+    def __len__(self) -> int:
+        return len(self._targets())
 
 
 def name_targets(paths: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
@@ -306,7 +388,8 @@ def _sort_tensors(tensors: Mapping[str, Tensor], expected: Any) -> dict[tuple[st
 
 def _checked(
     halves: Mapping[tuple[str, str], tuple[str, Tensor]], path: str, half: str, shape: tuple[int, int], expected: str
-) -> Tensor:
+) -> tuple[str, Tensor]:
+    """Its key in the file and the tensor."""
     if (path, half) not in halves:
         raise AdapterRejected(f"tensor {expected} is missing from the adapter")
     key, tensor = halves[path, half]
@@ -314,9 +397,7 @@ def _checked(
         raise AdapterRejected(f"tensor {key} has shape {list(tensor.shape)}, this model and rank need {list(shape)}")
     if tensor.dtype not in _DTYPES:
         raise AdapterRejected(f"tensor {key} is {tensor.dtype}: only float32, bfloat16 and float16 are supported")
-    if not _finite(tensor):
-        raise AdapterRejected(f"tensor {key} has values that are not finite")
-    return tensor
+    return key, tensor
 
 
 def _finite(tensor: Tensor) -> bool:

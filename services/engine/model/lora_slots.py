@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +19,16 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.loader import query_row_order
 from services.engine.model.lora_binding import BoundAdapter
 from services.engine.model.lora_targets import LORA_GROUPS, Group, layer_groups
-from services.engine.model.upload import Uploader
 
-_STAGING_BYTES = 4 * 2**20
-"""Page-locked, twice: copies from there do not hold up the launches of the thread that serves."""
+if TYPE_CHECKING:
+    from services.engine.model.lora_upload import AdapterUpload, UploadPlan
+
+_PIECE_BYTES = 8 * 2**20
+"""Of an adapter on its way. A copy of this size holds up the small ones of a step by 0.2 ms at most."""
+_LAYOUTS = 16
+"""Whose plans are kept at most, of 100 KB each for an adapter on all layers of a 4B model."""
+_REORDERED = "self_attn.q_proj"
+"""Its outputs lie as query_row_order() says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,34 @@ class _GroupBuffers:
     bs: tuple[Tensor, ...]
     """Per target [slots, max_rank, out]: its columns of b."""
     offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one linear layer's adapter lies in all slots."""
+
+    path: str
+    """In the model, e.g. "layers.3.self_attn.q_proj"."""
+    group: tuple[int, str]
+    """Layer and group of linear layers."""
+    a: Tensor
+    """[slots, max_rank, in], the last dimension contiguous."""
+    b: Tensor
+    """[slots, max_rank, out], the last dimension contiguous: Bᵀ times the scale."""
+    ordered: bool
+    """Whether b's columns are in the order of query_row_order()."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What loads of an adapter of one layout have in common."""
+
+    groups: Set[tuple[int, str]]
+    """Layers and groups that it has a target in."""
+    ranks: Tensor
+    """[layers, groups] int32 on the CPU."""
+    plan: UploadPlan | None
+    """None on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +152,23 @@ class LoraSlots:
                 bs = tuple(b[:, :, target.offset : target.offset + target.out_features] for target in group.targets)
                 groups[group.name] = _GroupBuffers(group, a, b, bs, tuple(target.offset for target in group.targets))
             self._layers.append(groups)
-        self._filled: set[tuple[int, int, str]] = set()
-        """Slot, layer and group of all that is not zero."""
+        self._filled: dict[int, set[tuple[int, str]]] = {}
+        """Slot → layer and group of all that is not zero."""
+        self._known: dict[tuple[object, int], _Prepared] = {}
+        """Layout of an adapter and its address modulo 16 → what loads of it have in common."""
         # Of each layer and group: an adapter of a few modules costs nothing at the others. Each begins at 16 bytes, so
         # that all layers run the same variant of a kernel.
         shape = (config.num_layers, len(LORA_GROUPS), -(-num_slots // 4) * 4)
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=device)
         # Loads run beside the steps, not between them: a stream of their own.
         self._stream: torch.cuda.Stream | None = None
-        self._uploader: Uploader | None = None
+        self._upload: AdapterUpload | None = None
         if torch.device(device).type == "cuda":
-            self._uploader = Uploader(torch.device(device), _STAGING_BYTES)
+            # Imported here: a pod without a GPU needs no Triton.
+            from services.engine.model.lora_upload import AdapterUpload
+
+            if num_slots > 1:
+                self._upload = AdapterUpload(self.places(), self._query_rows, self.upload_bytes(config, max_rank))
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -141,19 +183,79 @@ class LoraSlots:
         )
         return elements * dtype.itemsize
 
+    @staticmethod
+    def upload_bytes(config: ModelConfig, max_rank: int) -> int:
+        """Bytes of a GPU that adapters on their way take, however many slots there are."""
+        widest = max(max(shape) for layer in range(config.num_layers) for shape in config.linear_shapes(layer).values())
+        return max(_PIECE_BYTES, 4 * max_rank * widest + 64)
+
+    def places(self) -> list[Place]:
+        """Where each linear layer's adapter lies, by layer."""
+        return [
+            Place(
+                f"layers.{index}.{target.module}",
+                (index, name),
+                buffers.a[:, number],
+                buffers.bs[number],
+                target.module == _REORDERED,
+            )
+            for index, groups in enumerate(self._layers)
+            for name, buffers in groups.items()
+            for number, target in enumerate(buffers.group.targets)
+        ]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles what loads launch, so that the first one need not wait for it."""
+        if self._upload is not None:
+            with self._beside_the_steps():
+                self._upload.warm_up()
+
     @torch.inference_mode()
     def load(self, slot: int, adapter: BoundAdapter) -> None:
         """Writes an adapter into a slot that no running request uses.
 
         Raises:
-            AdapterRejected: its rank is over max_rank.
+            AdapterRejected: its rank is over max_rank, or a value is not finite. The slot then adds nothing, or what it
+                added before.
+            ValueError: slot 0 or a slot out of range.
         """
+        address, known = 0, None
+        if adapter.layout is not None and self._upload is not None:
+            address = np.frombuffer(adapter.data, np.uint8).__array_interface__["data"][0]
+            known = self._known.get((adapter.layout, address % 16))
+        prepared = known or self._prepare(adapter)
+        with self._beside_the_steps():
+            self._zero(slot, kept=prepared.groups)
+            self._filled.setdefault(slot, set()).update(prepared.groups)
+            if self._upload is None or prepared.plan is None:
+                self._write(slot, adapter, prepared.groups)
+            elif not self._upload.write(slot, prepared.plan, address if known else 0):
+                self._zero(slot)
+                adapter.check_finite()  # names the tensor
+                raise RuntimeError("an adapter's values are finite on the CPU and not on the device")
+            self._ranks[:, :, slot] = prepared.ranks.to(self._ranks.device)
+        if known is None and address:
+            self._remember(adapter, address, prepared)
+
+    def _prepare(self, adapter: BoundAdapter) -> _Prepared:
+        """Raises AdapterRejected if its rank is over max_rank or, on the CPU, a value is not finite."""
         if adapter.max_rank > self.max_rank:
             raise AdapterRejected(f"the adapter's rank {adapter.max_rank} is over the limit of {self.max_rank}")
-        with self._beside_the_steps():
-            self._zero(slot, kept=self._groups_of(adapter))
-            self._write(slot, adapter)
-            self._ranks[:, :, slot] = self._ranks_of(adapter).to(self._ranks.device)
+        groups, ranks = self._groups_of(adapter), self._ranks_of(adapter)
+        if self._upload is None:
+            adapter.check_finite()
+            return _Prepared(groups, ranks, None)
+        return _Prepared(groups, ranks, self._upload.plan(adapter, groups))
+
+    def _remember(self, adapter: BoundAdapter, address: int, prepared: _Prepared) -> None:
+        """Keeps what the next adapter of the same layout needs too."""
+        plan = prepared.plan.relative(address, len(adapter.data)) if prepared.plan is not None else None
+        if plan is None:  # a tensor had to be moved to where its numbers are aligned
+            return
+        if len(self._known) >= _LAYOUTS:
+            self._known.clear()
+        self._known[adapter.layout, address % 16] = replace(prepared, plan=plan)
 
     def _groups_of(self, adapter: BoundAdapter) -> set[tuple[int, str]]:
         """Layers and groups that it has a target in."""
@@ -184,33 +286,22 @@ class LoraSlots:
             dtype=torch.int32,
         )
 
-    def _write(self, slot: int, adapter: BoundAdapter) -> None:
-        """Each group as it will lie in its buffers, made on the CPU: what reaches a GPU are copies alone, by an engine
-        that the steps leave idle, and not a thousand small kernels that wait between those of the steps."""
-        for index, name in sorted(self._groups_of(adapter)):
+    def _write(self, slot: int, adapter: BoundAdapter, groups: Set[tuple[int, str]]) -> None:
+        """What AdapterUpload.write() does, on the CPU."""
+        for index, name in sorted(groups):
             buffers = self._layers[index][name]
-            a = torch.zeros(buffers.a.shape[1:], dtype=buffers.a.dtype)
-            b = torch.zeros(buffers.b.shape[1:], dtype=buffers.b.dtype)
+            a, b = buffers.a[slot].zero_(), buffers.b[slot].zero_()
             largest = torch.finfo(b.dtype).max
             for place, target in enumerate(buffers.group.targets):
                 bound = adapter.targets.get(f"layers.{index}.{target.module}")
                 if bound is None:
                     continue
-                a[place, : bound.rank] = bound.a
                 # Rows of other adapters are multiplied by zeros beside it, and zero times infinity is not zero.
+                a[place, : bound.rank] = bound.a.float().clamp(-largest, largest)
                 scaled = (bound.b.float() * bound.scale).clamp_(-largest, largest)
-                if target.module == "self_attn.q_proj":
+                if target.module == _REORDERED:
                     scaled = scaled[self._query_rows]
                 b[: bound.rank, target.offset : target.offset + target.out_features] = scaled.t()
-            self._filled.add((slot, index, name))
-            self._copy(a, buffers.a[slot])
-            self._copy(b, buffers.b[slot])
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        if self._uploader is None:
-            target.copy_(source)
-        else:
-            self._uploader.copy(source, target)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
@@ -227,11 +318,12 @@ class LoraSlots:
         if not 0 < slot < self.num_slots:
             raise ValueError(f"slot must be between 1 and {self.num_slots - 1}, got {slot}")
         self._ranks[:, :, slot] = 0
-        for filled in [each for each in self._filled if each[0] == slot and each[1:] not in kept]:
-            buffers = self._layers[filled[1]][filled[2]]
+        filled = self._filled.get(slot, set())
+        for index, name in filled - kept:
+            buffers = self._layers[index][name]
             buffers.a[slot].zero_()
             buffers.b[slot].zero_()
-            self._filled.remove(filled)
+        filled &= kept
 
     @contextmanager
     def _beside_the_steps(self) -> Iterator[None]:
@@ -239,9 +331,11 @@ class LoraSlots:
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._stream.synchronize()
 
     def rows(self, layer: int, group: str, row_adapters: Tensor, active: Tensor) -> LoraRows:
         """The adapters of a layer's group for the kernels of kernels/gpu. Nothing is copied and every address stays

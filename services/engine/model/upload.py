@@ -1,6 +1,10 @@
-"""Weights on their way from the mapped checkpoint to the device."""
+"""Weights and adapters on their way from files to the device."""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,14 +39,43 @@ class Uploader:
         step = self._buffers[0].numel() // target.element_size()
         for begin in range(0, numbers.numel(), step):
             part = numbers[begin : begin + step]
-            staging = self._buffers[self._turn][: part.numel() * target.element_size()].view(target.dtype)
-            if self._emptied:
-                self._emptied[self._turn].synchronize()  # an event never recorded counts as done
-            staging.copy_(part)
-            place[begin : begin + step].copy_(staging, non_blocking=True)
-            if self._emptied:
-                self._emptied[self._turn].record()
-            self._turn = 1 - self._turn
+            with self._next_buffer() as buffer:
+                staging = buffer[: part.numel() * target.element_size()].view(target.dtype)
+                staging.copy_(part)
+                place[begin : begin + step].copy_(staging, non_blocking=True)
+
+    def gather(self, runs: Iterable[tuple[int, int, int]], target: Tensor) -> None:
+        """Copies runs of this process's memory, which together fit into one buffer.
+
+        Beside a thread that serves, for which torch's copies are no good: this gives up the interpreter's lock once a
+        run, and takes no other core.
+
+        Args:
+            runs: address, place in the target and bytes of each, places ascending.
+            target: [bytes] uint8; what lies between runs has any contents afterwards.
+
+        Raises:
+            ValueError: a run overlaps the one before, or does not fit.
+        """
+        with self._next_buffer() as buffer:
+            begin, used = buffer.data_ptr(), 0
+            for address, place, size in runs:
+                if place < used or place + size > buffer.numel():
+                    raise ValueError(f"{size} bytes at {place} behind {used} do not fit into {buffer.numel()}")
+                ctypes.memmove(begin + place, address, size)
+                used = place + size
+            target[:used].copy_(buffer[:used], non_blocking=True)
+
+    @contextmanager
+    def _next_buffer(self) -> Iterator[Tensor]:
+        """Empty, to be filled and copied from."""
+        turn = self._turn
+        if self._emptied:
+            self._emptied[turn].synchronize()  # an event never recorded counts as done
+        yield self._buffers[turn]
+        if self._emptied:
+            self._emptied[turn].record()
+        self._turn = 1 - turn
 
     def finish(self) -> None:
         """Waits until everything has arrived: other streams may use it then."""

@@ -26,7 +26,8 @@ from services.engine.cuda.compile_ahead import Variant, _Target, recorded
 from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.cuda.warm_up import warm_up_shapes
 from services.engine.model.device_batch import DeviceCache
-from tests.parity.fused_models import TINY, random_adapters, random_model
+from services.engine.model.lora_upload import AdapterUpload
+from tests.parity.fused_models import TINY, random_adapter, random_adapters, random_model
 
 TARGET = GPUTarget("cuda", 90, 32)
 CONFIG = replace(
@@ -61,7 +62,9 @@ def build(quantization: str, speculative: bool) -> CudaRunner:
         mtp=speculative,
     )
     limits = RunnerLimits(32, 256, 1024, largest_graph=32, mixed_tokens=128, speculative=speculative)
-    return CudaRunner(model, cache, random_adapters(model, 2, 16), limits, RunnerOptions(pdl=True), eos_token_ids=[1])
+    lora = random_adapters(model, 2, 16)
+    lora._upload = AdapterUpload(lora.places(), lora._query_rows, lora.upload_bytes(CONFIG, 16))
+    return CudaRunner(model, cache, lora, limits, RunnerOptions(pdl=True), eos_token_ids=[1])
 
 
 def disk_key(variant: Variant) -> str:
@@ -106,6 +109,7 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
         for shape in runner._shapes:
             for adapters in (False, True):
                 runner._run_shape(shape, adapters)
+        runner._lora.load(1, random_adapter(CONFIG, 16, seed=1))
 
     with recorded() as variants:
         runner._launch_all(shapes, runner.forward.one_of_each_layer())

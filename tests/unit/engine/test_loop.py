@@ -157,6 +157,12 @@ class Fixture:
         )
         self.client = Client()
 
+    def wait_until_held(self) -> None:
+        """Until the loop waits for a result of the held runner: as many steps as may be are in flight, and commands
+        that come now are met behind the first result."""
+        for _ in range(self.runner.depth):
+            self.runner.entered.get(timeout=TIMEOUT)
+
     def submit(self, name: str, prompt: tuple[int, ...] = (1, 2, 3), client: Client | None = None, **changes: object):
         sampling = SamplingParams(max_tokens=changes.pop("max_tokens", 5))
         adapter = changes.pop("adapter", AdapterChoice())
@@ -287,7 +293,7 @@ def test_abort_frees_everything_and_says_so(engine: Fixture) -> None:
     engine.runner.hold()
     engine.submit("gone", max_tokens=50)
     engine.submit("stays")
-    engine.runner.entered.get(timeout=TIMEOUT)
+    engine.wait_until_held()
     engine.loop.abort("gone")
     engine.loop.abort("never was")
     engine.runner.go_on()
@@ -305,7 +311,7 @@ def test_abort_all_ends_only_that_sink(engine: Fixture) -> None:
     engine.submit("g0", client=gone, max_tokens=50)
     engine.submit("g1", client=gone, adapter=AdapterChoice(name="a"))
     engine.submit("s0")
-    engine.runner.entered.get(timeout=TIMEOUT)
+    engine.wait_until_held()
     engine.loop.abort_all(gone)
     engine.runner.go_on()
     engine.client.wait("s0")
@@ -459,7 +465,7 @@ def test_remembers_rollouts_that_were_asked_for(engine: Fixture) -> None:
 def test_a_stop_string_ends_a_request_or_cuts_its_rollout(engine: Fixture) -> None:
     engine.runner.hold()
     engine.submit("running", keep_rollout=True, max_tokens=50)
-    engine.runner.entered.get(timeout=TIMEOUT)
+    engine.wait_until_held()
     engine.loop.abort("running", keep_tokens=1)
     engine.runner.go_on()
     assert engine.client.wait("running")["running"][-1].finish_reason is FinishReason.STOP

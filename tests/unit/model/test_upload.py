@@ -36,6 +36,19 @@ def test_refuses_what_does_not_match() -> None:
             uploader.copy(torch.zeros(4, 5), target)
 
 
+def test_gathers_runs_of_memory() -> None:
+    uploader = Uploader(torch.device("cpu"), 64)
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for shift in (0, 7, 20):
+        begin = source.data_ptr() + shift
+        uploader.gather([(begin, 0, 16), (begin + 40, 24, 30), (begin + 5, 54, 10)], target)
+        for offset, place, size in ((0, 0, 16), (40, 24, 30), (5, 54, 10)):
+            assert torch.equal(target[place : place + size], source[shift + offset : shift + offset + size])
+    for runs in ([(begin, 50, 15)], [(begin, 0, 16), (begin, 15, 4)]):
+        with pytest.raises(ValueError, match="do not fit"):
+            uploader.gather(runs, target)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
