@@ -7,6 +7,7 @@ as the benchmarks write them, what they print to DIR/SECTION.log. `--list` shows
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -16,11 +17,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _MODEL = "--model qwen3.5-4b --random"
 _TABLE = "1x512x128,8x512x128,64x512x256,16x4096x256,256x512x256"
 _BENCH = "{python} -m benchmarks"
 # A line a test: a run that is cut off leaves the names of those that failed.
 _PYTEST = "{python} -m pytest -vv --tb=short -p no:cacheprovider"
+_DEATH_SECONDS = 60.0
 _SANITIZER = "compute-sanitizer --target-processes all --error-exitcode 1 --tool"
 
 
@@ -101,11 +105,29 @@ def run(section: Section, out: Path) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    try:
+    """Kills a group and waits for all of it: what a kill has not reached yet still holds GPU memory and cores.
+
+    Raises:
+        RuntimeError: a process outlived that by a minute, so that nothing measured beside it would be true.
+    """
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
     process.wait()
+    end = time.monotonic() + _DEATH_SECONDS
+    while alive := _living(process.pid):
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes {alive} run {_DEATH_SECONDS:.0f} s after they were killed")
+        time.sleep(0.01)
+
+
+def _living(group: int) -> list[int]:
+    """Process ids of a group. Zombies are dead: whoever adopted them may not ask for their status."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 def main() -> None:

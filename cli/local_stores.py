@@ -33,6 +33,7 @@ _PROBE_BUCKET = "ready"
 _PROBE_KEY = "marker"
 _PROBE_BODY = b"x" * 4096
 """Long enough to lie in a volume: the filer keeps the shortest objects to itself."""
+_IDLE_SECONDS = 2
 _SERVER_PORTS = range(20000, 32000)
 _VOLUMES = 1000
 """Files of objects, at least one a bucket. SeaweedFS's own limit is the free disk divided by their largest
@@ -43,9 +44,9 @@ size (128 MB): with 6 GB free every write to the 49th bucket fails."""
 class LocalServer:
     """One server process to run.
 
-    ``argv``, ``env`` (complete, nothing is inherited) and ``cwd`` go to subprocess.Popen. SIGTERM stops it cleanly in
-    about a second; after ``stop_grace`` seconds a SIGKILL loses nothing either. ``leftovers`` are files outside
-    ``cwd`` that a killed server leaves behind; remove them after its end.
+    ``argv``, ``env`` (complete, nothing is inherited) and ``cwd`` go to subprocess.Popen. SIGTERM stops it cleanly
+    in one to three seconds; after ``stop_grace`` seconds a SIGKILL loses nothing either. ``leftovers`` are files
+    outside ``cwd`` that a killed server leaves behind; remove them after its end.
     """
 
     name: str
@@ -56,7 +57,7 @@ class LocalServer:
     """host:port of the server itself: TEMPER_S3_ENDPOINT, or the middle of TEMPER_REDIS_URL."""
     probe: Callable[[], bool]
     leftovers: tuple[Path, ...] = ()
-    stop_grace: float = 5.0
+    stop_grace: float = 10.0
 
     def is_ready(self) -> bool:
         """One attempt to use the server, at most two seconds."""
@@ -166,6 +167,10 @@ def s3_server(
     # A master that resumes after a crash now and then takes itself for newly elected and holds every write for 15 s.
     # What it would resume, the volume server tells it anyway.
     argv += ["-master.resumeState=false"]
+    # The volume server waits at its end for connections on which nothing was ever asked, until they have been idle for
+    # this long. Its own clients leave such behind: of two requests at once, one finds the other's connection free
+    # before its new one is there.
+    argv += [f"-idleTimeout={_IDLE_SECONDS}"]
     # Unix sockets in the server's own fixed place, whatever TMPDIR says.
     sockets = [f"{name.split('.')[0]}-grpc-{number}" for name, number in ports.items() if name.endswith(".grpc")]
     sockets += [f"s3-{port}", f"filer-{ports['filer.port']}"]

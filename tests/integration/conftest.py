@@ -34,7 +34,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     server = RunningServer(s3_server(directory, free_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
     server.start()
     yield server
-    server.stop(signal.SIGKILL)  # of its own accord it takes 5 s, and what it would write goes to nobody
+    server.stop(signal.SIGKILL)  # quicker, and what it would write goes to nobody
 
 
 @pytest.fixture

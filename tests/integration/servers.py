@@ -36,9 +36,10 @@ class RunningServer:
                 raise RuntimeError(f"{self.server.name} did not start: {text[-2000:]}")
             time.sleep(0.05)
 
-    def stop(self, sig: signal.Signals = signal.SIGTERM) -> None:
+    def stop(self, sig: signal.Signals = signal.SIGTERM) -> int:
+        """Exit status, negative of a server that a signal ended: -9 also if it did not stop in time."""
         if self._process is None:
-            return
+            return 0
         self._process.send_signal(signal.SIGCONT)
         self._process.send_signal(sig)
         try:
@@ -46,8 +47,10 @@ class RunningServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        status = self._process.returncode
         self._process = None
         self.server.remove_leftovers()
+        return status
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

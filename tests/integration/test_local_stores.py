@@ -1,0 +1,33 @@
+"""The local S3 server at its end."""
+
+from __future__ import annotations
+
+import io
+import socket
+from pathlib import Path
+
+from minio import Minio
+
+from cli.local_stores import LocalServer, free_ports, s3_server
+from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
+from tests.integration.servers import RunningServer
+
+
+def _port(server: LocalServer, name: str) -> int:
+    (option,) = [argument for argument in server.argv if argument.startswith(f"-{name}=")]
+    return int(option.partition("=")[2])
+
+
+def test_it_stops_in_time_with_a_connection_that_nobody_used(tmp_path: Path) -> None:
+    """Its own clients leave such behind after requests side by side: of 54 stops after those, 6 took 30 seconds."""
+    server = RunningServer(s3_server(tmp_path, free_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
+    server.start()
+    client = Minio(server.address, ACCESS_KEY, SECRET_KEY, secure=False, region="us-east-1")
+    client.make_bucket("kept")
+    client.put_object("kept", "object", io.BytesIO(b"x" * 100_000), 100_000)
+    with socket.create_connection(("127.0.0.1", _port(server.server, "volume.port"))):
+        assert server.stop() == 0
+    server.start()
+    with client.get_object("kept", "object") as response:
+        assert response.data == b"x" * 100_000
+    assert server.stop() == 0
