@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cli.local_stores import free_ports
 from cli.output import CliError, ExitCode
+from cli.ports import claim_ports
 from cli.up import ROOT
 
 _STOP_SECONDS = 60.0
@@ -32,8 +32,9 @@ def running_stack(report: Callable[[str], None]) -> Iterator[str]:
         CliError: it did not get ready; the message has what it said last.
     """
     with tempfile.TemporaryDirectory(prefix="temper-demo-") as directory:
-        port = free_ports(1)[0]
-        argv = [sys.executable, "-m", "cli", "up", "--json", "--port", str(port), "--data-dir", f"{directory}/data"]
+        (port,) = claim_ports(1)
+        argv = [sys.executable, "-m", "cli", "up", "--json"]
+        argv += ["--port", str(port.number), "--data-dir", f"{directory}/data"]
         # A session of its own: Ctrl-C must reach the demo first, which then stops the stack in order.
         process = subprocess.Popen(
             argv,

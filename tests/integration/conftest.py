@@ -10,7 +10,8 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from cli.local_stores import free_ports, s3_server, valkey_server
+from cli.local_stores import s3_server, valkey_server
+from cli.ports import free_ports
 from services.common.registry import AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from minio import Minio
 
-from cli.local_stores import LocalServer, free_ports, s3_server
+from cli.local_stores import LocalServer, s3_server
+from cli.ports import free_ports
 from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
 from tests.integration.servers import RunningServer
 

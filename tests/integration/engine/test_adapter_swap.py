@@ -86,11 +86,13 @@ async def test_a_corrupt_version_is_refused_and_the_old_one_stays(engine: Engine
     assert refused.error.code == pb.ERROR_CODE_ADAPTER_REJECTED
     assert "skill@2" in refused.error.message
 
-    version = await engine.publish("skill", seed=3)
+    # Attached once its file is another one: the engine looks for itself, too.
+    version = await engine.publish("skill", seed=3, attach=False)
     key = f"adapters/skill/versions/{version.version:08d}/adapter_model.safetensors"
     data = bytearray(store.get(key).data)
     data[-1] ^= 1
     store.put(key, bytes(data))
+    await asyncio.to_thread(engine.registry.attach, version)
     assert (await sync(engine)).attached == "skill@1"
     tampered = await stream.run(request(PROMPT, adapter="skill@3"))
     assert tampered.error is not None

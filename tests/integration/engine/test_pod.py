@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.local_stores import free_ports
+from cli.ports import ClaimedPort, claim_ports
 from services.common.pb import engine_pb2 as pb
 from services.common.pb import engine_pb2_grpc
 from services.common.settings import CommonSettings
@@ -25,7 +25,16 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def environment(s3: RunningServer, valkey: RunningServer, settings: CommonSettings, tmp_path: Path) -> dict[str, str]:
+def port() -> Iterator[ClaimedPort]:
+    (claim,) = claim_ports(1)
+    yield claim
+    claim.release()
+
+
+@pytest.fixture
+def environment(
+    s3: RunningServer, valkey: RunningServer, settings: CommonSettings, port: ClaimedPort, tmp_path: Path
+) -> dict[str, str]:
     return {
         **os.environ,
         "TEMPER_REDIS_URL": settings.redis_url.get_secret_value(),
@@ -34,7 +43,7 @@ def environment(s3: RunningServer, valkey: RunningServer, settings: CommonSettin
         "TEMPER_S3_SECRET_KEY": settings.s3_secret_key.get_secret_value(),
         "TEMPER_S3_BUCKET": settings.s3_bucket,
         "TEMPER_MODEL": str(TINY),
-        "TEMPER_GRPC_PORT": str(free_ports(1)[0]),
+        "TEMPER_GRPC_PORT": str(port.number),
         "TEMPER_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
         "TEMPER_TORCH_THREADS": "1",
         "TEMPER_EXIT_WITH_PARENT": "true",

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.client import _parse_events
-from cli.local_stores import free_ports
 from cli.main import app
+from cli.ports import free_ports
 from tests.unit.cli.server import Reply, Seen, serving, sse
 
 JOB: dict[str, Any] = {

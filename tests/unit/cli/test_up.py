@@ -14,6 +14,7 @@ from pydantic import SecretStr
 
 from cli.process import DirectoryLock, port_is_free, tail
 from cli.settings import UpSettings
+from cli.stores import Ports
 from cli.up import UpOptions, compose
 from services.common.errors import Conflict, InvalidRequest
 from tests.stack import ROOT, clean_environment
@@ -28,6 +29,10 @@ def up(*args: object) -> subprocess.CompletedProcess[str]:
         env=clean_environment(),
         cwd=ROOT,
     )
+
+
+def ports_of(data_dir: Path) -> Ports:
+    return Ports.load_or_choose(data_dir / "ports.json", gateway_port=8420)
 
 
 def model(tmp_path: Path) -> Path:
@@ -70,7 +75,7 @@ def test_bad_options_are_usage_errors(args: tuple[str, ...]) -> None:
 
 
 def test_composition_keeps_secrets_private_and_stores_local(tmp_path: Path) -> None:
-    services, ports = compose(UpOptions(), tmp_path, UpSettings())
+    services, ports = compose(UpOptions(), tmp_path, UpSettings(), ports_of(tmp_path))
     assert [service.name for service in services] == ["valkey", "s3", "engine", "gateway"]
     secrets = tmp_path / "secrets.json"
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
@@ -83,13 +88,13 @@ def test_composition_keeps_secrets_private_and_stores_local(tmp_path: Path) -> N
     assert "-ip.bind=127.0.0.1" in services[1].argv
     assert services[2].env["TEMPER_GRPC_HOST"] == "127.0.0.1"
     # A second start finds the same credentials and, while they are free, the same ports.
-    again, same_ports = compose(UpOptions(), tmp_path, UpSettings())
+    again, same_ports = compose(UpOptions(), tmp_path, UpSettings(), ports_of(tmp_path))
     assert same_ports == ports
     assert again[2].env == services[2].env
 
 
 def test_stops_what_takes_requests_first(tmp_path: Path) -> None:
-    services, _ = compose(UpOptions(), tmp_path, UpSettings())
+    services, _ = compose(UpOptions(), tmp_path, UpSettings(), ports_of(tmp_path))
     stages = {service.name: service.stop_stage for service in services}
     assert stages["gateway"] > stages["engine"] > stages["s3"] == stages["valkey"]
 
@@ -101,7 +106,7 @@ def test_external_stores_replace_local_ones(tmp_path: Path) -> None:
         s3_access_key=SecretStr("a"),
         s3_secret_key=SecretStr("b"),
     )
-    services, ports = compose(UpOptions(), tmp_path, external)
+    services, ports = compose(UpOptions(), tmp_path, external, ports_of(tmp_path))
     assert [service.name for service in services] == ["engine", "gateway"]
     assert set(ports) == {"engine", "gateway"}
     assert "TEMPER_REDIS_URL" not in services[0].env, "it is inherited"
@@ -109,7 +114,7 @@ def test_external_stores_replace_local_ones(tmp_path: Path) -> None:
 
 def test_external_s3_needs_its_credentials(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="TEMPER_S3_SECRET_KEY"):
-        compose(UpOptions(), tmp_path, UpSettings(s3_endpoint="elsewhere:9000"))
+        compose(UpOptions(), tmp_path, UpSettings(s3_endpoint="elsewhere:9000"), ports_of(tmp_path))
 
 
 @pytest.mark.parametrize(
