@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
@@ -129,6 +130,7 @@ async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) 
     """No request fails, and each answer is the one its version gives alone."""
     stream = engine.stream()
     done: list[tuple[int, str, list[int]]] = []
+    answered: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
     stop = asyncio.Event()
 
     async def client(number: int) -> None:
@@ -137,15 +139,14 @@ async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) 
             assert answer.error is None, answer.error
             assert answer.adapter is not None
             done.append((number, answer.adapter, answer.token_ids))
+            answered[answer.adapter].set()
 
     clients = [asyncio.create_task(client(number)) for number in range(6)]
     for seed in range(6):
         await engine.publish("policy", seed=seed)
         version = f"policy@{seed + 1}"
         assert (await sync(engine)).attached == version
-        async with asyncio.timeout(60):
-            while all(adapter != version for _, adapter, _ in done):
-                await asyncio.sleep(0.01)
+        await asyncio.wait_for(answered[version].wait(), 60)
     stop.set()
     await asyncio.gather(*clients)
     expected: dict[tuple[int, str], list[int]] = {}
