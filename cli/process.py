@@ -1,4 +1,4 @@
-"""Small things about processes: a death signal, a lock on a directory, the state of a port, the end of a log."""
+"""Small things about processes: a death signal, a lock on a directory, the end of a log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import fcntl
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,22 +63,6 @@ class DirectoryLock:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now (as a server would: TIME_WAIT does not count)."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror:
-        return False
-    for family, kind, protocol, _, address in addresses:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError:
-                return False
-    return True
 
 
 def tail(path: Path, *, lines: int, offset: int = 0) -> list[str]:

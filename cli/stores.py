@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cli.local_stores import LocalServer, s3_server, valkey_server, write_private
 from cli.ports import LOOPBACK, ClaimedPort, claim_ports
 from cli.supervisor import RestartPolicy, Service
-
-_SERVERS = ("redis", "s3", "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +35,9 @@ class Secrets:
 class Ports:
     """Internal ports on 127.0.0.1, kept from one start to the next where they are still free."""
 
-    redis: int
-    s3: int
-    engine: int
-    claims: Sequence[ClaimedPort] = field(default=(), repr=False, compare=False)
-    """Their holders until the servers listen, and after."""
+    redis: ClaimedPort
+    s3: ClaimedPort
+    engine: ClaimedPort
 
     @classmethod
     def load_or_choose(cls, path: Path, *, gateway_port: int) -> Ports:
@@ -50,15 +45,15 @@ class Ports:
         if path.exists():
             old: dict[str, int] = json.loads(path.read_text())
             with contextlib.suppress(OSError):
-                return cls(**old, claims=[ClaimedPort(number, again=True) for number in old.values()])
-        claims = claim_ports(len(_SERVERS), avoid={gateway_port})
-        fresh = dict(zip(_SERVERS, (claim.number for claim in claims), strict=True))
-        path.write_text(json.dumps(fresh) + "\n")
-        return cls(**fresh, claims=claims)
+                return cls(**{name: ClaimedPort(number, again=True) for name, number in old.items()})
+        fresh = cls(*claim_ports(3, avoid={gateway_port}))
+        numbers = {"redis": fresh.redis.number, "s3": fresh.s3.number, "engine": fresh.engine.number}
+        path.write_text(json.dumps(numbers) + "\n")
+        return fresh
 
 
 def redis_url(ports: Ports, credentials: Secrets) -> str:
-    return f"redis://:{credentials.redis_password}@{LOOPBACK}:{ports.redis}/0"
+    return f"redis://:{credentials.redis_password}@{LOOPBACK}:{ports.redis.number}/0"
 
 
 def valkey(data_dir: Path, ports: Ports, credentials: Secrets) -> Service:
@@ -73,7 +68,7 @@ def seaweed(data_dir: Path, ports: Ports, credentials: Secrets, *, gateway_port:
         ports.s3,
         access_key=credentials.s3_access_key,
         secret_key=credentials.s3_secret_key,
-        avoid=(ports.redis, ports.engine, gateway_port),
+        avoid=(ports.redis.number, ports.engine.number, gateway_port),
     )
     return _service(server, data_dir)
 

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.health import grpc_ready, http_ready
-from cli.process import DirectoryLock, port_is_free, rotate_log
+from cli.ports import port_is_free
+from cli.process import DirectoryLock, rotate_log
 from cli.settings import UpSettings, inherited_environment
 from cli.stores import Ports, Secrets, redis_url, seaweed, valkey
 from cli.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
@@ -118,19 +119,19 @@ def compose(
     """
     credentials = Secrets.load_or_create(data_dir / "secrets.json")
     services: list[Service] = []
-    used = {"gateway": options.port, "engine": ports.engine}
+    used = {"gateway": options.port, "engine": ports.engine.number}
     env: dict[str, str] = {}
     if options.served_model_name is not None:
         env["TEMPER_SERVED_MODEL_NAME"] = options.served_model_name
     if settings.redis_url is None:
         services.append(valkey(data_dir, ports, credentials))
-        used["redis"] = ports.redis
+        used["redis"] = ports.redis.number
         env["TEMPER_REDIS_URL"] = redis_url(ports, credentials)
     if settings.s3_endpoint is None:
         services.append(seaweed(data_dir, ports, credentials, gateway_port=options.port))
-        used["s3"] = ports.s3
+        used["s3"] = ports.s3.number
         env |= {
-            "TEMPER_S3_ENDPOINT": f"127.0.0.1:{ports.s3}",
+            "TEMPER_S3_ENDPOINT": f"127.0.0.1:{ports.s3.number}",
             "TEMPER_S3_ACCESS_KEY": credentials.s3_access_key,
             "TEMPER_S3_SECRET_KEY": credentials.s3_secret_key,
             "TEMPER_S3_SECURE": "false",
@@ -138,8 +139,8 @@ def compose(
     elif settings.s3_access_key is None or settings.s3_secret_key is None:
         raise InvalidRequest("TEMPER_S3_ENDPOINT needs TEMPER_S3_ACCESS_KEY and TEMPER_S3_SECRET_KEY as well")
     stores = tuple(service.name for service in services)
-    services.append(_engine(options, data_dir, settings, ports.engine, env, stores))
-    services.append(_gateway(options, data_dir, settings, ports.engine, env, stores))
+    services.append(_engine(options, data_dir, settings, ports.engine.number, env, stores))
+    services.append(_gateway(options, data_dir, settings, ports.engine.number, env, stores))
     return services, used
 
 

@@ -11,7 +11,7 @@ import redis
 from pydantic import SecretStr
 
 from cli.local_stores import s3_server, valkey_server
-from cli.ports import free_ports
+from cli.ports import claim_ports
 from services.common.registry import AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
@@ -23,7 +23,7 @@ SECRET_KEY = "temper-secret"
 
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    server = RunningServer(valkey_server(tmp_path_factory.mktemp("valkey"), free_ports(1)[0]))
+    server = RunningServer(valkey_server(tmp_path_factory.mktemp("valkey"), claim_ports(1)[0]))
     server.start()
     yield server
     server.stop()
@@ -32,7 +32,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("s3")
-    server = RunningServer(s3_server(directory, free_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
+    server = RunningServer(s3_server(directory, claim_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
     server.start()
     yield server
     server.stop(signal.SIGKILL)  # quicker, and what it would write goes to nobody

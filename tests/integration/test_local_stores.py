@@ -9,7 +9,7 @@ from pathlib import Path
 from minio import Minio
 
 from cli.local_stores import LocalServer, s3_server
-from cli.ports import free_ports
+from cli.ports import claim_ports
 from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
 from tests.integration.servers import RunningServer
 
@@ -21,7 +21,7 @@ def _port(server: LocalServer, name: str) -> int:
 
 def test_it_stops_in_time_with_a_connection_that_nobody_used(tmp_path: Path) -> None:
     """Its own clients leave such behind after requests side by side: of 54 stops after those, 6 took 30 seconds."""
-    server = RunningServer(s3_server(tmp_path, free_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
+    server = RunningServer(s3_server(tmp_path, claim_ports(1)[0], access_key=ACCESS_KEY, secret_key=SECRET_KEY))
     server.start()
     client = Minio(server.address, ACCESS_KEY, SECRET_KEY, secure=False, region="us-east-1")
     client.make_bucket("kept")

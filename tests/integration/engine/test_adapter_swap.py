@@ -142,7 +142,7 @@ async def test_many_versions_are_swapped_in_under_load(engine: EngineUnderTest) 
             answered[answer.adapter].set()
 
     clients = [asyncio.create_task(client(number)) for number in range(6)]
-    for seed in range(6):
+    for seed in range(8):
         await engine.publish("policy", seed=seed)
         version = f"policy@{seed + 1}"
         assert (await sync(engine)).attached == version

@@ -1,4 +1,4 @@
-"""Ports that are kept for servers which do not listen yet."""
+"""Which ports are free, and those that are kept for servers which do not listen yet."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 import pytest
 
 from cli import ports
-from cli.ports import LOOPBACK, ClaimedPort, claim_ports, free_ports
+from cli.ports import LOOPBACK, ClaimedPort, claim_ports, free_ports, port_is_free
+from services.common.errors import Unavailable
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing holds a port")
+holding = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing holds a port")
 
 
+@holding
 def test_nobody_else_is_given_a_claimed_port() -> None:
     (claim,) = claim_ports(1)
     with pytest.raises(OSError):
@@ -25,6 +27,7 @@ def test_nobody_else_is_given_a_claimed_port() -> None:
     ClaimedPort(claim.number).release()
 
 
+@holding
 def test_many_choosers_at_once_never_choose_the_same() -> None:
     code = "from cli.ports import claim_ports; c = claim_ports(400); print(*(p.number for p in c), flush=True); input()"
     processes = [
@@ -40,6 +43,7 @@ def test_many_choosers_at_once_never_choose_the_same() -> None:
     assert len(set(chosen)) == len(chosen) == 1600
 
 
+@holding
 def test_a_server_listens_on_its_claimed_port_as_often_as_it_starts() -> None:
     (claim,) = claim_ports(1)
     for _ in range(2):  # the second time connections of the first linger
@@ -56,12 +60,21 @@ def test_a_server_listens_on_its_claimed_port_as_often_as_it_starts() -> None:
     assert again.number == claim.number
 
 
+@holding
 def test_no_port_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     (claim,) = claim_ports(1)
     monkeypatch.setattr(ports, "_SERVER_PORTS", range(claim.number, claim.number + 1))
-    with pytest.raises(ports.Unavailable, match="no 1 free ports"):
+    with pytest.raises(Unavailable, match="no 1 free ports"):
         free_ports(1)
     claim.release()
     assert free_ports(1) == [claim.number]
-    with pytest.raises(ports.Unavailable):
+    with pytest.raises(Unavailable):
         free_ports(1, avoid={claim.number})
+
+
+def test_port_is_free_sees_listeners() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not port_is_free("127.0.0.1", port)
+    assert port_is_free("127.0.0.1", port)
+    assert not port_is_free("no.such.host.invalid", 1)

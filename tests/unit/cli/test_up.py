@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from cli.process import DirectoryLock, port_is_free, tail
+from cli.process import DirectoryLock, tail
 from cli.settings import UpSettings
 from cli.stores import Ports
 from cli.up import UpOptions, compose
@@ -133,14 +133,6 @@ def test_url_is_one_that_works_here(host: str, url: str) -> None:
 def test_lock_names_its_owner(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path), pytest.raises(Conflict, match=r"process \d+"):
         DirectoryLock(tmp_path)
-
-
-def test_port_is_free_sees_listeners() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert not port_is_free("127.0.0.1", port)
-    assert port_is_free("127.0.0.1", port)
-    assert not port_is_free("no.such.host.invalid", 1)
 
 
 def test_tail_reads_only_what_is_new(tmp_path: Path) -> None:
