@@ -78,6 +78,7 @@ def run_up(options: UpOptions) -> int:
 def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
     for log in (data_dir / "logs").glob("*.log"):
         rotate_log(log)
+    # Claimed until this returns: the engine listens seconds after its port is chosen.
     ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
     services, used = compose(options, data_dir, UpSettings(), ports)
     state_file = data_dir / "state.json"
