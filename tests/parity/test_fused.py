@@ -114,25 +114,33 @@ def rounded_activations() -> Iterator[list[int]]:
         yield rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.cuda)], ids=str)
-def test_many_rows_of_fp8_matrices(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "length", "share"),
+    [
+        (torch.float32, 4, 0.1),
+        pytest.param(torch.bfloat16, 4, 0.1, marks=pytest.mark.cuda),
+        pytest.param(torch.bfloat16, 15, 0.06, marks=pytest.mark.cuda),
+    ],
+    ids=str,
+)
+def test_many_rows_of_fp8_matrices(dtype: torch.dtype, length: int, share: float) -> None:
     """Beyond the rows of the streaming products activations are rounded to e4m3 too. That alone moves these logits by
-    2.7 to 38 % of their norm, row by row: the answer is the one of a plain model that rounds as much."""
+    at least this share of their norm: the answer is the one of a plain model that rounds as much."""
     fused = random_model(QUANTIZABLE, dtype, DEVICE, quantization="fp8")
-    limits = replace(LIMITS, max_num_seqs=20, num_slots=24)
+    limits = replace(LIMITS, max_num_seqs=20, num_slots=24, token_budget=20 * length)
 
     def logits() -> tuple[Tensor, Tensor]:
         run = InStep(decoded(fused), fused, limits, tolerance=float("inf"))
-        run.run(requests(*[4] * 20, tokens=1))
+        run.run(requests(*[length] * 20, tokens=1))
         assert run.steps == 1
         return run.ours[0].double().cpu(), run.expected[0].double()
 
     ours, exact = logits()
     with rounded_activations() as rows:
         _, rounded = logits()
-    assert rows == [80] * 4
+    assert rows == [20 * length] * 4
     moved = (rounded - exact).norm()
-    assert moved > 0.1 * exact.norm()
+    assert moved > share * exact.norm()
     if dtype == torch.float32:
         assert (ours - rounded).norm() < 0.1 * moved
     else:  # numbers that lie near the middle of two are rounded up here and down there
