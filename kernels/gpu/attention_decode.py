@@ -389,7 +389,7 @@ def paged_decode(
         FP8=kv.quantized,
         BLOCK_GROUP=max(_DOT_ROWS, triton.next_power_of_2(group)),
         BLOCK_KEYS=chosen.block_keys,
-        BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
+        BLOCK_DIM=max(32 if kv.quantized else 16, triton.next_power_of_2(dim)),
         MERGE_STEP=chosen.merge,
         MERGE_GROUP=triton.next_power_of_2(group),
         STAGES=chosen.stages,
