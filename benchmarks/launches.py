@@ -136,7 +136,7 @@ def _argument(value: Any) -> Any:
     return type(value).__name__
 
 
-_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "matmul", "linear", "_scaled_mm"})
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "matmul", "linear", "scaled_mm"})
 
 
 class NoProducts(torch.overrides.TorchFunctionMode):

@@ -1,7 +1,8 @@
-"""Times products of many rows in float8: every sensible cut of `fp8_linear`, and torch's `_scaled_mm` by row.
+"""Times products of many rows in float8: every sensible cut of `fp8_linear`, and `fp8_product`, which is torch's.
 
 ``python -m benchmarks.sweep_fp8 --out FILE`` on a Hopper GPU. Rows of random activations, quantized beforehand; each
-figure is the median of a captured graph of products one after the other, and its result is compared with torch's.
+figure is the median of a captured graph of products one after the other, and its result is compared with torch's
+float8 product.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from benchmarks.kernel_timing import microseconds
 from benchmarks.precompile import precompile
 from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from benchmarks.sweep_linear import SHAPES, Shape, weight_of
-from kernels.gpu.fp8 import Fp8Config, fp8_linear, quantize_rows
-from kernels.quantize import Fp8Weight
+from kernels.gpu.fp8 import Fp8Config, fp8_linear, fp8_product, quantize_rows
 
 _LAYERS = SHAPES[:4]
 _ROWS = (8192, 3840, 1024)
@@ -43,17 +43,6 @@ def _compile(config: Fp8Config, shape: Shape, device: torch.device) -> Tensor:
     values = torch.empty(8192, shape.inputs, dtype=torch.float8_e4m3fn, device=device)
     out = torch.empty(8192, shape.outputs, dtype=torch.bfloat16, device=device)
     return fp8_linear(values, torch.empty(8192, device=device), weight, out=out, config=config)
-
-
-def _scaled_mm(values: Tensor, scale: Tensor, weight: Fp8Weight, fast: bool) -> Tensor:
-    return torch._scaled_mm(
-        values,
-        weight.values.t(),
-        scale[:, None],
-        weight.scale[None, :],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
 
 
 def _figures(run: Any, rows: int, shape: Shape, reference: Tensor | None) -> tuple[dict[str, float], Tensor]:
@@ -82,8 +71,7 @@ def main() -> None:
         values, scale = quantize_rows(x)
         reference: Tensor | None = None
         runs: list[tuple[str, Any]] = [
-            ("scaled_mm", partial(_scaled_mm, values, scale, weight, False)),
-            ("scaled_mm fast", partial(_scaled_mm, values, scale, weight, True)),
+            ("torch", partial(fp8_product, values, scale, weight, out_dtype=torch.bfloat16)),
             ("bf16", partial(torch.mm, x, dense.t())),
             ("quantize_rows", lambda x=x: quantize_rows(x)[0]),
             *((str(asdict(c)), partial(fp8_linear, values, scale, weight, config=c)) for c in configs),

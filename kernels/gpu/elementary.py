@@ -18,21 +18,58 @@ def inverse_root(x):
 
 
 @triton.jit
+def exponential(x):
+    """eˣ, float32, within two ulp. The hardware has 2ʸ, and rounding y = x log₂ e alone costs |x| / 2 ulp: so
+    eˣ = 2ⁿ 2ʸ with n = round(x log₂ e) and y = (x − n ln 2) log₂ e, where n times ln 2's first 15 bits is exact (Cody
+    and Waite, Software Manual for the Elementary Functions, 1980)."""
+    x = tl.where(x < -150.0, -150.0, tl.where(x > 130.0, 130.0, x))
+    n = tl.minimum(tl.floor(x * 1.4426950408889634 + 0.5), 127.0)
+    rest = (x - n * 0.693145751953125) - n * 1.42860682030941723e-6
+    return tl.exp2(n) * tl.exp2(rest * 1.4426950408889634)
+
+
+@triton.jit
+def exponential_for(x, DTYPE: tl.constexpr):
+    """eˣ, float32, as near as a model of DTYPE can tell: vectors of it cost registers."""
+    if DTYPE == tl.float32:  # noqa: SIM300
+        return exponential(x)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return tl.exp(x)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + eˣ), float32, within a few ulp: max(x, 0) + 2 artanh(e / (2 + e)) with e = exp(−|x|). The hardware's
+    logarithm is 2⁻²² off near 1, which for x = −7 are 3e-4 of the result: of a decay that many tokens multiply."""
+    e = exponential(-tl.abs(x))
+    s = e / (2.0 + e)
+    squared = s * s  # at most 1/9
+    series = 1.0 / 13.0 + squared * (1.0 / 15.0)
+    series = 1.0 / 11.0 + squared * series
+    series = 1.0 / 9.0 + squared * series
+    series = 1.0 / 7.0 + squared * series
+    series = 1.0 / 5.0 + squared * series
+    series = 1.0 / 3.0 + squared * series
+    return tl.maximum(x, 0.0) + 2.0 * (s + s * (squared * series))
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e⁻ˣ), float32, within an ulp or two; the quotient gets one step of Newton's method."""
+    below = 1.0 + exponential(-x)
+    inverse = 1.0 / below
+    more = inverse * (1.0 - below * inverse)
+    return inverse + tl.where(below < float("inf"), more, 0.0)
+
+
+@triton.jit
 def silu(x, DTYPE: tl.constexpr):
     """x / (1 + e⁻ˣ), float32.
 
     DTYPE is what the result becomes. The hardware's exponential and quotient are some 2⁻²² off, which rounding to 16
-    bits hides. A float32 model has sums that nearly cancel and show it a thousand times larger: there the exponent's
-    rounding is made up for, and the quotient gets one step of Newton's method.
+    bits hides. A float32 model has sums that nearly cancel and show it a thousand times larger.
     """
     if DTYPE == tl.float32:  # noqa: SIM300
-        # log₂ e is 1.4426950216293335 as float32, and this lacks 1.92596299e-8.
-        exponent = x * -1.4426950216293335
-        lost = tl.fma(x, tl.full(x.shape, -1.4426950216293335, tl.float32), -exponent) - x * 1.92596299e-8
-        lost = tl.where(tl.abs(exponent) < 128.0, lost, 0.0)
-        below = 1.0 + tl.exp2(exponent) * (1.0 + lost * 0.6931471805599453)
-        inverse = 1.0 / below
-        more = inverse * tl.fma(-below, inverse, tl.full(x.shape, 1.0, tl.float32))
-        return x * (inverse + tl.where(below < float("inf"), more, 0.0))
+        return x * sigmoid(x)
     else:  # noqa: RET505 (Triton compiles what follows a return)
         return x / (1.0 + tl.exp(-x))

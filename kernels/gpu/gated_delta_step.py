@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.elementary import inverse_root, silu
+from kernels.gpu.elementary import exponential, inverse_root, sigmoid, silu, softplus
 from kernels.gpu.waiting_writes import (
     NONE,
     WaitingWrites,
@@ -61,17 +61,7 @@ class Mixer(NamedTuple):
 @triton.jit
 def log_decay(a, negative_a, dt_bias):
     """``−exp(A_log) · softplus(a + dt_bias)``, all float32."""
-    x = a + dt_bias
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e
-    # log(1 + e) without losing a small e (Kahan); torch's softplus is linear from 20 on.
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return negative_a * tl.where(x > 20.0, x, log1p)
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return negative_a * softplus(a + dt_bias)
 
 
 @triton.jit
@@ -173,7 +163,7 @@ def prepared(inputs):
 def write_and_output(token, read, o, scale):
     """What the token adds to the state, k ⊗ δ, and its output, from Sᵀk and Sᵀq of the old state: o = exp(g) Sᵀq +
     (k·q) δ needs no second look at the new one, so that no sum waits for another."""
-    decay = tl.exp(token.log_decay)
+    decay = exponential(token.log_decay)
     delta = token.k_norm * token.beta * (token.v - decay * token.k_norm * read)
     return delta, scale * token.q_norm * (decay * o + token.qk * delta)
 
@@ -183,7 +173,7 @@ def advance(s, token, scale):
     """The new state and the output, float32."""
     read, o = tl.reduce((s * token.k[:, None], s * token.q[:, None]), 0, add_pairs)
     delta, o = write_and_output(token, read, o, scale)
-    return tl.exp(token.log_decay) * s + token.k[:, None] * delta[None, :], o
+    return exponential(token.log_decay) * s + token.k[:, None] * delta[None, :], o
 
 
 @triton.jit

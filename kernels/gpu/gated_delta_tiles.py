@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.elementary import inverse_root
-from kernels.gpu.gated_delta_step import log_decay, sigmoid
+from kernels.gpu.elementary import exponential, exponential_for, inverse_root, sigmoid
+from kernels.gpu.gated_delta_step import log_decay
 from kernels.gpu.segments import TILE, Segments
 
 
@@ -90,16 +90,17 @@ def _tiles_kernel(
     k_norm = inverse_root(tl.sum(tl.where(distance == 0, system, 0.0), axis=1) + 1e-6)
     places = factors + head.to(tl.int64) * tokens + row
     count = HEADS * tokens
-    grown = tl.exp(total)
+    grown = exponential(total)
     tl.store(places, beta, mask=inside)
     tl.store(places + count, beta * grown * k_norm, mask=inside)
     tl.store(places + 2 * count, grown * q_norm, mask=inside)
-    tl.store(places + 3 * count, tl.exp(last - total) * k_norm, mask=inside)
-    tl.store(places + 4 * count, tl.exp(last) + 0 * total, mask=inside & (t == 0))
+    tl.store(places + 3 * count, exponential(last - total) * k_norm, mask=inside)
+    tl.store(places + 4 * count, exponential(last) + 0 * total, mask=inside & (t == 0))
 
     # Masked before exp: above the diagonal the difference is positive and may overflow.
     between = total[:, None] - total[None, :]
-    decay = tl.exp(tl.where(t[:, None] >= t[None, :], between, float("-inf"))) * k_norm[None, :]
+    between = tl.where(t[:, None] >= t[None, :], between, float("-inf"))
+    decay = exponential_for(between, k.dtype) * k_norm[None, :]
     score = tl.dot(q, tl.trans(k), input_precision="tf32x3") * decay * q_norm[:, None]
     matrix = (head.to(tl.int64) * tokens + row[:, None]) * TILE_ROWS + t[None, :]
     _store_terms(scores, matrix, score, inside[:, None], HEADS * TILE_ROWS * tokens, TILE_TERMS)

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.elementary import exponential_for
+
 MOST = 8
 """Of a head: the first of a span is then at most 7, and leaves the sign of its byte alone."""
 
@@ -159,12 +161,12 @@ def products_of_writes(
     held = waits[:, None] & (j[None, :] < VALUE_DIM)
     deltas = tl.load(waiting.deltas + at[:, None] * VALUE_DIM + j[None, :], mask=held, other=0.0)
     decays = tl.load(waiting.decays + at, mask=waits, other=0.0)
-    fade = tl.exp(tl.sum(tl.where(p[:, None] > p[None, :], decays[:, None], 0.0), axis=0))
+    fade = exponential_for(tl.sum(tl.where(p[:, None] > p[None, :], decays[:, None], 0.0), axis=0), keys.dtype)
     keys = keys.to(tl.float32)
     along, across = tl.reduce((keys * k[None, :], keys * q[None, :]), 1, add_pairs)
     along, across = fade * along, fade * across
     read, o = tl.reduce((along[:, None] * deltas, across[:, None] * deltas), 0, add_pairs)
-    return tl.exp(tl.sum(decays)), read, o
+    return exponential_for(tl.sum(decays), waiting.keys.dtype.element_ty), read, o
 
 
 @triton.jit
@@ -197,7 +199,8 @@ def settled(s, waiting, place, first, end, i, j, KEY_DIM: tl.constexpr, VALUE_DI
         at = place * ROOM + write
         k = tl.load(waiting.keys + at * KEY_DIM + i, mask=i < KEY_DIM, other=0.0).to(tl.float32)
         delta = tl.load(waiting.deltas + at * VALUE_DIM + j, mask=j < VALUE_DIM, other=0.0)
-        s = tl.exp(tl.load(waiting.decays + at)) * s + k[:, None] * delta[None, :]
+        decay = exponential_for(tl.load(waiting.decays + at), waiting.keys.dtype.element_ty)
+        s = decay * s + k[:, None] * delta[None, :]
     return s
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,17 +48,18 @@ class StepGraphs:
         """
         if self._stream.stream is None:
             raise ValueError("CUDA graphs need a CUDA device")
-        for shape in shapes:
-            for with_adapters in (False, True) if adapters else (False,):
-                graph, out = self._capture(shape, with_adapters)
-                self._graphs[shape, with_adapters] = (graph, out)
-                self.captures += 1
-            self._shapes[shape] = None
+        with _no_collection():
+            for shape in shapes:
+                for with_adapters in (False, True) if adapters else (False,):
+                    graph, out = self._capture(shape, with_adapters)
+                    self._graphs[shape, with_adapters] = (graph, out)
+                    self.captures += 1
+                self._shapes[shape] = None
 
     def _capture(self, shape: StepShape, adapters: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        # Without torch.cuda.graph(), which would collect garbage for a tenth of a second each time and give back the
-        # memory that the largest step reserved.
+        # Without torch.cuda.graph(), which would collect garbage for a tenth of a second each time (once is enough, see
+        # _no_collection) and give back the memory that the largest step reserved.
         with self._stream.active():
             # Other threads may allocate meanwhile (adapters that load), which a global capture would forbid.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -84,3 +87,17 @@ class StepGraphs:
         graph.replay()
         self.replays += 1
         return out
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, no garbage is collected: what is in a cycle with a graph, an event or page-locked memory would give it
+    back in the middle of a capture on this thread, which ends the capture with an error."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.fp8 import Fp8Config, fp8_linear, quantize_rows
+from kernels.gpu.fp8 import Fp8Config, fp8_linear, fp8_product, quantize_rows
 from kernels.quantize import dequantize_fp8, pair, quantize_fp8, unpair
 from tests.kernels.gpu import interpreter  # noqa: F401
 
@@ -37,6 +37,20 @@ def test_product(device: torch.device, rows: int) -> None:
     added = fp8_linear(values, scale, weight, residual=residual, out=residual, config=SMALL)
     assert added is residual
     assert (added - out).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("rows", [1, 70, 300])
+def test_product_of_bfloat16(device: torch.device, rows: int) -> None:
+    """By torch's kernel on a GPU that has one."""
+    x = torch.randn(rows, 256, device=device).bfloat16()
+    weight = quantize_fp8(torch.randn(80, 256, device=device) / 16)
+    values, scale = quantize_rows(x)
+    decoded = (unpair(values.float()) * scale[:, None]).double()
+    expected = decoded @ dequantize_fp8(weight, torch.float32).double().t()
+    out = fp8_product(values, scale, weight, out_dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    # One place of bfloat16: the interpreter truncates to it.
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
 
 
 def test_pairs_are_undone() -> None:
