@@ -219,26 +219,34 @@ def expanding_before_activation(rows: int) -> Case:
     return Case("lora expand_swiglu", f"gate_up rows={rows} 8 adapters", make)
 
 
+def torch_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
+    """What fp8_linear() computes, by torch's kernel (cuBLAS)."""
+    by_row = F.ScalingType.RowWise
+    return F.scaled_mm(
+        values, weight.values.t(), scale[:, None], by_row, weight.scale[None, :], by_row, use_fast_accum=True
+    )
+
+
 def fp8_product(name: str, rows: int) -> Case:
-    """quantize_rows and fp8_product, beside our own product and bf16."""
+    """quantize_rows and fp8_product, beside torch's product of that and bf16."""
     n, k, _ = MATRICES[name]
 
     def make(t: Tensors) -> Work:
-        from kernels.gpu.fp8 import fp8_linear, fp8_product, quantize_rows
+        from kernels.gpu.fp8 import fp8_linear, quantize_rows
 
         x, weight = t.normal(rows, k), _weight(t, n, k, "fp8")
         if not isinstance(weight, Fp8Weight):
             raise TypeError
 
         def run() -> Tensor:
-            return fp8_product(*quantize_rows(x), weight, out_dtype=x.dtype)
+            return fp8_linear(*quantize_rows(x), weight)
 
         rivals: dict[str, Callable[[], object]] = {}
         if t.device.type == "cuda":
             dense = t.normal(n, k)
             values, scale = quantize_rows(x)
             rivals["torch bf16"] = lambda: F.linear(x, dense)
-            rivals["fp8_linear alone"] = lambda: fp8_linear(values, scale, weight)
+            rivals["torch scaled_mm alone"] = partial(torch_product, values, scale, weight)
         few = min(rows, 64)
         return Work(
             [run],
@@ -248,7 +256,7 @@ def fp8_product(name: str, rows: int) -> Case:
             rivals,
         )
 
-    return Case("quantize_rows + fp8_product", f"{name} rows={rows}", make)
+    return Case("quantize_rows + fp8_linear", f"{name} rows={rows}", make)
 
 
 def unpacking(name: str) -> Case:

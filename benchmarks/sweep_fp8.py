@@ -1,4 +1,4 @@
-"""Times products of many rows in float8: every sensible cut of `fp8_linear`, and `fp8_product`, which is torch's.
+"""Times products of many rows in float8: every sensible cut of `fp8_linear`, and torch's product by row.
 
 ``python -m benchmarks.sweep_fp8 --out FILE`` on a Hopper GPU. Rows of random activations, quantized beforehand; each
 figure is the median of a captured graph of products one after the other, and its result is compared with torch's
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_linear import torch_product
 from benchmarks.kernel_timing import microseconds
 from benchmarks.precompile import precompile
 from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from benchmarks.sweep_linear import SHAPES, Shape, weight_of
-from kernels.gpu.fp8 import Fp8Config, fp8_linear, fp8_product, quantize_rows
+from kernels.gpu.fp8 import Fp8Config, fp8_linear, quantize_rows
 
 _LAYERS = SHAPES[:4]
 _ROWS = (8192, 3840, 1024)
@@ -71,7 +72,7 @@ def main() -> None:
         values, scale = quantize_rows(x)
         reference: Tensor | None = None
         runs: list[tuple[str, Any]] = [
-            ("torch", partial(fp8_product, values, scale, weight, out_dtype=torch.bfloat16)),
+            ("torch", partial(torch_product, values, scale, weight)),
             ("bf16", partial(torch.mm, x, dense.t())),
             ("quantize_rows", lambda x=x: quantize_rows(x)[0]),
             *((str(asdict(c)), partial(fp8_linear, values, scale, weight, config=c)) for c in configs),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -104,29 +103,6 @@ def _fp8_linear_kernel(
         source = residual + m.to(tl.int64)[:, None] * residual_stride + n[None, :]
         acc += tl.load(source, mask=keep, other=0.0).to(tl.float32)
     tl.store(out + m.to(tl.int64)[:, None] * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=keep)
-
-
-def fp8_product(
-    values: Tensor, x_scale: Tensor, weight: Fp8Weight, *, out_dtype: torch.dtype, pdl: bool = False
-) -> Tensor:
-    """What fp8_linear() gives, by torch's kernel where it has one: 1,450 to 1,530 TFLOP/s on an H200 where ours has
-    1,080 to 1,480 (benchmarks.sweep_fp8). Shapes as of fp8_linear()."""
-    device = values.device
-    if out_dtype != torch.bfloat16 or device.type != "cuda" or weight.shape[0] % 16:
-        return fp8_linear(values, x_scale, weight, out_dtype=out_dtype, pdl=pdl)
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return fp8_linear(values, x_scale, weight, out_dtype=out_dtype, pdl=pdl)
-    by_row = F.ScalingType.RowWise
-    return F.scaled_mm(
-        values,
-        weight.values.t(),
-        x_scale[:, None],
-        by_row,
-        weight.scale[None, :],
-        by_row,
-        output_dtype=out_dtype,
-        use_fast_accum=True,
-    )
 
 
 def fp8_linear(

@@ -197,9 +197,16 @@ class Fp8Matrix(Matrix):
         return dequantize_fp8(self.weight, self.dtype)
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
-        from kernels.gpu.fp8 import fp8_product, quantize_rows
+        return self._product(x, None, pdl)
 
-        return fp8_product(*quantize_rows(x, pdl=pdl), self.weight, out_dtype=x.dtype, pdl=pdl)
+    def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
+        return self._product(x, stream.settled(), pdl)  # which costs a product of our own nothing
+
+    def _product(self, x: Tensor, onto: Tensor | None, pdl: bool) -> Tensor:
+        from kernels.gpu.fp8 import fp8_linear, quantize_rows
+
+        values, scale = quantize_rows(x, pdl=pdl)
+        return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=onto, out=onto, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
