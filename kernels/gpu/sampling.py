@@ -49,11 +49,13 @@ _MIN_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How the kernels are cut; measured by benchmarks/sweep_sampling.py. Results depend on ``block`` alone, and there
-    only in the last bit of log-probabilities."""
+    """How the kernels are cut; measured by benchmarks/sweep_sampling.py. Results depend on ``block`` alone."""
 
     block: int = 1024
-    """Logits of one program, a power of two."""
+    """Logits of one program, a power of two. Tokens of rows without filters depend on it: the reference's is the
+    same."""
+    plain_warps: int = 2
+    """Of the scan in batches without top_p."""
     scan_warps: int = 4
     select_warps: int = 4
     narrow_warps: int = 8
@@ -174,7 +176,9 @@ def sample_rows(
         mass_scale=2.0 ** (62 - (vocab - 1).bit_length()),
     )
 
-    def launch(kernel: Any, num_warps: int, *, each_block: bool = True, races: bool = False, **constants: Any) -> None:
+    def launch(
+        kernel: Any, num_warps: int, *, each_block: bool = True, few_registers: bool = False, **constants: Any
+    ) -> None:
         """In a program for each block of each row, or for each row: these look at no edits, so that one compiled form
         does for all."""
         kernel[(triton.cdiv(vocab, config.block), rows) if each_block else (rows,)](
@@ -185,22 +189,31 @@ def sample_rows(
             BLOCKS=buffers.partials.shape[2],
             PDL=pdl,
             num_warps=num_warps,
-            # Left alone, the exact race, which is rare, takes registers that keep other programs off the processor.
-            maxnreg=64 if races and config.block <= 256 * num_warps else None,
+            # Left alone, what is rare (an exact race, a row's last program) takes registers that keep other programs
+            # off the processor.
+            maxnreg=64 if few_registers else None,
             launch_pdl=pdl,
             # A fused multiply-add would round the penalties otherwise than the reference does.
             enable_fp_fusion=False,
         )
 
-    launch(scan_kernel, config.scan_warps, races=True)
+    def fits(warps: int) -> bool:
+        """Whether a race does with 64 registers a thread."""
+        return config.block <= 256 * warps
+
+    if nucleus:
+        launch(scan_kernel, config.scan_warps, few_registers=fits(config.scan_warps), RACES=True)
+    else:
+        plain = words is None and config.block <= 512 * config.plain_warps
+        launch(scan_kernel, config.plain_warps, few_registers=plain, RACES=False)
     if nucleus:
         launch(check_kernel, config.race_warps, LAST=False)
-        launch(again_kernel, config.race_warps, races=True)
+        launch(again_kernel, config.race_warps, few_registers=fits(config.race_warps))
         launch(check_kernel, config.race_warps, LAST=True)
     for _ in range(selections):
         launch(select_kernel, config.select_warps)
         launch(narrow_kernel, config.narrow_warps, each_block=False)
     if filters:
-        launch(race_kernel, config.race_warps, races=True)
+        launch(race_kernel, config.race_warps, few_registers=fits(config.race_warps))
     if alternatives:
         launch(alternatives_kernel, config.top_warps, each_block=False)

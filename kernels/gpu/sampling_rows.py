@@ -39,6 +39,8 @@ NUCLEUS = tl.constexpr(32)
 """top_p is the only filter of the request."""
 
 NO_TOKEN = tl.constexpr(2147483647)
+FIRST_BLOCK = tl.constexpr(-(1 << 31))
+"""noise.FIRST_BLOCK."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 COUNT_MASK = tl.constexpr((1 << 24) - 1)

@@ -12,9 +12,11 @@ from kernels.gpu.sampling_rows import (
     BINS,
     EDITED,
     FILTERED,
+    FIRST_BLOCK,
     GREEDY,
     LOG_MIN_P,
     LOGPROB,
+    NO_TOKEN,
     NUCLEUS,
     TOP_K,
     TOP_P,
@@ -58,6 +60,7 @@ from kernels.gpu.sampling_state import (
     final_logit,
     finish,
     load_block,
+    load_final,
     load_winners,
     open_row,
     request_of,
@@ -93,10 +96,27 @@ def _kth_bound(best, present, k):
     return tl.where((bound > 0) & (value == value), value, float("-inf"))
 
 
+@triton.jit
+def _draw(request, keys, bests, sums, present, row_best, index, tables, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """A token of the whole vocabulary: a block by its mass, then one of its tokens."""
+    masses = tl.where(present, sums * tl.exp(bests - row_best), 0.0)
+    of_blocks = tl.where(present, race(masses, uniform(index | FIRST_BLOCK, keys)), -1.0)
+    block = tl.minimum(first_of(present & (of_blocks == tl.max(of_blocks, axis=0)), index), (tables.vocab - 1) // BLOCK)
+    token, highest = tl.full((), NO_TOKEN, tl.int32), tl.full((), -1.0, tl.float32)
+    # In parts: held at once, they would take registers that keep other programs off the processor.
+    for part in tl.range(0, BLOCK // PART):
+        column, inside, final = load_final(request, block * (BLOCK // PART) + part, tables, PART)
+        races = tl.where(inside, race(tl.exp(final - row_best), uniform(column, keys)), -1.0)
+        top = tl.max(races, axis=0)
+        token = tl.where(top > highest, first_of(inside & (races == top), column), token)
+        highest = tl.maximum(highest, top)
+    return token
+
+
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["batch"])
-def scan_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """Program (block, row): sums of one block, and the race of rows without filters. The row's last program finishes
-    such rows, and prepares the selection of the others."""
+def scan_kernel(batch, tables, RACES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+    """Program (block, row): sums of one block, and with RACES the race in it of rows with top_p alone. The row's last
+    program finishes rows without filters, and prepares the selection of the others."""
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
     row = open_row(tables, 1, BLOCKS, PDL)
@@ -129,11 +149,11 @@ def scan_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: t
     tl.store(row.partial + BEST * BLOCKS + block, best)
     tl.store(row.partial + BEST_SUM * BLOCKS + block, best_sum)
     keys = row_keys(request)
-    raced = ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0)
     if (request.flags & GREEDY) != 0:
         store_winner(first_of(inside & (final == tl.max(final, axis=0)), column), block, row, BLOCKS)
-    elif raced:
-        store_winner(race_winner(weights, block, column, inside, keys, BLOCK), block, row, BLOCKS)
+    if RACES:
+        if (request.flags & NUCLEUS) != 0:
+            store_winner(race_winner(weights, block, column, inside, keys, BLOCK), block, row, BLOCKS)
     if not is_last(row.ticket, blocks):
         return
 
@@ -154,13 +174,20 @@ def scan_kernel(batch, tables, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: t
     # NaN anywhere, or every token masked: there is nothing to select from.
     regular = (log_z == log_z) & (row_best > none) & (row_best < float("inf"))
     token = tl.full((), 0, tl.int32)
-    if raced:
+    raced = ((request.flags & FILTERED) == 0) | ((request.flags & NUCLEUS) != 0)
+    if (request.flags & (GREEDY | NUCLEUS)) != 0:
         tokens, races = load_winners(row, index, present, request, tables, BLOCKS)
         if (request.flags & GREEDY) == 0:
             # Comparable between blocks, whose weights are relative to their own best.
             ratio = race(tl.exp(races - tl.where(bests == none, 0.0, bests)), uniform(tokens, keys))
             races = tl.where(ratio > 0, bests + tl.log(ratio), none)
         token = tl.minimum(winner_of(races, tokens, present), tables.vocab - 1)
+    elif raced:
+        sums = tl.load(row.partial + BEST_SUM * BLOCKS + index, mask=present, other=0.0, cache_modifier=".cg")
+        token = tl.minimum(
+            _draw(request, keys, bests, sums, present, row_best, index, tables, BLOCK, min(BLOCK, 256)),
+            tables.vocab - 1,
+        )
     # Of rows with top_p alone: the winner of all, which is in the nucleus if little is above it.
     candidate = row_best
     if (request.flags & NUCLEUS) != 0:

@@ -2,7 +2,8 @@
 
 Order of the edits, as in vLLM: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. A token is drawn by
 an exponential race (argmax of logit - log Exp(1), the Gumbel-max trick) with the counter-based noise of noise.py, so
-that a row's draw does not depend on the other rows.
+that a row's draw does not depend on the other rows. Without filters blocks of tokens race by their mass, and then the
+tokens of the winner: the distribution is the same.
 
 Filters are thresholds: the allowed tokens of a row are those whose logit is at least t. Equal logits are all in or all
 out, which keeps the choice independent of how a sort breaks ties.
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from services.engine.noise import exponential, row_keys
+from services.engine.noise import BLOCK, FIRST_BLOCK, exponential, row_keys
 from services.engine.plan import Chunk, SampledToken
 from services.engine.sampling_rows import SamplingRows
 
@@ -42,14 +44,18 @@ class Sampler:
         eos_token_ids: what min_tokens masks beside a request's own stop tokens.
         device: where logits come from.
         salt: with which requests without a seed get one; None: a new one.
+        block: tokens that race together, see noise.BLOCK.
     """
 
-    def __init__(self, eos_token_ids: Sequence[int], device: torch.device, salt: int | None = None) -> None:
+    def __init__(
+        self, eos_token_ids: Sequence[int], device: torch.device, salt: int | None = None, *, block: int = BLOCK
+    ) -> None:
         self._eos = tuple(eos_token_ids)
         self._device = device
         self._salt = secrets.randbits(64) if salt is None else salt
         self._rows: SamplingRows | None = None
-        self._vocabulary = torch.empty(0, dtype=torch.int32, device=device)
+        self._block = block
+        self._places = torch.arange(block, dtype=torch.int32, device=device)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
@@ -101,9 +107,20 @@ class Sampler:
         return tokens
 
     def _plain(self, logits: Tensor, keys: Tensor) -> Tensor:
-        if self._vocabulary.numel() != logits.shape[1]:
-            self._vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=self._device)
-        return (logits - exponential(keys, self._vocabulary).log_()).argmax(dim=-1)
+        """Of the whole vocabulary: a block, then a token of it."""
+        rows, vocab = logits.shape
+        blocks = -(-vocab // self._block)
+        if blocks > 1:
+            padded = F.pad(logits, (0, blocks * self._block - vocab), value=-math.inf).view(rows, blocks, self._block)
+            names = torch.arange(blocks, dtype=torch.int32, device=self._device) + FIRST_BLOCK
+            block = (torch.logsumexp(padded, dim=-1) - exponential(keys, names).log_()).argmax(dim=-1)
+            logits = padded[torch.arange(rows, device=self._device), block]
+            first = block.unsqueeze(1) * self._block
+        else:
+            first = torch.zeros(rows, 1, dtype=torch.int64, device=self._device)
+        ids = first.to(torch.int32) + self._places[: logits.shape[1]]
+        chosen = (logits - exponential(keys, ids).log_()).argmax(dim=-1)
+        return (first.squeeze(1) + chosen).clamp_(max=vocab - 1)
 
     def _filtered(
         self, logits: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor, candidates: int

@@ -24,6 +24,7 @@ from kernels.gpu.sampling import (
     sample_rows,
 )
 from services.engine.cuda.sampling_tables import BatchFeatures, SamplingTables
+from services.engine.noise import BLOCK
 from services.engine.plan import Chunk, SampledToken
 
 _RESULTS = 4
@@ -76,7 +77,7 @@ class CudaSampler:
         self._max_rows = max_rows
         self._pdl = pdl
         self._tables = SamplingTables(eos_token_ids, num_slots, vocab, device, max_rows)
-        self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, config or SamplingConfig())
+        self._buffers = SamplingBuffers.allocate(max_rows, vocab, device, config or SamplingConfig(BLOCK))
         self._results = [torch.zeros(max_rows * ROW_WORDS, dtype=torch.int32, device=device) for _ in range(_RESULTS)]
         self._turn = 0
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)

@@ -30,6 +30,7 @@ def launches() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(2, _VOCAB, dtype=dtype)
         for edits in ({}, {"words": words}, {"words": words, "biases": biases}):
+            sample_rows(logits, step, table, buffers, slots, results, pdl=dtype == torch.float32, **edits)
             sample_rows(
                 logits,
                 step,

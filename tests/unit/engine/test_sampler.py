@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.engine.noise import exponential, row_keys
+from services.engine.noise import FIRST_BLOCK, exponential, row_keys
 from services.engine.plan import Chunk, SampledToken
 from services.engine.request import Request, SamplingParams
 from services.engine.sampler import Sampler
@@ -144,13 +144,36 @@ def test_rows_kept_between_steps_count_new_tokens() -> None:
         output.append(token.token_id)
 
 
-def test_the_distribution_is_softmax() -> None:
+@pytest.mark.parametrize("block", [1, 2, 4, 1024])
+def test_the_distribution_is_softmax(block: int) -> None:
+    """Whether all tokens race or blocks of them first, the last of which is not full."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]]).repeat(20000, 1)
     chunks = [chunk(SamplingParams(seed=5, temperature=0.8), [0] * i) for i in range(20000)]
-    tokens = torch.tensor([t.token_id for t in sampler().sample(logits, chunks)])
+    drawn = Sampler([EOS], torch.device("cpu"), block=block).sample(logits, chunks)
+    tokens = torch.tensor([t.token_id for t in drawn])
     expected = (logits[0] / 0.8).softmax(0) * len(tokens)
     chi_square = float(((tokens.bincount(minlength=5) - expected) ** 2 / expected).sum())
     assert chi_square < 18.5  # 4 degrees of freedom, p = 0.001
+
+
+def test_blocks_race_before_their_tokens() -> None:
+    """A block that is masked is never drawn, and a row's draw is one of its own noise, whatever the other rows."""
+    logits = random_logits(6, 0)
+    logits[:, 32:] = -math.inf
+    logits[3, 40] = 2.0
+    chunks = [chunk(SamplingParams(seed=row)) for row in range(6)]
+    small = Sampler([EOS], torch.device("cpu"), block=16)
+    tokens = [token.token_id for token in small.sample(logits, chunks)]
+    keys = torch.from_numpy(row_keys(np.arange(6, dtype=np.uint64), np.zeros(6, dtype=np.uint64)))
+    for row, token in enumerate(tokens):
+        mass = torch.stack([part.double().exp().sum() for part in logits[row].split(16)])
+        names = torch.arange(len(mass), dtype=torch.int32) + FIRST_BLOCK
+        block = int((mass / exponential(keys[row : row + 1], names)[0].double()).argmax())
+        ids = torch.arange(16 * block, min(16 * block + 16, logits.shape[1]), dtype=torch.int32)
+        race = logits[row, ids].double().exp() / exponential(keys[row : row + 1], ids)[0].double()
+        assert token == int(ids[race.argmax()])
+    assert all(token < 32 or token == 40 for token in tokens)
+    assert small.sample(logits[2:3], chunks[2:3])[0].token_id == tokens[2]
 
 
 def test_noise_is_exponential_and_independent() -> None:
