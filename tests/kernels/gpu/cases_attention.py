@@ -26,3 +26,8 @@ def launches() -> None:
             paged_decode(q, projected, kv, tables, ints, ints, 64 if rows == 1 else 8, pdl=rows == 1)
         segments = Segments.build([64], [0], [1], [0], "cpu")
         paged_prefill(q, projected, kv, tables, segments)
+    # Pairs of e4m3 in heads of 16 dimensions: half as many as a tensor core product takes.
+    kv = KvPages.allocate(3, 16, 2, 16, torch.float8_e4m3fn, "cpu")
+    projected, one = torch.zeros(1, 2 * (4 + 2) * 16, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    q = qk_norm_rope_write(projected, torch.ones(4 + 2, 16), 1e-6, torch.ones(2), one, one, tables, kv)
+    paged_decode(q, projected, kv, tables, one, one, 4)
