@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu.host_copy import copy_words
 from kernels.gpu.segments import TILE, Segments
 from services.engine.cuda.stream import Arrival, EngineStream
 from services.engine.cuda.tables import TableEntries
@@ -198,7 +197,7 @@ class StepBuffers:
         return words
 
     def _send(self, words: int) -> None:
-        copy_words(self._device[:words], self._hosts[self._turn][:words])
+        self._device[:words].copy_(self._hosts[self._turn][:words], non_blocking=True)
         self._copied[self._turn] = self._stream.mark()
 
     def _placed(self, shape: StepShape) -> tuple[_Sections, StepRows]:

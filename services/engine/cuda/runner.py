@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kernels.gpu.attention_decode import DecodeWorkspace, decode_config, decode_splits
 from kernels.gpu.block_tables import write_tables
-from kernels.gpu.host_copy import copy_words
 from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
@@ -306,7 +305,7 @@ class CudaRunner:
         """Queues the copy of results to the host."""
         self._turn = (self._turn + 1) % len(self._results)
         host = self._results[self._turn][: words.numel()].view(words.shape)
-        copy_words(host, words)
+        host.copy_(words, non_blocking=True)
         return host
 
     def _run_shape(self, shape: StepShape, adapters: bool) -> Tensor:
