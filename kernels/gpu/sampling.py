@@ -1,11 +1,13 @@
 """Sampling of a whole batch without a host sync. Reference: services/engine/sampler.py.
 
 A row of logits is cut into blocks, one program each; the last program of a row to end combines them, so that a batch
-without filters is one kernel. Filters are one threshold a row, as in the reference: the tokens at least as likely as
-the last one that top_k, then top_p, let pass. It is found digit by digit, like a radix select, on the distance from the
-most likely token: a histogram of counts (top_k) or masses (top_p) in 64-bit integers, whose sum does not depend on the
-order of the additions, then the same within the bin where the threshold lies. Bounds from the first kernel (the k-th
-largest of the blocks' maxima; the weight below which all tokens together are not needed) spare most blocks and atomics.
+without filters is one kernel: it draws a block by its mass, then one of its tokens.
+
+Filters are one threshold a row, as in the reference: the tokens at least as likely as the last one that top_k, then
+top_p, let pass. It is found digit by digit, like a radix select, on the distance from the most likely token: a
+histogram of counts (top_k) or masses (top_p) in 64-bit integers, whose sum does not depend on the order of the
+additions, then the same within the bin where the threshold lies. Bounds from the first kernel (the k-th largest of the
+blocks' maxima; the weight below which all tokens together are not needed) spare most blocks and atomics.
 Rows with top_p alone first try the winner of the race among all tokens (`kernels.gpu.sampling_nucleus`). A program
 whose row needs nothing of its kernel ends at once.
 
@@ -201,12 +203,11 @@ def sample_rows(
         """Whether a race does with 64 registers a thread."""
         return config.block <= 256 * warps
 
-    if nucleus:
-        launch(scan_kernel, config.scan_warps, few_registers=fits(config.scan_warps), RACES=True)
-    else:
+    if not nucleus:
         plain = words is None and config.block <= 512 * config.plain_warps
         launch(scan_kernel, config.plain_warps, few_registers=plain, RACES=False)
-    if nucleus:
+    else:
+        launch(scan_kernel, config.scan_warps, few_registers=fits(config.scan_warps), RACES=True)
         launch(check_kernel, config.race_warps, LAST=False)
         launch(again_kernel, config.race_warps, few_registers=fits(config.race_warps))
         launch(check_kernel, config.race_warps, LAST=True)
