@@ -511,8 +511,11 @@ def test_stop_answers_everything(depth: int) -> None:
         engine.submit("queued", max_tokens=60)
         stopper = threading.Thread(target=engine.loop.stop)
         stopper.start()
-        while engine.loop._commands.qsize() < 2:
+        # Not until two commands wait: before a second step the loop may have taken the first of them.
+        while engine.loop._accepting:
             threading.Event().wait(0.001)
+        with engine.loop._lock:  # under which the end is queued
+            pass
         engine.runner.go_on()
         stopper.join(TIMEOUT)
         updates = engine.client.wait("runs", "loads", "queued")
