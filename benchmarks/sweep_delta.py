@@ -40,7 +40,7 @@ STATE = (SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
 BYTES = 2 * 4 * SHAPE.value_size * SHAPE.key_dim
 """Of a row's state, read and written."""
 ROWS = (1, 8, 64, 256)
-PREFILLS = ((1, 512), (16, 512), (4, 4096), (1, 16384))
+PREFILLS = ((1, 512), (16, 512), (1, 3840), (2, 4096))
 SLOTS = 520
 CHECKED = 448
 STEPS = (2, 4, 8)
@@ -48,12 +48,10 @@ STEPS = (2, 4, 8)
 CHUNKS = [
     ChunkConfig(block_v, warps, stages, *terms, inverse_terms=1)
     for block_v, warps, stages, terms in (
-        *itertools.product((32,), (4,), (2, 3), ((1, 1), (2, 1), (2, 2))),
-        *itertools.product((64,), (4, 8), (2,), ((1, 1), (2, 2))),
-        *itertools.product((64,), (4,), (1, 3), ((1, 1),)),
-        *itertools.product((32,), (4, 8), (1,), ((1, 1),)),
-        *itertools.product((128,), (8,), (2,), ((1, 1),)),
-        *itertools.product((16,), (4,), (2,), ((1, 1),)),
+        *itertools.product((32,), (4,), (2, 3, 4), ((1, 1),)),
+        *itertools.product((64,), (4, 8), (2, 3), ((1, 1),)),
+        *itertools.product((16,), (4,), (2, 3), ((1, 1),)),
+        *itertools.product((32,), (4,), (2, 3), ((2, 1), (2, 2))),
     )
 ]
 TILES = [
@@ -62,7 +60,18 @@ TILES = [
 ]
 CONV_DECODES = [(0, 256, 1), (1, 256, 1), (2, 256, 1), (4, 256, 1), (8, 256, 1), (4, 512, 2), (4, 128, 1), (2, 512, 1)]
 """Rows (0: by their number), channels and warps of a program."""
-CONV_PREFILLS = [(8, 256, 4), (16, 256, 4), (32, 256, 8), (64, 128, 4), (16, 256, 1), (32, 256, 1), (16, 128, 2)]
+CONV_PREFILLS = [
+    (8, 256, 1),
+    (8, 512, 4),
+    (8, 1024, 4),
+    (16, 256, 1),
+    (16, 256, 2),
+    (16, 512, 2),
+    (16, 512, 4),
+    (16, 1024, 4),
+    (32, 256, 1),
+]
+"""Rows, channels and warps of a program."""
 
 Case = tuple[str, Any]
 """What is measured, and the variant."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.decode_step import DecodeStep
-from kernels.gpu.attention_decode import DecodeConfig
+from kernels.gpu.attention_decode import MAX_SPLITS, DecodeConfig
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 
 # block_n.block_k.warps
@@ -69,16 +69,19 @@ def candidates(name: str, rows: int, kind: Kind) -> Iterator[SkinnyConfig | None
 
 
 def attention_candidates(rows: int, step: DecodeStep) -> Iterator[tuple[int, DecodeConfig]]:
-    """Splits to launch and how each is cut: one, two or three programs a multiprocessor, with more or fewer launched
-    that have nothing to do unless a row is long."""
+    """Splits to launch and how each is cut: as many programs as fit at once, or a few times as many, so that
+    multiprocessors that are served sooner take more of them."""
     programs = rows * step.config.num_kv_heads
-    usual = step.attention_splits(rows)
-    for keys, stages, together in ((32, 4, 2), (32, 3, 2), (32, 3, 3), (32, 6, 1), (64, 3, 1), (64, 4, 1), (64, 2, 3)):
+    for keys, stages, together in (
+        *((32, 3, together) for together in (2, 4, 6, 8)),
+        *((32, 2, together) for together in (3, 6)),
+        *((64, 3, together) for together in (1, 2, 4)),
+        *((16, 6, together) for together in (2, 4, 8)),
+        *((16, 4, together) for together in (3, 6)),
+    ):
         splits = max(1, round(together * 132 / programs))
-        config = DecodeConfig(keys, 4, stages, splits, min_keys=64 if programs <= 32 else 128)
-        for launched in sorted({min(64, max(4, splits)), usual}):
-            if launched >= splits:
-                yield launched, config
+        if splits <= MAX_SPLITS:
+            yield max(4, splits), DecodeConfig(keys, 4, stages, splits, min_keys=64)
 
 
 def _numbers(text: str) -> Iterator[list[int]]:

@@ -143,8 +143,9 @@ def compile_share(options: argparse.Namespace, config: ModelConfig, index: int, 
                 whole = Variant("everything", rows, adapters, urgency=0)
                 whole.launch(step)
                 kernels = frozenset(parts_of(step, whole)) - set(MATRICES)
-                replace(whole, alone=kernels).launch(step)
-                replace(whole, held=kernels).launch(step)
+                if not options.attention_only:
+                    replace(whole, alone=kernels).launch(step)
+                    replace(whole, held=kernels).launch(step)
                 for attention in attention_candidates(rows, step):
                     replace(whole, attention=attention).launch(step)
                 for name in () if options.flags_only or options.attention_only else options.matrices:

@@ -138,10 +138,14 @@ def _conv_prefill_kernel(
     TILE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """ROWS rows and BLOCK channels; a thread has its channels of all those rows, and reads each input once."""
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     part = tl.program_id(1)
     tile = part // (TILE_ROWS // ROWS)
+    taps = ()
+    for tap in tl.static_range(KERNEL):
+        taps = taps + (tl.load(weight + tap * channels + channel, mask=inside, other=0.0),)  # noqa: RUF005
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -154,33 +158,39 @@ def _conv_prefill_kernel(
     if first >= end:
         return
     cached = tl.load(starts + segment) > 0
-    row = first + tl.arange(0, ROWS)[:, None]
-    history = state + tl.load(slots + segment).to(tl.int64) * (KERNEL - 1) * channels + channel
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tap in tl.static_range(KERNEL):
-        source = row + (tap - (KERNEL - 1))
-        now = tl.load(
-            x + source.to(tl.int64) * x_stride + channel, mask=inside & (source >= begin) & (row < end), other=0
-        )
-        value = now.to(tl.float32)
-        if tap < KERNEL - 1:
-            past = inside & (source < begin) & (row < end) & cached
-            before = tl.load(history + (source - begin + (KERNEL - 1)) * channels, mask=past, other=0.0)
-            value = tl.where(source < begin, before.to(tl.float32), value)
-        total += value * tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
-    y = silu(total, out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64) * out_stride + channel, y.to(out.dtype.element_ty), mask=inside & (row < end))
+    history = state + tl.load(slots + segment).to(tl.int64) * (KERNEL - 1) * channels
+    # All loads before the first store, which the compiler would not move them across.
+    inputs = ()
+    for source in tl.static_range(KERNEL - 1):
+        row = first + (source - (KERNEL - 1))
+        before = inside & (row < begin) & cached
+        past = tl.load(history + (row - begin + (KERNEL - 1)) * channels + channel, mask=before, other=0.0)
+        now = tl.load(x + row.to(tl.int64) * x_stride + channel, mask=inside & (row >= begin), other=0.0)
+        inputs = inputs + (tl.where(row < begin, past, now),)  # noqa: RUF005
+    for r in tl.static_range(ROWS):
+        row = first + r
+        now = tl.load(x + row.to(tl.int64) * x_stride + channel, mask=inside & (row < end), other=0.0)
+        inputs = inputs + (now,)  # noqa: RUF005
+    for r in tl.static_range(ROWS):
+        row = first + r
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(KERNEL):
+            total += inputs[r + tap].to(tl.float32) * taps[tap].to(tl.float32)
+        y = silu(total, out.dtype.element_ty).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * out_stride + channel, y, mask=inside & (row < end))
     if first == begin:
         # Nobody but the program that reads the old state writes the new one, and only after it has read all it needs.
         place = tl.arange(0, WINDOW)[:, None]
         origin = end - (KERNEL - 1) + place
-        kept = inside & (place < KERNEL - 1)
-        kept_now = tl.load(x + origin.to(tl.int64) * x_stride + channel, mask=kept & (origin >= begin), other=0.0)
-        old = kept & (origin < begin) & cached
-        kept_past = tl.load(history + (origin - begin + (KERNEL - 1)) * channels, mask=old, other=0.0)
+        kept = inside[None, :] & (place < KERNEL - 1)
+        new = x + origin.to(tl.int64) * x_stride + channel[None, :]
+        kept_now = tl.load(new, mask=kept & (origin >= begin), other=0.0)
+        old = history + (origin - begin + (KERNEL - 1)) * channels + channel[None, :]
+        kept_past = tl.load(old, mask=kept & (origin < begin) & cached, other=0.0)
         tl.debug_barrier()
-        target = state + tl.load(out_slots + segment).to(tl.int64) * (KERNEL - 1) * channels + channel
-        tl.store(target + place * channels, tl.where(origin < begin, kept_past, kept_now), mask=kept)
+        target = state + tl.load(out_slots + segment).to(tl.int64) * (KERNEL - 1) * channels
+        kept_here = tl.where(origin < begin, kept_past, kept_now)
+        tl.store(target + place * channels + channel[None, :], kept_here, mask=kept)
 
 
 def rows_of_program(rows: int) -> int:
@@ -252,7 +262,7 @@ def conv_prefill(
     out: Tensor | None = None,
     rows: int = 16,
     block: int = 256,
-    num_warps: int = 4,
+    num_warps: int = 2,
     pdl: bool = False,
 ) -> Tensor:
     """Packed segments: nothing leaks from one into the next; each goes on from the state of its slot and leaves its new

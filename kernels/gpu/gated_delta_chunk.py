@@ -172,8 +172,9 @@ class ChunkConfig:
     """bfloat16 terms of the state as an operand: 1 rounds it to 2⁻⁹, 2 to 2⁻¹⁷. The state itself is float32."""
     tile_terms: int = 1
     """The same for what tokens write and for a tile's own matrices."""
-    inverse_terms: int = 2
-    """float16 terms of the operands of the triangular inverse."""
+    inverse_terms: int = 1
+    """float16 terms of the operands of the triangular inverse: 1 is as good as 2 if the result is rounded to one term
+    of bfloat16, and takes two thirds of the time."""
     tile_warps: int = 4
 
     def __post_init__(self) -> None:
@@ -181,10 +182,11 @@ class ChunkConfig:
             raise ValueError(f"terms are 1 or 2: {self}")
 
 
-FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=2)
-"""Few long segments: more programs, for the time to the first token."""
-MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=2)
-"""Segments enough to fill the device."""
+# With 2 stages Triton asks for the next tile behind the work on this one and then waits for it.
+FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=4)
+"""One segment: its tiles follow one another, and what each takes is what counts."""
+MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
+"""Two segments of 32 heads fill the device with one program a multiprocessor."""
 EXACT = ChunkConfig(block_v=32, num_warps=4, num_stages=1)
 """float32 models: products are emulated in float32, for tests rather than speed."""
 _PROGRAMS = 132
@@ -311,4 +313,5 @@ def scan_tiles(
 def _choose(shape: DeltaShape, segments: Segments, dtype: torch.dtype) -> ChunkConfig:
     if dtype == torch.float32:
         return EXACT
-    return FEW if segments.max_segments * shape.value_heads < _PROGRAMS else MANY
+    few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * segments.max_segments
+    return FEW if few <= _PROGRAMS else MANY
