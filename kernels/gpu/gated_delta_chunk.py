@@ -183,7 +183,7 @@ class ChunkConfig:
 
 
 # With 2 stages Triton asks for the next tile behind the work on this one and then waits for it.
-FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=4)
+FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=3)
 """One segment: its tiles follow one another, and what each takes is what counts."""
 MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
 """Two segments of 32 heads fill the device with one program a multiprocessor."""
