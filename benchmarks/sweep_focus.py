@@ -120,14 +120,14 @@ def _fp8() -> Iterator[Entry]:
 
 def _int4() -> Iterator[Entry]:
     """Weights that all fit the registers, beside the variant that takes over from 9 rows."""
-    wide = ((32, 4, False), (32, 4, True), (16, 4, False), (16, 4, True), (16, 8, False), (64, 8, True))
-    narrow = ((16, 8, False), (16, 8, True), (16, 4, False), (16, 4, True), (16, 16, False), (32, 8, False))
+    wide = ((32, 4), (16, 4), (16, 2), (16, 8), (64, 8))
+    narrow = ((16, 8), (16, 4), (16, 16), (32, 8))
     for shape in (_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ):
         for rows, urgency in ((1, 2), (4, 3), (8, 3)):
             yield Entry(urgency, shape, "int4", rows, SkinnyConfig("stream", 16, 512, warps=4, stages=4))
-            for block_n, warps, bare in wide if shape.outputs >= 8192 else narrow:
+            for block_n, warps in wide if shape.outputs >= 8192 else narrow:
                 if block_n * shape.inputs // (256 * warps) <= (144 if rows == 1 else 80):
-                    config = SkinnyConfig("vector", block_n, 128 * warps, warps=warps, bare=bare)
+                    config = SkinnyConfig("vector", block_n, 128 * warps, warps=warps)
                     yield Entry(urgency, shape, "int4", rows, config)
 
 

@@ -319,7 +319,7 @@ def table(rows: list[dict[str, Any]]) -> None:
             by_rows = best.setdefault((row["kind"], row["layer"]), {})
             if row["rows"] not in by_rows or row["us"] < by_rows[row["rows"]]["us"]:
                 by_rows[row["rows"]] = row
-    fields = ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch", "stagger", "slots", "bare")
+    fields = ("variant", "block_n", "block_k", "warps", "stages", "splits", "prefetch", "stagger", "slots")
     for (kind, layer), by_rows in best.items():
         shape = layers[layer]
         micros = "; ".join(f"{row['us']:.1f}" for _, row in sorted(by_rows.items()))

@@ -53,8 +53,6 @@ def candidates(name: str, rows: int, kind: Kind) -> Iterator[SkinnyConfig | None
     if rows == 1 or (kind == "int4" and rows <= 8):
         for block_n, block_k, warps in _numbers(_VECTOR.get((kind, name), "")):
             yield SkinnyConfig("vector", block_n, block_k, warps)
-            if kind == "int4":
-                yield SkinnyConfig("vector", block_n, block_k, warps, bare=True)
     if rows <= 16 and name != "head":
         for block_k, warps, stages in _numbers(_STREAM[kind]):
             yield SkinnyConfig("stream", 16, block_k, warps, stages)

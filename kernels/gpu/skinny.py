@@ -315,7 +315,7 @@ def _launch(
             raise ValueError(f"skinny_linear: int4 vector takes {INT4_VECTOR_ROWS} rows, a block_n of 16 at least")
         # Or two programs of so many registers would not fit a multiprocessor.
         crowded = config.warps == 8 and adapters is None and config.block_n * inputs > 64 * 256 * config.warps
-        shared = shared | {"BARE": config.bare, "WARPS": config.warps, "maxnreg": 128 if crowded else None}
+        shared = shared | {"WARPS": config.warps, "maxnreg": 128 if crowded else None}
         int4_vector_kernel[(tiles,)](
             x, values, scale, zero, around, adapters, rows, x.stride(0),
             N=outputs, ROWS=triton.next_power_of_2(rows), **shared,

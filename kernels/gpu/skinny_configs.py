@@ -38,9 +38,6 @@ class SkinnyConfig:
     slots: int = 8
     """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
 
-    bare: bool = False
-    """Whether 4-bit numbers are multiplied as subnormal ones (int4 vector)."""
-
     def __post_init__(self) -> None:
         sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)
         if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
@@ -58,10 +55,8 @@ def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> Sk
 
 
 def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
-    if rows <= 8 and kind == "int4":
-        if outputs < 8192:
-            return SkinnyConfig("vector", 16, 1024, warps=8)
-        return SkinnyConfig("vector", 32 if rows == 1 else 16, 512, warps=4)
+    if rows <= 8 and kind == "int4" and (rows <= 4 or inputs < 8192):
+        return _few_int4(rows, outputs, inputs, swiglu)
     if rows == 1:
         block_k = 1024 if inputs >= 4096 else 512
         return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
@@ -75,6 +70,20 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
     while splits < 8 and outputs // block_n * splits < 120:
         splits *= 2
     return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=4, splits=splits, prefetch=512)
+
+
+def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfig:
+    """Found as below, for 1, 4 and 8 rows of the 4B shape."""
+    if rows == 1 or inputs >= 8192:
+        # Up to here the registers of 4 warps hold all of a tile; 4 rows spill 8 bytes, and what does not is slower by
+        # an eighth of the step.
+        warps = 4 if inputs <= 9216 else 8
+        return SkinnyConfig("vector", 16, 128 * warps, warps)
+    if outputs < 8192:
+        return SkinnyConfig("vector", 16, 1024, warps=8)
+    if rows <= 4 and not swiglu:
+        return SkinnyConfig("vector", 32, 512, warps=4)
+    return SkinnyConfig("vector", 16, 256, warps=2)
 
 
 def most_rows(outputs: int, inputs: int, kind: Kind) -> int:

@@ -41,25 +41,19 @@ _TILE = tl.constexpr(TILE)
 
 
 @triton.jit
-def _numbers(words, PART: tl.constexpr, DTYPE: tl.constexpr, BARE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """128 plus number PART of the four of each 16-bit word; in float32, where 128 would only cost digits of the sums,
-    the number itself; BARE: the number as _one() has a 1."""
-    if INTERPRETED or DTYPE != tl.bfloat16:  # noqa: SIM300
-        ahead: tl.constexpr = 0 if DTYPE == tl.float32 else 128  # noqa: SIM300
-        return (((words >> (4 * PART)) & 15) + ahead).to(tl.float32).to(DTYPE)
-    elif BARE:  # noqa: RET505 (Triton compiles what follows a return)
+def _numbers(words, PART: tl.constexpr, DTYPE: tl.constexpr, BARE: tl.constexpr):
+    """BARE: number PART of the four of each 16-bit word, as _one() has a 1. Else 128 plus it; in float32, where 128
+    would only cost digits of the sums, the number itself."""
+    if BARE:
         shift = tl.full(words.shape, 8 * (PART // 2), tl.int32)
         mask = tl.full(words.shape, 0x00F000F0 if PART % 2 else 0x000F000F, tl.int32)
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.u32 t, $1, $2; and.b32 $0, t, $4; }",
             "=r,r,r,r,r,r", [words, shift, mask], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    else:
-        shift = tl.full(words.shape, 4 * PART, tl.int32)
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, $2; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xEA; }",
-            "=r,r,r,r", [words, shift], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        ahead: tl.constexpr = 0 if DTYPE == tl.float32 else 128  # noqa: SIM300
+        return (((words >> (4 * PART)) & 15) + ahead).to(tl.float32).to(DTYPE)
 
 
 @triton.jit
@@ -138,7 +132,6 @@ def _add_batch(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     BARE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """accs [WARPS, 16, 8] of each piece plus the sums of one batch of turns, whose x is ``rights``, a part each."""
     turns: tl.constexpr = (K // GROUP + WARPS - 1) // WARPS
@@ -159,7 +152,7 @@ def _add_batch(
                 words = held[piece * turns + BATCH * together + turn]
                 sums = nothing
                 for part in tl.static_range(4):
-                    left = _left(_numbers(words, part, dtype, BARE, INTERPRETED), WARPS)
+                    left = _left(_numbers(words, part, dtype, BARE), WARPS)
                     sums = tl.dot(left, rights[part], sums, input_precision="ieee")
                 own = sums if turn == 0 else tl.where(place // ROWS == turn, sums, own)
         factor, offset = factors[piece * batches + BATCH], zeros[piece * batches + BATCH]
@@ -193,7 +186,6 @@ def int4_vector_kernel(
     LORA: tl.constexpr,
     PARTS: tl.constexpr,
     CONV: tl.constexpr,
-    BARE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -260,8 +252,8 @@ def int4_vector_kernel(
         elif lora is not None:
             hiddens = hiddens + (hidden_ahead(lora, rows, first, M, LORA),)  # noqa: RUF005
     dtype: tl.constexpr = x.dtype.element_ty
-    # Not in the interpreter, whose bfloat16 knows no assembly.
-    bare: tl.constexpr = BARE and dtype == tl.bfloat16 and not INTERPRETED
+    # As subnormal numbers, but not in the interpreter, whose bfloat16 knows no assembly.
+    bare: tl.constexpr = dtype == tl.bfloat16 and not INTERPRETED
     accs = ()
     for _ in tl.static_range(pieces):
         accs = accs + (tl.zeros((WARPS, _TILE, _COLUMNS), tl.float32),)  # noqa: RUF005
@@ -278,10 +270,10 @@ def int4_vector_kernel(
                 tile = tl.program_id(0) * pieces + piece
                 residuals = residuals + (residual_ahead(around, tile, m, M, N, _TILE, SWIGLU),)  # noqa: RUF005
         if batches > 1:  # noqa: SIM114 (known when compiled, the other only when run)
-            accs = _add_batch(accs, held, factors, zeros, rights, batch, K, ROWS, WARPS, bare, INTERPRETED)
+            accs = _add_batch(accs, held, factors, zeros, rights, batch, K, ROWS, WARPS, bare)
         # Always: a branch, because ptxas puts off what it may, and x would be asked for a vector at a time.
         elif M > 0:
-            accs = _add_batch(accs, held, factors, zeros, rights, batch, K, ROWS, WARPS, bare, INTERPRETED)
+            accs = _add_batch(accs, held, factors, zeros, rights, batch, K, ROWS, WARPS, bare)
     for piece in tl.static_range(pieces):
         tile = tl.program_id(0) * pieces + piece
         result = accs[piece]

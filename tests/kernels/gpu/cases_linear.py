@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from kernels.gpu.fp8 import fp8_linear, quantize_rows
@@ -49,11 +47,12 @@ def launches() -> None:
         skinny_linear(
             rows(16, HIDDEN), weight(kind, 2 * INTERMEDIATE, HIDDEN), norm=norm, swiglu=True, config=tma, pdl=True
         )
-    whole = SkinnyConfig("vector", 16, 512, warps=4)
     for count in (1, 2, 4, 8):
         gate_up = weight("int4", 2 * INTERMEDIATE, HIDDEN)
-        for config in (whole, replace(whole, bare=True)):
-            skinny_linear(rows(count, HIDDEN), gate_up, norm=norm, swiglu=True, config=config, pdl=True)
+        skinny_linear(rows(count, HIDDEN), gate_up, norm=norm, swiglu=True, pdl=True)
+        if count >= 4:
+            skinny_linear(rows(count, HIDDEN), weight("int4", 12352, HIDDEN), norm=norm, pdl=True)
+            skinny_add(rows(count, HIDDEN), rows(count, 4096), weight("int4", HIDDEN, 4096), ahead=norm, pdl=True)
     dequantize(weight("int4", HIDDEN, INTERMEDIATE), torch.bfloat16)  # type: ignore[arg-type]
     values, scale = quantize_rows(rows(512, HIDDEN), pdl=True)
     fp8_linear(values, scale, weight("fp8", 2 * INTERMEDIATE, HIDDEN), pdl=True)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""Activations rounded to e4m3, as products of many rows with float8 matrices do it, in the plain forward.
+
+Two forwards that differ by an ulp round a number that lies near the middle of two differently, and the next layer's
+numbers then differ by a fortieth: after some layers nothing is alike. So the plain forward can be told what was chosen
+elsewhere. It checks that each choice is one it might have made, and goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kernels.gpu import fp8
+from kernels.quantize import FP8_MAX, unpair
+from services.engine.model import layers
+
+
+@contextmanager
+def recorded_roundings() -> Iterator[list[Tensor]]:
+    """Fills with what `kernels.gpu.fp8.quantize_rows` rounds to inside, float32 [T, K] in units of a row's scale: on a
+    GPU first for a runner's trials, then for its steps."""
+    prepare = fp8.prepare
+    found: list[Tensor] = []
+
+    def recording(*args: Any, **options: Any) -> Any:
+        prepared = prepare(*args, **options)
+        found.append(unpair(prepared.x.float()).cpu())
+        return prepared
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "prepare", recording)
+        yield found
+
+
+@contextmanager
+def rounded_activations(chosen: Sequence[Tensor] | None = None, *, allowed: float = 1.0) -> Iterator[list[int]]:
+    """Inside, what the plain forward multiplies by its layers' matrices is rounded row by row; the list fills with how
+    many rows that were.
+
+    Args:
+        chosen: from recorded_roundings(), in the order of the products, padding behind the rows; a product of more rows
+            than the next of them has is left exact, and so are those behind the last. None: each number goes to the
+            nearest, in all products.
+        allowed: how much farther, in the root mean square, choices may be from what is rounded here than the nearest
+            numbers are: the two forwards differ before they round, too.
+    """
+    linear, addmm = F.linear, torch.addmm
+    rows: list[int] = []
+
+    def rounded(x: Tensor) -> Tensor:
+        following = None
+        if chosen is not None:
+            if len(rows) == len(chosen) or len(chosen[len(rows)]) < len(x):
+                return x
+            following = chosen[len(rows)][: len(x)]
+        rows.append(len(x))
+        scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
+        number = x.float() / scale
+        code = _nearest(number)
+        if following is not None:
+            assert (following - number).norm() <= allowed * (code - number).norm()
+            code = following
+        return (code * scale).to(x.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "F", SimpleNamespace(linear=lambda x, weight: linear(rounded(x), weight)))
+        patch.setattr(torch, "addmm", lambda residual, x, weight: addmm(residual, rounded(x), weight))
+        yield rows
+
+
+def _nearest(x: Tensor) -> Tensor:
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
