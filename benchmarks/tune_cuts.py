@@ -67,12 +67,13 @@ def candidates(name: str, rows: int, kind: Kind) -> Iterator[SkinnyConfig | None
 
 
 def attention_candidates(rows: int, step: DecodeStep) -> Iterator[tuple[int, DecodeConfig]]:
-    """Splits to launch and how each is cut: as many programs as fit at once, or a few times as many, so that
-    multiprocessors that are served sooner take more of them."""
+    """Splits to launch and how each is cut: as many programs as fit at once, or a few times as many."""
     programs = rows * step.config.num_kv_heads
     for keys, stages, together in (
         *((32, 3, together) for together in (2, 4, 6, 8)),
         *((32, 2, together) for together in (3, 6)),
+        *((32, 4, together) for together in (1, 2)),
+        (32, 6, 1),
         *((64, 3, together) for together in (1, 2, 4)),
         *((16, 6, together) for together in (2, 4, 8)),
         *((16, 4, together) for together in (3, 6)),

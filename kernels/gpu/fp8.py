@@ -36,10 +36,6 @@ class Fp8Config:
     """Row tiles that go over the columns together, so that L2 serves their weights."""
 
 
-_EXACT = Fp8Config(block_n=128, stages=3, promote=True)
-"""For results in float32, which show what the tensor cores leave out."""
-
-
 def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """``x[t] ≈ values[t] · scale[t]`` with scale = max |x[t]| / 448 (dynamic, by token).
 
@@ -144,7 +140,7 @@ def fp8_linear(
         out = torch.empty(rows, outputs, dtype=out_dtype, device=values.device)
     if out.shape != (rows, outputs) or (residual is not None and residual.shape != out.shape):
         raise ValueError(f"fp8_linear: out and residual must be [{rows}, {outputs}]")
-    use = config or (_EXACT if out.dtype == torch.float32 else Fp8Config())
+    use = config or Fp8Config()
     if inputs % use.block_k:
         raise ValueError(f"fp8_linear: block_k {use.block_k} does not divide {inputs} inputs")
     if rows:

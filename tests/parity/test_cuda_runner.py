@@ -29,7 +29,6 @@ from tests.parity.fused_models import (
     random_model,
 )
 from tests.parity.reference import CHUNKS, LENGTHS
-from tests.parity.roundings import recorded_roundings, rounded_activations
 from tests.parity.test_fused import LIMITS, QUANTIZABLE, requests
 
 pytestmark = pytest.mark.cuda
@@ -163,19 +162,7 @@ def test_launching_never_waits_for_the_device(quantization: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_many_rows_of_quantized_matrices(quantization: str) -> None:
-    """Beyond the rows of the streaming products: fp8 rounds activations too, as the plain forward then does as well;
-    int4 multiplies with a decoded copy."""
+    """Beyond the rows of the streaming products: fp8 quantizes activations too, int4 multiplies with a decoded copy."""
     fused = random_model(QUANTIZABLE, torch.bfloat16, GPU, quantization=quantization)
-
-    def run(tolerance: float) -> None:
-        runner = InStep(decoded(fused), fused, replace(LIMITS, token_budget=300), tolerance=tolerance)
-        runner.run(requests(290, 10, tokens=2))
-
-    if quantization == "int4":
-        run(0.5)
-        return
-    with recorded_roundings() as chosen:
-        run(float("inf"))
-    with rounded_activations(chosen[-4:], allowed=2.0) as rows:
-        run(0.5)
-    assert len(rows) == 4
+    run = InStep(decoded(fused), fused, replace(LIMITS, token_budget=300), tolerance=0.5)
+    run.run(requests(290, 10, tokens=2))
