@@ -75,8 +75,8 @@ def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> 
 def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfig:
     """Found as below, for 1, 4 and 8 rows of the 4B shape."""
     if rows == 1 or inputs >= 8192:
-        # Up to here the registers of 4 warps hold all of a tile; 4 rows spill 8 bytes, and what does not is slower by
-        # an eighth of the step.
+        # Up to 9,216 inputs the registers of 4 warps hold all of a tile. 3 and 4 rows spill 8 bytes (16 with adapters),
+        # and are faster than what does not by an eighth of the step.
         warps = 4 if inputs <= 9216 else 8
         return SkinnyConfig("vector", 16, 128 * warps, warps)
     if outputs < 8192:

@@ -50,6 +50,9 @@ def launches() -> None:
     for count in (1, 2, 4, 8):
         gate_up = weight("int4", 2 * INTERMEDIATE, HIDDEN)
         skinny_linear(rows(count, HIDDEN), gate_up, norm=norm, swiglu=True, pdl=True)
+        if count == 2:
+            down = weight("int4", HIDDEN, INTERMEDIATE)
+            skinny_add(rows(count, HIDDEN), rows(count, INTERMEDIATE), down, ahead=norm, pdl=True)
         if count >= 4:
             skinny_linear(rows(count, HIDDEN), weight("int4", 12352, HIDDEN), norm=norm, pdl=True)
             skinny_add(rows(count, HIDDEN), rows(count, 4096), weight("int4", HIDDEN, 4096), ahead=norm, pdl=True)
