@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.gpu.elementary import INTERPRETED
+
 PARAMETERS = tl.constexpr(16)
 """int32 words of one row of the parameter table, one row a state slot. Floats are stored as their bits."""
 FLAGS = tl.constexpr(0)
@@ -41,7 +43,6 @@ NUCLEUS = tl.constexpr(32)
 NO_TOKEN = tl.constexpr(2147483647)
 FIRST_BLOCK = tl.constexpr(-(1 << 31))
 """noise.FIRST_BLOCK."""
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 COUNT_MASK = tl.constexpr((1 << 24) - 1)
 """Of a token word: how often the token was generated."""
