@@ -1,0 +1,87 @@
+"""What every training job has in common: whose adapter, its shape, the optimizer, how the data is read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from services.common.names import AdapterName
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown fields, NaN and infinity."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Message(StrictModel):
+    """One chat turn, as the chat template takes it."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class LoraSettings(StrictModel):
+    """Shape of a new adapter. A job that continues one takes its shape: fields that are given must agree with it."""
+
+    rank: int = Field(16, ge=1, le=256)
+    alpha: float = Field(32.0, gt=0)
+    use_rslora: bool = False
+    target_modules: list[str] | None = None
+    """None: every linear layer."""
+    seed: int = Field(0, ge=0, lt=2**63)
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # What was given explicitly must agree with a continued adapter, and must survive the queue's JSON as such.
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
+
+
+class OptimizerSettings(StrictModel):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(1e-4, gt=0, le=1)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "cosine"] = "constant"
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class JobBase(StrictModel):
+    """Fields of every training job."""
+
+    adapter: AdapterName
+    """The adapter that gets a new version."""
+    start_from: str | None = None
+    """"name" or "name@n" to continue from. Default: the adapter's own current version if it exists, else a new
+    adapter. "base" starts afresh even if the adapter exists."""
+    attach: bool = True
+    """Attach the new version to the base model's name when the job succeeds."""
+    lora: LoraSettings = LoraSettings()
+    learning_rate: float | None = Field(None, gt=0, le=1)
+    """Shorthand for optimizer.learning_rate."""
+    optimizer: OptimizerSettings = OptimizerSettings()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For prompts that are rendered with the chat template, e.g. {"enable_thinking": true}."""
+    prompt_format: Literal["chat", "raw"] = "chat"
+    """How a plain-string prompt is read: as one user message, or as text that is used as it is."""
+    max_tokens_per_microbatch: int | None = Field(None, ge=1)
+    """Short documents are packed up to this many tokens a forward and backward; a longer one is alone. Gradients do not
+    depend on it; memory does, and how long a request may wait for a layer. None: 2048 on a GPU, 512 on a CPU."""
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = Field(10, ge=1)
+    """Optimizer steps between resumable checkpoints."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def effective_learning_rate(self) -> float:
+        return self.optimizer.learning_rate if self.learning_rate is None else self.learning_rate

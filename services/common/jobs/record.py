@@ -1,0 +1,64 @@
+"""A job as everybody sees it: its state, its progress, its events."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.common.jobs.base import StrictModel
+
+
+class JobState(enum.StrEnum):
+    """Where a job is. Terminal states never change again."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class JobProgress(StrictModel):
+    """How far a running job is."""
+
+    step: int = 0
+    total_steps: int = 0
+    eta_seconds: float | None = None
+
+
+class Job(StrictModel):
+    """A job as everybody sees it (HTTP, CLI, Redis hash)."""
+
+    id: str
+    kind: Literal["sft", "grpo"]
+    adapter: str
+    state: JobState
+    created_at: float
+    """Unix seconds, like every time here."""
+    started_at: float | None = None
+    finished_at: float | None = None
+    attempts: int = 0
+    reason: str | None = None
+    """Why it failed or was cancelled, in words for the user."""
+    progress: JobProgress = JobProgress()
+    cancel_requested: bool = False
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """The newest of each metric."""
+    result_adapter: str | None = None
+    """"name@n" that the job published."""
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+
+class JobEvent(StrictModel):
+    """One entry of a job's replayable event stream. ``id`` is the Redis stream id (SSE Last-Event-ID)."""
+
+    id: str
+    kind: Literal["state", "progress", "checkpoint", "eval", "published", "log"]
+    time: float
+    data: dict[str, Any]
