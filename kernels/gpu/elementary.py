@@ -65,6 +65,25 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_for(x, DTYPE: tl.constexpr):
+    """1 / (1 + e⁻ˣ), float32, as near as a model of DTYPE can tell (see silu)."""
+    if DTYPE == tl.float32:  # noqa: SIM300
+        return sigmoid(x)
+    elif INTERPRETED:  # noqa: RET505 (Triton compiles what follows a return)
+        return 1.0 / (1.0 + tl.exp(-x))
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
+            "rcp.approx.ftz.f32 $0, e; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def silu(x, DTYPE: tl.constexpr):
     """x / (1 + e⁻ˣ), float32.
 

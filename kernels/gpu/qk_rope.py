@@ -23,7 +23,7 @@ _MANY_ROWS = 256
 
 
 @triton.jit
-def _cosine_sine(angle):
+def cosine_sine(angle):
     """Of float32 angles of any size. Quarter turns are taken off in float64: float32 leaves too little of an angle of
     1e5, and the device library's own reduction of such angles goes through local memory. The polynomials on the rest,
     within π/4, are those of Cephes' cosf and sinf (Moshier, Methods and Programs for Mathematical Functions)."""
@@ -98,7 +98,7 @@ def _qk_rope_kernel(
     block = tl.load(tables + slot * table_stride + position // block_size, mask=real, other=0).to(tl.int64)
     place = block * block_size + position % block_size
     # The product is rounded to float32, as in the reference.
-    cosine, sine = _cosine_sine(position.to(tl.float32)[:, None] * frequency[None, :])
+    cosine, sine = cosine_sine(position.to(tl.float32)[:, None] * frequency[None, :])
     sine = tl.where((column < HALF)[None, :], -sine, sine)
     if PDL:
         gdc_wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,13 @@ from services.common.jobs import LoraSettings
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora_binding import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, BoundAdapter, lora_scale
 from services.engine.model.lora_targets import target_shapes
+
+
+_ORDER = (
+    *("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    *("o_proj", "out_proj", "gate_proj", "up_proj", "down_proj"),
+)
+"""Linear layers as a layer computes them; those that share an input stand together, as in lora_targets.layer_groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,11 @@ class TrainableTarget:
 
 
 class LoraParams:
-    """The trainable tensors of one adapter, by path in the model ("layers.3.self_attn.q_proj")."""
+    """The trainable tensors of one adapter, by path in the model ("layers.3.self_attn.q_proj").
+
+    All masters lie in two tensors, those of A and those of B, in the order of `targets`: by layer and by the order in
+    which a layer computes them, so that linear layers that share an input have their A in one piece.
+    """
 
     def __init__(
         self,
@@ -42,7 +53,14 @@ class LoraParams:
         target_modules: tuple[str, ...],
         module_prefix: str,
     ) -> None:
-        self.targets = dict(targets)
+        paths = sorted(targets, key=_place)
+        self.flat_a, a = _pack([targets[path].a for path in paths])
+        """[numbers of all A] float32, no leaf: the masters in `targets` are views of it."""
+        self.flat_b, b = _pack([targets[path].b for path in paths])
+        self.targets = {
+            path: TrainableTarget(first, second, targets[path].alpha, targets[path].scale)
+            for path, first, second in zip(paths, a, b, strict=True)
+        }
         self.module_prefix = module_prefix
         self.use_rslora = use_rslora
         self.target_modules = target_modules
@@ -108,6 +126,13 @@ class LoraParams:
             yield f"{path}.lora_A", target.a
             yield f"{path}.lora_B", target.b
 
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Where each target's A lies in flat_a and its B in flat_b, in the order of `targets`."""
+        a = b = 0
+        for target in self.targets.values():
+            yield slice(a, a + target.a.numel()), slice(b, b + target.b.numel())
+            a, b = a + target.a.numel(), b + target.b.numel()
+
     def num_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.parameters())
 
@@ -167,6 +192,21 @@ class LoraParams:
 
 def _master(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.detach().to(device, torch.float32, copy=True).requires_grad_()
+
+
+def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One flat tensor with the numbers of all, and leaves of their shapes that are views of it."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    leaves = [part.view_as(tensor).detach() for part, tensor in zip(parts, tensors, strict=True)]
+    return flat, [leaf.requires_grad_() for leaf in leaves]
+
+
+def _place(path: str) -> tuple[int, int, str]:
+    """Sorts by layer, then in the order in which a layer computes."""
+    _, layer, module = path.split(".", 2)
+    name = module.rsplit(".", 1)[-1]
+    return int(layer), _ORDER.index(name) if name in _ORDER else len(_ORDER), name
 
 
 def _most_common(values: Iterable[float]) -> float:

@@ -24,7 +24,7 @@ from services.engine.model.loader import load_checkpoint
 from services.engine.model.lora_params import LoraParams
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.step import Step
-from services.engine.model.training import forward_packed
+from services.engine.model.training.plain import forward_packed
 from services.engine.model.weights import DeltaNetWeights, ModelWeights
 
 

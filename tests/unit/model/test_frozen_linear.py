@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.engine.model.matrix import quantize
-from services.engine.model.training import frozen_linear
+from services.engine.model.training.plain import frozen_linear
 
 
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])

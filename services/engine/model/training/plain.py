@@ -1,4 +1,4 @@
-"""The differentiable forward over packed documents: gradients for the adapter only, the base weights are frozen."""
+"""The differentiable forward in plain torch: the reference, and what the CPU runs."""
 
 from __future__ import annotations
 

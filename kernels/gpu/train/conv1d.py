@@ -1,0 +1,119 @@
+"""Backward of the causal convolution with SiLU over packed segments. Reference: autograd through
+`kernels.conv1d.causal_conv_packed`."""
+
+# Triton's language: constants are upper case, kernels have no annotations that mypy knows.
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu.elementary import sigmoid_for
+from kernels.gpu.segments import TILE, Segments
+
+
+@triton.jit
+def _backward_kernel(
+    x,
+    weight,
+    grad,
+    out,
+    begins,
+    tile_segment,
+    tile_row,
+    channels,
+    x_stride,
+    grad_stride,
+    out_stride,
+    KERNEL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    part = tl.program_id(1)
+    tile = part // (TILE_ROWS // ROWS)
+    segment = tl.load(tile_segment + tile)
+    begin = tl.load(begins + segment)
+    end = tl.load(begins + segment + 1)
+    first = tl.load(tile_row + tile) + part % (TILE_ROWS // ROWS) * ROWS
+    if first >= end:
+        return
+    taps = ()
+    for tap in tl.static_range(KERNEL):
+        taps = taps + (tl.load(weight + tap * channels + channel, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
+    # An input reaches the outputs of its own row and of the KERNEL - 1 rows behind, which the same inputs make.
+    inputs = ()
+    for source in tl.static_range(ROWS + 2 * (KERNEL - 1)):
+        row = first + (source - (KERNEL - 1))
+        here = inside & (row >= begin) & (row < end)
+        inputs = inputs + (tl.load(x + row.to(tl.int64) * x_stride + channel, mask=here, other=0.0).to(tl.float32),)  # noqa: RUF005
+    before = ()
+    for source in tl.static_range(ROWS + KERNEL - 1):
+        row = first + source
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(KERNEL):
+            total += inputs[source + tap] * taps[tap]
+        dy = tl.load(grad + row.to(tl.int64) * grad_stride + channel, mask=inside & (row < end), other=0.0)
+        open_ = sigmoid_for(total, out.dtype.element_ty)
+        before = before + (dy.to(tl.float32) * (open_ + total * open_ * (1.0 - open_)),)  # noqa: RUF005
+    for r in tl.static_range(ROWS):
+        row = first + r
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(KERNEL):
+            total += before[r + (KERNEL - 1) - tap] * taps[tap]
+        tl.store(out + row.to(tl.int64) * out_stride + channel, total.to(out.dtype.element_ty), mask=inside & (row < end))
+
+
+def conv_backward(
+    x: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    segments: Segments,
+    *,
+    out: Tensor,
+    rows: int = 8,
+    block: int = 256,
+    num_warps: int = 4,
+) -> None:
+    """Gradient in x of ``y[t] = silu(Σ_j weight[j] · x[t − (kernel − 1) + j])`` within each segment.
+
+    Args:
+        x: [T, width ≥ channels], the forward's inputs in the first columns; rows contiguous.
+        weight: [kernel, channels], frozen.
+        grad: [T, channels], dy.
+        segments: the rows' segments; no past comes before them.
+        out: [T, width ≥ channels], whose first columns get the gradient. Not ``x`` or ``grad``.
+        rows, block, num_warps: rows (a power of two up to TILE), channels and warps of a program.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    kernel, channels = weight.shape
+    if grad.shape != (x.shape[0], channels) or min(x.shape[1], out.shape[1]) < channels or out.shape[0] != x.shape[0]:
+        raise ValueError(f"conv_backward: x {tuple(x.shape)}, weight {tuple(weight.shape)}, grad {tuple(grad.shape)}")
+    if any(tensor.stride(1) != 1 for tensor in (x, grad, out)) or not weight.is_contiguous():
+        raise ValueError("conv_backward: rows must be contiguous")
+    if segments.max_tiles:
+        block = min(block, triton.next_power_of_2(channels))
+        _backward_kernel[(triton.cdiv(channels, block), segments.max_tiles * (TILE // rows))](
+            x,
+            weight,
+            grad,
+            out,
+            segments.begin,
+            segments.tile_segment,
+            segments.tile_row,
+            channels,
+            x.stride(0),
+            grad.stride(0),
+            out.stride(0),
+            KERNEL=kernel,
+            ROWS=rows,
+            BLOCK=block,
+            TILE_ROWS=TILE,
+            num_warps=num_warps,
+        )

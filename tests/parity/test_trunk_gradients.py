@@ -1,0 +1,114 @@
+"""The GPU's differentiable forward and its backward against plain autograd: hidden states and every LoRA gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gpu.train.head import token_logprobs
+from services.engine.model.lora import LoraParams, bind_adapter
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training import plain, trunk
+from services.engine.model.training.layer import Recompute
+from tests.kernels.gpu import interpreter  # noqa: F401
+from tests.parity.adapters import adapter_files, make_adapter
+from tests.parity.conftest import Pair
+from tests.parity.reference import CONFIGS, prompt
+from tests.parity.test_gradients import assert_equal_gradients, gradients
+
+DOCUMENTS = [prompt(length) for length in (70, 2, 65)]
+
+
+def packed() -> tuple[Tensor, list[int], Tensor]:
+    """Token ids, lengths, and rows whose next token is known."""
+    lengths = [len(document) for document in DOCUMENTS]
+    tokens = torch.tensor([token for document in DOCUMENTS for token in document])
+    ends = set((torch.cumsum(torch.tensor(lengths), 0) - 1).tolist())
+    return tokens, lengths, torch.tensor([row for row in range(len(tokens)) if row not in ends])
+
+
+def loss_of(logprobs: Tensor) -> Tensor:
+    """Something that weighs tokens differently."""
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(2)).to(logprobs.device)
+    return -(logprobs * weights).sum() / len(logprobs)
+
+
+def fused(model: Qwen3_5, lora: LoraParams | None, recompute: Recompute, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Hidden states and log-probabilities."""
+    tokens, lengths, rows = packed()
+    hidden = trunk.forward_packed(
+        tokens.to(device),
+        lengths,
+        model.config,
+        model.weights,
+        model._inverse,
+        lora,
+        recompute=recompute,
+        give_way=lambda: None,
+    )
+    targets = tokens[rows + 1].to(device)
+    return hidden, token_logprobs(hidden[rows.to(device)], model.weights.head.dense(), targets, 0.9)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_plain_autograd(pairs: dict[str, Pair], name: str, tmp_path: Path) -> None:
+    pair = pairs[name]
+    make_adapter(pair.path, tmp_path, r=3)
+    bound = bind_adapter(adapter_files(tmp_path), pair.model.config, max_rank=8)
+    tokens, lengths, rows = packed()
+    lora = LoraParams.from_bound(bound)
+    exact = plain.forward_packed(
+        tokens,
+        lengths,
+        pair.model.config,
+        pair.model.weights,
+        pair.model._inverse,
+        lora,
+        checkpointing=False,
+        give_way=lambda: None,
+    )
+    loss_of(pair.model.token_logprobs(exact[rows], tokens[rows + 1], 0.9)).backward()
+    expected = gradients(lora)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = pair.model if device.type == "cpu" else Qwen3_5.from_directory(pair.path, dtype="float32", device=device)
+    ours = LoraParams.from_bound(bound, device=device)
+    levels: tuple[Recompute, ...] = ("none", "selective", "full")
+    first: dict[str, Tensor] = {}
+    for recompute in levels:
+        hidden, logprobs = fused(model, ours, recompute, device)
+        assert float((hidden.detach().cpu() - exact.detach()).abs().max()) <= 2e-4
+        loss_of(logprobs).backward()
+        found = gradients(ours)
+        assert_equal_gradients({key: value.cpu() for key, value in found.items()}, expected)
+        first = first or found
+        for key, value in found.items():
+            assert torch.equal(value, first[key]), f"{recompute} changes {key}"
+
+
+def test_without_gradients_nothing_is_kept(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    pair = pairs["grouped"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = pair.model if device.type == "cpu" else Qwen3_5.from_directory(pair.path, dtype="float32", device=device)
+    hidden, logprobs = fused(model, None, "none", device)
+    assert not hidden.requires_grad
+    assert not logprobs.requires_grad
+    make_adapter(pair.path, tmp_path, r=3)
+    lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), model.config, max_rank=8), device=device)
+    with torch.no_grad():
+        hidden, _ = fused(model, lora, "none", device)
+    assert not hidden.requires_grad
+
+
+def test_a_second_backward_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    pair = pairs["grouped"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = pair.model if device.type == "cpu" else Qwen3_5.from_directory(pair.path, dtype="float32", device=device)
+    make_adapter(pair.path, tmp_path, r=3)
+    lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), model.config, max_rank=8), device=device)
+    hidden, _ = fused(model, lora, "none", device)
+    hidden.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already"):
+        hidden.sum().backward()
