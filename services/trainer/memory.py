@@ -1,23 +1,29 @@
 """What a job needs beside the frozen weights, in bytes, before it allocates anything.
 
-The activation figures count the tensors that autograd keeps (a test compares them with what it really keeps), plus
+The activation figures count what is kept from forward to backward (tests compare them with what really is), plus
 working space: an upper bound, not a prediction.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.gated_delta import CHUNK
 from services.common.errors import DoesNotFit
 from services.engine.model.config import ModelConfig
+from services.engine.model.training.recompute import Recompute
 
 MASTER_BYTES = 16
 """A trained number: float32 master, gradient, and AdamW's two moments."""
 LOGIT_ROWS = 256
-"""Rows whose logits exist at once."""
+"""Rows whose logits exist at once in plain torch."""
+FUSED_LOGIT_ROWS = 1024
+"""The same on a GPU (kernels.gpu.train.head), in the model's dtype."""
 MARGIN = 1.1
 """For what is not counted."""
+_TILE = 64
+"""Tokens between two states that the gated delta rule keeps on a GPU (kernels.gpu.segments)."""
+_WAYS_OUT: tuple[Recompute, ...] = ("selective", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +35,74 @@ class TrainingMemory:
     activations: int
     """Kept from forward to backward, at their peak."""
     logits: int
-    """One tile of the head's output with its softmax, float32."""
+    """One tile of the head's output with what is made of it."""
 
     @property
     def total(self) -> int:
         return self.adapter + self.activations + self.logits
 
 
-def estimate(
-    config: ModelConfig, *, adapter_numbers: int, rank: int, tokens: int, itemsize: int, checkpointing: bool
-) -> TrainingMemory:
-    """Bytes for a job whose largest microbatch has ``tokens`` inputs and whose activations take ``itemsize`` bytes."""
-    layers = [_layer_bytes(config, index, rank, itemsize) for index in range(config.num_layers)]
-    # Checkpointing keeps each layer's input and one layer's activations. The backward of a layer works in about as
-    # much again as its activations are.
-    kept = config.num_layers * config.hidden_size * itemsize + max(layers) if checkpointing else sum(layers)
-    final_norm = config.hidden_size * (2 * itemsize + 8)
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the memory of a job depends on.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    adapter_numbers: int
+    rank: int
+    tokens: int
+    """Inputs of the largest microbatch."""
+    itemsize: int
+    """Bytes of an activation."""
+    recompute: Recompute
+    fused: bool
+    """On a GPU: the forward with a backward of its own; otherwise torch's autograd."""
+
+    def __post_init__(self) -> None:
+        if min(self.adapter_numbers, self.rank, self.tokens, self.itemsize) < 1:
+            raise ValueError(f"a job has at least one of everything: {self}")
+
+
+def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
+    """Bytes for a job."""
+    layers = range(config.num_layers)
+    if work.fused:
+        kept = sum(_fused_bytes(config, layer, work, work.recompute) for layer in layers)
+        working = max(_fused_working(config, layer, work) for layer in layers)
+        copies = 2 * work.itemsize  # of the adapter, and of the final hidden states' gradient
+        final = config.hidden_size * 4 * work.itemsize
+        logits = min(work.tokens, FUSED_LOGIT_ROWS) * config.vocab_size * work.itemsize
+        logits += 3 * work.tokens * config.hidden_size * work.itemsize
+    else:
+        whole = [_plain_bytes(config, layer, work) for layer in layers]
+        kept, working = sum(whole), max(whole)
+        # The backward of a layer works in about as much again as its activations are.
+        if work.recompute == "full":
+            kept = config.num_layers * config.hidden_size * work.itemsize + max(whole)
+        elif work.recompute == "selective":
+            mlp = _plain_mlp(config) * work.itemsize
+            kept += config.num_layers * (config.hidden_size * work.itemsize - mlp) + mlp
+        copies = 0
+        final = config.hidden_size * (2 * work.itemsize + 8)
+        logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * 3
     return TrainingMemory(
-        adapter=adapter_numbers * MASTER_BYTES,
-        activations=int(MARGIN * tokens * (kept + max(layers) + final_norm)),
-        logits=min(tokens, LOGIT_ROWS) * config.vocab_size * 4 * 3,
+        adapter=work.adapter_numbers * (MASTER_BYTES + copies),
+        activations=int(MARGIN * work.tokens * (kept + working + final)),
+        logits=logits,
     )
 
 
-def _layer_bytes(config: ModelConfig, layer: int, rank: int, itemsize: int) -> int:
+def _plain_mlp(config: ModelConfig) -> int:
+    """Numbers a token of the MLP that autograd keeps."""
+    return 4 * config.intermediate_size
+
+
+def _plain_bytes(config: ModelConfig, layer: int, work: Workload) -> int:
     """Bytes a token that one layer keeps, counted from its inputs to autograd: the numbers of ``narrow`` are of the
     model's dtype, those of ``wide`` float32."""
-    narrow = 4 * config.intermediate_size + len(config.linear_shapes(layer)) * rank
+    narrow = _plain_mlp(config) + len(config.linear_shapes(layer)) * work.rank
     wide = 4 * config.hidden_size
     if config.layer_types[layer] == "full_attention":
         narrow += 6 * config.query_size + 4 * config.kv_size
@@ -66,54 +113,81 @@ def _layer_bytes(config: ModelConfig, layer: int, rank: int, itemsize: int) -> i
         # Queries, keys and values of each value head, the [chunk, chunk] matrices, the states between chunks.
         wide += heads * (5 * key + 5 * value + 15 * CHUNK // 2 + 2 * key * value // CHUNK)
         wide += 6 * config.linear_key_heads * key
-    return narrow * itemsize + wide * 4
+    return narrow * work.itemsize + wide * 4
 
 
-def check_fits(
-    config: ModelConfig,
-    *,
-    adapter_numbers: int,
-    rank: int,
-    tokens: int,
-    itemsize: int,
-    checkpointing: bool,
-    budget: int,
-) -> TrainingMemory:
+def _mixer_inside(config: ModelConfig, layer: int) -> tuple[int, int]:
+    """Numbers a token between a mixer's projections on a GPU: of the model's dtype, and float32."""
+    if config.layer_types[layer] == "full_attention":
+        return config.query_size, config.num_heads
+    heads = config.linear_value_heads
+    states = heads * config.linear_key_dim * config.linear_value_dim // _TILE
+    # The convolution's output, the recurrence's, what each token wrote, the tiles' matrices and their factors.
+    return config.conv_dim + 2 * config.value_size + 2 * heads * _TILE + states, 5 * heads
+
+
+def _projection(config: ModelConfig, layer: int) -> int:
+    """Width of a mixer's first projection."""
+    shapes = config.linear_shapes(layer)
+    return sum(
+        out for name, (out, _) in shapes.items() if "mlp" not in name and "o_proj" not in name and "out_" not in name
+    )
+
+
+def _fused_bytes(config: ModelConfig, layer: int, work: Workload, recompute: Recompute) -> int:
+    """Bytes a token that one layer keeps on a GPU."""
+    narrow, wide = config.hidden_size, 0
+    if recompute != "full":
+        narrow += config.hidden_size + _projection(config, layer)
+    attention = config.layer_types[layer] == "full_attention"
+    if recompute == "none" or (recompute == "selective" and attention):
+        inside = _mixer_inside(config, layer)
+        narrow, wide = narrow + inside[0], wide + inside[1]
+    if recompute == "none":
+        narrow += 2 * config.intermediate_size
+    return narrow * work.itemsize + wide * 4
+
+
+def _fused_working(config: ModelConfig, layer: int, work: Workload) -> int:
+    """Bytes a token that one layer's backward works in on a GPU, what it computes again included."""
+    again = _fused_bytes(config, layer, work, "none") - _fused_bytes(config, layer, work, work.recompute)
+    mlp = 2 * config.intermediate_size + 4 * config.hidden_size
+    narrow, wide = _mixer_inside(config, layer)
+    mixer = 2 * _projection(config, layer) + narrow + 4 * max(config.query_size, config.value_size)
+    if config.layer_types[layer] != "full_attention":
+        mixer += 2 * config.linear_value_heads * config.linear_key_dim + config.conv_dim
+    else:
+        mixer += 2 * (config.query_size + config.kv_size)
+    return again + max(mlp, mixer) * work.itemsize + 4 * wide + 2 * config.hidden_size * work.itemsize
+
+
+def check_fits(config: ModelConfig, work: Workload, budget: int) -> TrainingMemory:
     """The estimate, if it is within ``budget`` bytes.
 
     Raises:
         DoesNotFit: it is not; the message has the numbers and what would fit.
     """
-
-    def need(count: int, recompute: bool) -> TrainingMemory:
-        return estimate(
-            config,
-            adapter_numbers=adapter_numbers,
-            rank=rank,
-            tokens=count,
-            itemsize=itemsize,
-            checkpointing=recompute,
-        )
-
-    memory = need(tokens, checkpointing)
+    memory = estimate(config, work)
     if memory.total <= budget:
         return memory
-    if not checkpointing and need(tokens, True).total <= budget:
-        way_out = "set gradient_checkpointing to true"
+    fitting = [kind for kind in _WAYS_OUT if estimate(config, replace(work, recompute=kind)).total <= budget]
+    if work.recompute != "full" and fitting:
+        way_out = f'set recompute to "{fitting[0]}"'
     else:
-        low, high = 0, tokens
+        low, high = 0, work.tokens
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if need(middle, True).total <= budget else (low, middle - 1)
+            fits = estimate(config, replace(work, tokens=middle, recompute="full")).total <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
         if low >= 1:
-            way_out = f"set max_tokens_per_microbatch to at most {low} with gradient_checkpointing"
+            way_out = f'set max_tokens_per_microbatch to at most {low} with recompute "full"'
         else:
             way_out = (
                 "choose a lower lora.rank or fewer lora.target_modules, or give the engine more memory for training"
             )
     raise DoesNotFit(
         f"the job needs {_mib(memory.total)} (adapter, gradients and optimizer {_mib(memory.adapter)}, activations of "
-        f"{tokens} tokens {_mib(memory.activations)}, logits {_mib(memory.logits)}), and the memory plan leaves "
+        f"{work.tokens} tokens {_mib(memory.activations)}, logits {_mib(memory.logits)}), and the memory plan leaves "
         f"{_mib(budget)} for training: {way_out}",
         param="max_tokens_per_microbatch",
     )

@@ -40,18 +40,21 @@ class AdapterOptimizer:
         self._settings = settings
         self._peak = peak
         self._total_steps = total_steps
+        self._fused = self._parameters[0].is_cuda
+        """One kernel for everything; it keeps its step counts on the device."""
         self._adamw = torch.optim.AdamW(
             self._parameters,
             lr=peak,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            foreach=True,
+            foreach=not self._fused,
+            fused=self._fused,
         )
 
     def zero_grad(self) -> None:
-        """Forgets accumulated gradients, also those of an interrupted step."""
-        self._adamw.zero_grad(set_to_none=True)
+        """Forgets accumulated gradients, also those of an interrupted step; where they lie stays the same."""
+        self._adamw.zero_grad(set_to_none=False)
 
     def step(self, index: int) -> dict[str, float]:
         """Clips the accumulated gradients to ``max_grad_norm`` (global L2 norm) and applies them.
@@ -104,7 +107,6 @@ class AdapterOptimizer:
                 raise InvalidRequest(f"the checkpoint's optimizer state {number} does not fit this job's adapter")
             parameter = self._parameters[number]
             self._adamw.state[parameter] = {
-                # AdamW keeps its step counts on the CPU.
-                name: value.clone() if name == "step" else value.to(parameter.device, copy=True)
+                name: value.to("cpu" if name == "step" and not self._fused else parameter.device, copy=True)
                 for name, value in values.items()
             }

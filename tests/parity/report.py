@@ -18,7 +18,7 @@ from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.reference import BAR, CHUNKS, CONFIGS, LENGTHS, Driver, make_checkpoint, prompt, reference_logits
-from tests.parity.test_gradients import DOCUMENTS, gradients, grpo, our_logprobs, sft, their_logprobs
+from tests.parity.test_gradients import DOCUMENTS, LEVELS, gradients, grpo, our_logprobs, sft, their_logprobs
 
 
 def logit_rows(name: str, path: Path) -> list[list[str]]:
@@ -39,7 +39,7 @@ def logit_rows(name: str, path: Path) -> list[list[str]]:
 
 
 def gradient_rows(name: str, path: Path) -> list[list[str]]:
-    """One row a loss: the worst tensor without and with checkpointing."""
+    """One row a loss: the worst tensor at each level of recomputation."""
     model = Qwen3_5.from_directory(path, dtype="float32", device="cpu")
     peft = make_adapter(path, path / "adapter", r=3)
     lora = LoraParams.from_bound(bind_adapter(adapter_files(path / "adapter"), model.config, max_rank=8))
@@ -55,8 +55,8 @@ def gradient_rows(name: str, path: Path) -> list[list[str]]:
             if parameter.grad is not None
         }
         cells = [name, loss.__name__]
-        for checkpointing in (False, True):
-            loss(our_logprobs(model, lora, DOCUMENTS, checkpointing=checkpointing), base).backward()
+        for recompute in LEVELS:
+            loss(our_logprobs(model, lora, DOCUMENTS, recompute=recompute), base).backward()
             ours = gradients(lora)
             worst = max(float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours)
             cells.append(f"{worst:.1e}")

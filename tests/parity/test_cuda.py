@@ -71,7 +71,7 @@ def test_bfloat16_is_right_within_rounding(pairs: dict[str, Pair], name: str) ->
     rounded = copy.deepcopy(pairs[name].reference).to(torch.bfloat16)
     with torch.no_grad():
         ours = model.logits(
-            model.forward_train(tokens.to(model.device), [200], None, checkpointing=False, give_way=lambda: None)
+            model.forward_train(tokens.to(model.device), [200], None, recompute="none", give_way=lambda: None)
         )
         theirs = rounded(tokens[None]).logits[0]
         exact = rounded.float()(tokens[None]).logits[0]

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.recompute import Recompute
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 from tests.parity.reference import CONFIGS, prompt
 
 DOCUMENTS = [prompt(length) for length in (70, 2, 65, 33, 128)]
+LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(policy log-probabilities [N], base log-probabilities [N]) to a scalar."""
 
@@ -39,12 +41,12 @@ def grpo(policy: Tensor, base: Tensor) -> Tensor:
 
 
 def our_logprobs(
-    model: Qwen3_5, lora: LoraParams | None, documents: Sequence[list[int]], *, checkpointing: bool = False
+    model: Qwen3_5, lora: LoraParams | None, documents: Sequence[list[int]], *, recompute: Recompute = "none"
 ) -> Tensor:
     """Log-probabilities of all next tokens, the documents packed."""
     lengths = [len(document) for document in documents]
     tokens = torch.tensor([token for document in documents for token in document])
-    hidden = model.forward_train(tokens, lengths, lora, checkpointing=checkpointing, give_way=lambda: None)
+    hidden = model.forward_train(tokens, lengths, lora, recompute=recompute, give_way=lambda: None)
     ends = torch.cumsum(torch.tensor(lengths), 0) - 1
     rows = torch.tensor([row for row in range(len(tokens)) if row not in set(ends.tolist())])
     return model.token_logprobs(hidden[rows], tokens[rows + 1], 0.9)
@@ -90,8 +92,8 @@ def test_gradients_equal_pefts(pairs: dict[str, Pair], name: str, loss: Loss, tm
         for key, parameter in peft.named_parameters()
         if parameter.grad is not None
     }
-    for checkpointing in (False, True):
-        loss(our_logprobs(pair.model, lora, DOCUMENTS, checkpointing=checkpointing), base).backward()
+    for recompute in LEVELS:
+        loss(our_logprobs(pair.model, lora, DOCUMENTS, recompute=recompute), base).backward()
         assert_equal_gradients(gradients(lora), expected)
 
 
@@ -109,9 +111,9 @@ def test_packed_equals_separate(pairs: dict[str, Pair], tmp_path: Path) -> None:
     assert_equal_gradients(together, gradients(lora))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("recompute", LEVELS)
 def test_gives_way_between_layers_in_both_directions(
-    pairs: dict[str, Pair], checkpointing: bool, tmp_path: Path
+    pairs: dict[str, Pair], recompute: Recompute, tmp_path: Path
 ) -> None:
     pair = pairs["grouped"]
     make_adapter(pair.path, tmp_path)
@@ -119,7 +121,7 @@ def test_gives_way_between_layers_in_both_directions(
     calls: list[int] = []
     tokens = torch.tensor(DOCUMENTS[0])
     hidden = pair.model.forward_train(
-        tokens, [len(tokens)], lora, checkpointing=checkpointing, give_way=lambda: calls.append(1)
+        tokens, [len(tokens)], lora, recompute=recompute, give_way=lambda: calls.append(1)
     )
     layers = pair.model.config.num_layers
     assert len(calls) == layers + 1
@@ -138,7 +140,7 @@ def test_giving_way_may_stop_the_backward(pairs: dict[str, Pair], tmp_path: Path
             raise InterruptedError("cancelled")
 
     tokens = torch.tensor(DOCUMENTS[0])
-    hidden = pair.model.forward_train(tokens, [len(tokens)], lora, checkpointing=True, give_way=give_way)
+    hidden = pair.model.forward_train(tokens, [len(tokens)], lora, recompute="full", give_way=give_way)
     stop = True
     with pytest.raises(InterruptedError, match="cancelled"):
         hidden.sum().backward()
@@ -148,5 +150,5 @@ def test_lengths_must_cut_the_tokens(pairs: dict[str, Pair]) -> None:
     for lengths in ([3], [4, 0], []):
         with pytest.raises(ValueError, match="do not cut 4 tokens"):
             pairs["grouped"].model.forward_train(
-                torch.arange(4), lengths, None, checkpointing=False, give_way=lambda: None
+                torch.arange(4), lengths, None, recompute="none", give_way=lambda: None
             )

@@ -49,7 +49,7 @@ def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:
     tokens = tokens.to(model.device)
     for _ in range(steps):
         with gate.training():
-            hidden = model.forward_train(tokens, [40, 50], lora, checkpointing=True, give_way=gate.give_way)
+            hidden = model.forward_train(tokens, [40, 50], lora, recompute="full", give_way=gate.give_way)
             model.token_logprobs(hidden[:-1], tokens[1:]).sum().backward()
     return [parameter.grad for parameter in lora.parameters() if parameter.grad is not None]
 

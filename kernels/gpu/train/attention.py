@@ -79,6 +79,8 @@ def _forward_kernel(
     kv_head = tl.program_id(1)
     heads: tl.constexpr = KV_HEADS * GROUP
     segment = tl.load(tile_segment + tile)
+    if segment < 0:
+        return
     begin = tl.load(begins + segment)
     end = tl.load(begins + segment + 1)
     first_row = tl.load(tile_row + tile) + work % PARTS * TOKENS
@@ -143,7 +145,7 @@ class AttentionCut:
 
     def tokens(self, group: int) -> int:
         """Tokens of a program: a power of two."""
-        return min(TILE, max(1, self.rows // triton.next_power_of_2(group)))
+        return min(TILE, max(1, self.rows // (1 << (group - 1).bit_length())))
 
 
 FORWARD = AttentionCut(rows=128, keys=64, warps=8, stages=2)

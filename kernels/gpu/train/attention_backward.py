@@ -92,6 +92,8 @@ def _keys_kernel(
     kv_head = tl.program_id(1)
     heads: tl.constexpr = KV_HEADS * GROUP
     segment = tl.load(tile_segment + tile)
+    if segment < 0:
+        return
     end = tl.load(begins + segment + 1)
     first_key = tl.load(tile_row + tile) + work % PARTS * BLOCK_KEYS
     if first_key >= end:
@@ -159,6 +161,8 @@ def _queries_kernel(
     kv_head = tl.program_id(1)
     heads: tl.constexpr = KV_HEADS * GROUP
     segment = tl.load(tile_segment + tile)
+    if segment < 0:
+        return
     begin = tl.load(begins + segment)
     end = tl.load(begins + segment + 1)
     first_row = tl.load(tile_row + tile) + work % PARTS * TOKENS

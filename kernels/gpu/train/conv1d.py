@@ -37,6 +37,8 @@ def _backward_kernel(
     part = tl.program_id(1)
     tile = part // (TILE_ROWS // ROWS)
     segment = tl.load(tile_segment + tile)
+    if segment < 0:
+        return
     begin = tl.load(begins + segment)
     end = tl.load(begins + segment + 1)
     first = tl.load(tile_row + tile) + part % (TILE_ROWS // ROWS) * ROWS
@@ -65,7 +67,9 @@ def _backward_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         for tap in tl.static_range(KERNEL):
             total += before[r + (KERNEL - 1) - tap] * taps[tap]
-        tl.store(out + row.to(tl.int64) * out_stride + channel, total.to(out.dtype.element_ty), mask=inside & (row < end))
+        tl.store(
+            out + row.to(tl.int64) * out_stride + channel, total.to(out.dtype.element_ty), mask=inside & (row < end)
+        )
 
 
 def conv_backward(

@@ -13,41 +13,75 @@ from kernels.gpu.segments import TILE, Segments
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Packed documents end to end; nothing comes before any of them. All tensors int32 on one device."""
+    """Packed documents end to end; nothing comes before any of them. All tensors are int32 views of ``buffer``.
+
+    Everything that varies from batch to batch is read on the device, so that a captured CUDA graph serves every batch
+    of as many rows that fits its capacity.
+    """
 
     segments: Segments
-    """Their rows and tiles, without padding; document i has slot i."""
+    """Their rows and tiles; document i has slot i."""
     first_tile: Tensor
     """[S]: number of each document's first tile."""
     positions: Tensor
     """[T]: place of each token in its document."""
-    longest: int
-    """Tokens of the longest document."""
+    buffer: Tensor
 
     @property
     def count(self) -> int:
+        """Documents there is room for."""
         return self.segments.max_segments
 
     @property
     def tiles(self) -> int:
+        """Tiles there is room for."""
         return self.segments.max_tiles
 
     @classmethod
-    def build(cls, lengths: Sequence[int], device: torch.device | str) -> Documents:
+    def build(cls, lengths: Sequence[int], device: torch.device | str, *, room: int = 0) -> Documents:
         """For documents of these lengths, each at least 1, in order and without gaps.
 
+        Args:
+            room: documents to make room for, with as many tiles as so many could have in as many rows; 0: these.
+
         Raises:
-            ValueError: no document, or an empty one.
+            ValueError: no document, an empty one, or too many.
         """
-        if min(lengths, default=0) < 1:
-            raise ValueError(f"documents of lengths {list(lengths)[:8]}: each needs a token")
+        if min(lengths, default=0) < 1 or (room and len(lengths) > room):
+            raise ValueError(
+                f"{len(lengths)} documents of lengths {list(lengths)[:8]}: each needs a token, room {room}"
+            )
+        count = len(lengths)
         sizes = torch.tensor(lengths, dtype=torch.int64)
         tiles = (sizes + TILE - 1) // TILE
         starts = torch.repeat_interleave(torch.cumsum(sizes, 0) - sizes, sizes)
-        zeros = [0] * len(lengths)
-        return cls(
-            segments=Segments.build(lengths, zeros, range(len(lengths)), zeros, device),
-            first_tile=(torch.cumsum(tiles, 0) - tiles).to(device, torch.int32),
-            positions=(torch.arange(len(starts)) - starts).to(device, torch.int32),
-            longest=max(lengths),
-        )
+        zeros = [0] * count
+        most = int(sizes.sum()) // TILE + room if room else 0
+        plain = Segments.build(lengths, zeros, range(count), zeros, "cpu", max_segments=room, max_tiles=most)
+        first_tile = torch.zeros(plain.max_segments, dtype=torch.int64)
+        first_tile[:count] = torch.cumsum(tiles, 0) - tiles
+        parts = [
+            plain.begin,
+            plain.start,
+            plain.slot,
+            plain.adapter,
+            plain.tile_segment,
+            plain.tile_row,
+            plain.out_slot,
+            first_tile.int(),
+            (torch.arange(len(starts)) - starts).int(),
+        ]
+        buffer = torch.cat(parts).to(device)
+        views = torch.split(buffer, [len(part) for part in parts])
+        return cls(Segments(*views[:7]), views[7], views[8], buffer)
+
+    def replace(self, lengths: Sequence[int]) -> None:
+        """Puts other documents of as many rows into the same tensors.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        other = Documents.build(lengths, "cpu", room=self.count)
+        if other.buffer.shape != self.buffer.shape:
+            raise ValueError(f"documents of {sum(lengths)} rows in the place of {self.positions.shape[0]}")
+        self.buffer.copy_(other.buffer)

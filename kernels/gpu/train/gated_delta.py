@@ -164,9 +164,7 @@ def gated_delta_forward(
         num_warps=4,
     )
     out, writes = torch.empty(2, tokens, shape.value_size, dtype=dtype, device=device)
-    states = torch.empty(
-        documents.tiles, shape.value_heads, shape.key_dim, shape.value_dim, dtype=dtype, device=device
-    )
+    states = torch.empty(documents.tiles, shape.value_heads, shape.key_dim, shape.value_dim, dtype=dtype, device=device)
     cut = cut or choose_cut(shape, documents, dtype)
     block_v = min(cut.block_v, max(16, triton.next_power_of_2(shape.value_dim)))
     _forward_kernel[(triton.cdiv(shape.value_dim, block_v), shape.value_heads, documents.count)](

@@ -1,6 +1,6 @@
 """Backward of the gated delta rule over packed documents.
 
-With the names of `kernels.gpu.gated_delta_chunk` (P the scores, M = (I + A)⁻¹, S the state before a tile, S′ behind it):
+With the names of `kernels.gpu.gated_delta_chunk` (P the scores, M = (I + A)⁻¹, S the state before a tile, S′ behind):
 
     dW = Pᵀ do + exp(G_L − G) k̂ · dS′        dR = Mᵀ dW
     dS = exp(G_L) dS′ + Σ_t exp(G_t) q̂_t ⊗ do_t − Σ_t β_t exp(G_t) k̂_t ⊗ dR_t

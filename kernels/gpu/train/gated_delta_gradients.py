@@ -30,7 +30,6 @@ from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.gated_delta import DeltaTrace, product
 
-
 _FINISH_ROWS = 16
 
 
@@ -68,6 +67,8 @@ def _gradients_kernel(
     key_head = head // (HEADS // KEY_HEADS)
     tile = tl.program_id(1)
     segment = tl.load(tile_segment + tile)
+    if segment < 0:
+        return
     end = tl.load(begins + segment + 1)
     i = tl.arange(0, BLOCK_K)
     t = tl.arange(0, TILE_ROWS)
@@ -164,6 +165,7 @@ def _gradients_kernel(
     da_input = dg * rate * sigmoid(a + bias)
     tl.store(projected_grad + gates + HEADS, da_input.to(projected_grad.dtype.element_ty), mask=inside)
 
+
 @triton.jit
 def _finish_kernel(
     mixed,
@@ -177,8 +179,8 @@ def _finish_kernel(
     ROWS: tl.constexpr,
     MIXED_STRIDE: tl.constexpr,
 ):
-    """Adds up what the value heads of a key head found, and goes through the normalisation: with u = x / |x|, dx = (du −
-    u (u·du)) / |x|. The parts have the factor 1 / |x| already."""
+    """Adds up what the value heads of a key head found, and goes through the normalisation: with u = x / |x|, dx =
+    (du − u (u·du)) / |x|. The parts have the factor 1 / |x| already."""
     ratio: tl.constexpr = HEADS // KEY_HEADS
     key_head = tl.program_id(1)
     which = tl.program_id(2)

@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens under the head, and their gradient in the hidden states, a tile of rows at a time.
 
-The logits of a tile exist once, in the model's dtype; where a gradient is wanted, their derivative takes their place and
-the second product follows at once: with p the softmax of ``z / temperature``, the derivative of row i in its hidden state
-is ``(1[target] − p)ᵀ head / temperature``, which the backward only scales (as Liger's fused linear losses do, arXiv
-2410.10989). So two products a row in all, and nothing of the vocabulary's width is kept. Reference:
+The logits of a tile exist once, in the model's dtype; where a gradient is wanted, their derivative takes their place
+and the second product follows at once: with p the softmax of ``z / temperature``, the derivative of row i in its hidden
+state is ``(1[target] − p)ᵀ head / temperature``, which the backward only scales (as Liger's fused linear losses do,
+arXiv 2410.10989). So two products a row in all, and nothing of the vocabulary's width is kept. Reference:
 `kernels.token_logprobs`.
 """
 
@@ -56,7 +56,9 @@ def _rows_kernel(
         for first in range(0, width, BLOCK):
             inside = first + lane < width
             z = tl.load(base + first + lane, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
-            slope = tl.where(first + lane == target, 1.0, 0.0) - exponential_for(z - normalizer, logits.dtype.element_ty)
+            slope = tl.where(first + lane == target, 1.0, 0.0) - exponential_for(
+                z - normalizer, logits.dtype.element_ty
+            )
             tl.store(base + first + lane, slope.to(logits.dtype.element_ty), mask=inside)
 
 

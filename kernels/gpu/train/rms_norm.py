@@ -49,7 +49,9 @@ def _backward_kernel(
     tl.store(out + row * columns + column, dx.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor, onto: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    x: Tensor, weight: Tensor, eps: float, grad: Tensor, onto: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Gradient of ``y = x / sqrt(mean(x²) + eps) · weight`` in x, added to that of the residual stream.
 
     With u = x / rms: ``dx = (w dy − u mean(w dy · u)) / rms`` (Zhang and Sennrich, arXiv 1910.07467, appendix).

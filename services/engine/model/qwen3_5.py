@@ -24,7 +24,8 @@ from services.engine.model.loader import load_checkpoint
 from services.engine.model.lora_params import LoraParams
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.step import Step
-from services.engine.model.training.plain import forward_packed
+from services.engine.model.training import plain
+from services.engine.model.training.recompute import Recompute
 from services.engine.model.weights import DeltaNetWeights, ModelWeights
 
 
@@ -49,7 +50,7 @@ class Qwen3_5:  # noqa: N801
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
-        self._inverse = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
+        self.inverse_frequencies = inverse_frequencies(config.rotary_dim, config.rope_theta, self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,7 +168,7 @@ class Qwen3_5:  # noqa: N801
 
     def _layers(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> tuple[Tensor, Step]:
         config, weights = self.config, self.weights
-        step = Step.build(batch, cache, config, self._inverse)
+        step = Step.build(batch, cache, config, self.inverse_frequencies)
         adapters = lora.step(batch) if lora is not None and batch.has_adapters else None
         x = F.embedding(batch.token_ids, weights.embedding)
         full = linear = 0
@@ -192,7 +193,7 @@ class Qwen3_5:  # noqa: N801
         lengths: Sequence[int],
         lora: LoraParams | None,
         *,
-        checkpointing: bool,
+        recompute: Recompute,
         give_way: Callable[[], None],
     ) -> Tensor:
         """The differentiable forward over packed documents; gradients reach the adapter only.
@@ -201,7 +202,8 @@ class Qwen3_5:  # noqa: N801
             token_ids: [T] int64, documents end to end. Convolution, recurrence and attention restart at each.
             lengths: tokens of each document, each at least 1.
             lora: masters on the model's device; None: the base model.
-            checkpointing: keep only each layer's input and compute the layer again in the backward.
+            recompute: what the backward computes again instead of keeping it: "none", "selective" (the inside of mixers
+                and the first product of the MLP) or "full" (whole layers).
             give_way: called between layers, in the backward too. On CUDA autograd runs the backward of a layer on a
                 thread of its own unless torch.autograd.set_multithreading_enabled(False) is in force.
 
@@ -211,14 +213,28 @@ class Qwen3_5:  # noqa: N801
         Raises:
             ValueError: the lengths do not add up to T.
         """
-        return forward_packed(
+        if self.device.type == "cuda":
+            # Imported here: only engines on a GPU have Triton.
+            from services.engine.model.training import trunk
+
+            return trunk.forward_packed(
+                token_ids,
+                lengths,
+                self.config,
+                self.weights,
+                self.inverse_frequencies,
+                lora,
+                recompute=recompute,
+                give_way=give_way,
+            )
+        return plain.forward_packed(
             token_ids,
             lengths,
             self.config,
             self.weights,
-            self._inverse,
+            self.inverse_frequencies,
             lora,
-            checkpointing=checkpointing,
+            recompute=recompute,
             give_way=give_way,
         )
 
@@ -233,4 +249,8 @@ class Qwen3_5:  # noqa: N801
         Returns:
             [N] float32.
         """
+        if self.device.type == "cuda":
+            from kernels.gpu.train import head
+
+            return head.token_logprobs(hidden, self.weights.head.dense(), targets, temperature)
         return token_logprobs(hidden, self.weights.head.dense(), targets, temperature)

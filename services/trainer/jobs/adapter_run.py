@@ -14,10 +14,11 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import JobBase, LoraSettings
 from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
+from services.engine.model.training.forward import TrainableForward
 from services.trainer.data import Document, Microbatch, pack
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
-from services.trainer.memory import check_fits
+from services.trainer.memory import Workload, check_fits
 from services.trainer.optimizer import AdapterOptimizer
 
 _MICROBATCH_TOKENS = {"cpu": 512}
@@ -103,24 +104,28 @@ class AdapterRun(ABC):
         notes: Sequence[str],
     ) -> None:
         lora = starting_adapter(spec, host, parent)
-        parameters = lora.parameters()
         check_fits(
             host.model.config,
-            adapter_numbers=sum(parameter.numel() for parameter in parameters),
-            rank=lora.rank,
-            tokens=largest,
-            itemsize=host.model.dtype.itemsize,
-            checkpointing=spec.gradient_checkpointing,
-            budget=host.train_memory_bytes,
+            Workload(
+                adapter_numbers=lora.num_parameters(),
+                rank=lora.rank,
+                tokens=largest,
+                itemsize=host.model.dtype.itemsize,
+                recompute=spec.effective_recompute,
+                fused=host.model.device.type == "cuda",
+            ),
+            host.train_memory_bytes,
         )
         self._spec = spec
         self._host = host
         self._lora = lora
         self._total_steps = total_steps
         self._notes = tuple(notes)
+        lora.link_gradients()
         self._optimizer = AdapterOptimizer(
-            parameters, spec.optimizer, peak=spec.effective_learning_rate, total_steps=total_steps
+            [lora.flat_a, lora.flat_b], spec.optimizer, peak=spec.effective_learning_rate, total_steps=total_steps
         )
+        self._forward = TrainableForward(host.model, lora, spec.effective_recompute)
         self._finished = 0
         self._num_tokens = 0
 
@@ -188,13 +193,13 @@ class AdapterRun(ABC):
 
     def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
         """[N, hidden]: final hidden states of the rows whose next token is trained."""
-        hidden = self._host.model.forward_train(
-            microbatch.token_ids,
-            microbatch.lengths,
-            lora,
-            checkpointing=self._spec.gradient_checkpointing and torch.is_grad_enabled(),
-            give_way=self._host.gate.give_way,
-        )
+        give_way = self._host.gate.give_way
+        if lora is self._lora and torch.is_grad_enabled():
+            hidden = self._forward(microbatch.token_ids, microbatch.lengths, give_way)
+        else:
+            hidden = self._host.model.forward_train(
+                microbatch.token_ids, microbatch.lengths, lora, recompute="none", give_way=give_way
+            )
         return hidden.index_select(0, microbatch.rows)
 
 

@@ -19,8 +19,9 @@ def inputs(shape: AttentionShape, count: int, device: torch.device, dtype: torch
     generator = torch.Generator().manual_seed(3)
     width = shape.value_offset + shape.kv_heads * shape.head_dim
     rotated = torch.randn(count, shape.heads + shape.kv_heads, shape.head_dim, generator=generator)
-    projected, dy = torch.randn(count, width, generator=generator), torch.randn(
-        count, shape.query_size, generator=generator
+    projected, dy = (
+        torch.randn(count, width, generator=generator),
+        torch.randn(count, shape.query_size, generator=generator),
     )
     return tuple(x.to(device, dtype) for x in (rotated, projected, dy))
 

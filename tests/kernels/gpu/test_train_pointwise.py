@@ -122,7 +122,7 @@ def test_qk_rope(device: torch.device, dtype: torch.dtype, heads: int, dim: int,
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("vocabulary", "tile"), [(50, 4), (5000, 100)])
 def test_head(device: torch.device, dtype: torch.dtype, temperature: float, vocabulary: int, tile: int) -> None:
-    # Logits within ±4: rounded to bfloat16 they are off by 2⁻⁹ of themselves, and a probability by as much as its logit.
+    # Logits within ±4: rounded to bfloat16 they are off by 2⁻⁹ of themselves, a probability by as much as its logit.
     hidden = (0.2 * normal(11, 24, seed=0, device=device)).to(dtype).requires_grad_()
     head = normal(vocabulary, 24, seed=1, device=device, dtype=dtype)
     targets = torch.randint(vocabulary, (11,), generator=torch.Generator().manual_seed(2)).to(device)

@@ -80,6 +80,6 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tens
 
 
 def relative(ours: Tensor, exact: Tensor) -> float:
-    """|ours − exact| / |exact| of the whole tensor, which counts as at least 0.1 an element: inputs and gradients here are
-    of size 1, and some results are exactly 0."""
+    """|ours − exact| / |exact| of the whole tensor, which counts as at least 0.1 an element: inputs and gradients here
+    are of size 1, and some results are exactly 0."""
     return float((ours.double() - exact).norm() / max(float(exact.norm()), 0.1 * exact.numel() ** 0.5))

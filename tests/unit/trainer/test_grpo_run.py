@@ -41,7 +41,7 @@ def sampled(
                 torch.tensor([token for text in texts for token in text]),
                 lengths,
                 run.lora if run else None,
-                checkpointing=False,
+                recompute="none",
                 give_way=lambda: None,
             )
             last = hidden[torch.tensor(lengths).cumsum(0) - 1]

@@ -11,10 +11,10 @@ import torch
 
 from services.common.errors import DoesNotFit
 from services.common.jobs import LoraSettings
-from services.engine.model.config import ModelConfig
 from services.engine.model.lora import LoraParams
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.trainer.memory import MARGIN, check_fits, estimate
+from services.engine.model.training.recompute import Recompute
+from services.trainer.memory import MARGIN, Workload, check_fits, estimate
 from tests.training_support import CPU, write_checkpoint
 
 TOKENS = 128
@@ -31,7 +31,7 @@ def storages(value: Any) -> set[int]:
     return set().union(*(storages(getattr(value, field.name)) for field in dataclasses.fields(value)))
 
 
-def kept_bytes(model: Qwen3_5, lora: LoraParams, *, checkpointing: bool) -> int:
+def kept_bytes(model: Qwen3_5, lora: LoraParams, recompute: Recompute) -> int:
     fixed = storages(model.weights) | {parameter.untyped_storage().data_ptr() for parameter in lora.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -42,7 +42,7 @@ def kept_bytes(model: Qwen3_5, lora: LoraParams, *, checkpointing: bool) -> int:
 
     tokens = torch.arange(TOKENS)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.forward_train(tokens, [TOKENS], lora, checkpointing=checkpointing, give_way=lambda: None)
+        model.forward_train(tokens, [TOKENS], lora, recompute=recompute, give_way=lambda: None)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -63,48 +63,41 @@ def test_the_estimate_is_an_upper_bound_and_not_far_off(tmp_path: Path, kind: st
     )
     model = Qwen3_5.from_directory(tmp_path, dtype=dtype, device=CPU)
     lora = LoraParams.create(model.config, LoraSettings(rank=8))
-    numbers: dict[str, Any] = {
-        "adapter_numbers": lora.num_parameters(),
-        "rank": 8,
-        "tokens": TOKENS,
-        "itemsize": dtype.itemsize,
+    levels: tuple[Recompute, ...] = ("none", "selective", "full")
+    estimates = {
+        level: estimate(model.config, Workload(lora.num_parameters(), 8, TOKENS, dtype.itemsize, level, fused=False))
+        for level in levels
     }
-    plain = estimate(model.config, checkpointing=False, **numbers).activations
-    measured = kept_bytes(model, lora, checkpointing=False)
+    plain, selective, recomputed = (estimates[level].activations for level in levels)
+    measured = kept_bytes(model, lora, "none")
     # One layer's worth of working space and the margin come on top of what is kept.
     assert 1.0 < plain / measured < 1.25 * MARGIN * (layers + 1) / layers
-    recomputed = estimate(model.config, checkpointing=True, **numbers).activations
-    assert kept_bytes(model, lora, checkpointing=True) + measured // layers < recomputed < plain
+    assert kept_bytes(model, lora, "full") + measured // layers < recomputed < plain
+    assert kept_bytes(model, lora, "full") < kept_bytes(model, lora, "selective") < measured
+    assert kept_bytes(model, lora, "selective") + measured // layers < selective < plain
 
 
-def fits(config: ModelConfig, budget: int, *, checkpointing: bool = False) -> None:
-    check_fits(
-        config, adapter_numbers=10_000, rank=8, tokens=2048, itemsize=4, checkpointing=checkpointing, budget=budget
-    )
+def work(recompute: Recompute, tokens: int = 2048, *, fused: bool = False) -> Workload:
+    return Workload(10_000, 8, tokens, 4, recompute, fused)
 
 
-def test_refusals_say_what_would_fit(host: Any) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_refusals_say_what_would_fit(host: Any, fused: bool) -> None:
     config = host.model.config
-    need = {
-        flag: estimate(config, adapter_numbers=10_000, rank=8, tokens=2048, itemsize=4, checkpointing=flag).total
-        for flag in (False, True)
-    }
-    fits(config, need[False])
-    with pytest.raises(DoesNotFit, match="set gradient_checkpointing to true"):
-        fits(config, need[True])
-    with pytest.raises(
-        DoesNotFit, match=r"max_tokens_per_microbatch to at most (\d+) with gradient_checkpointing"
-    ) as raised:
-        fits(config, need[True] // 2, checkpointing=True)
+    need = {level: estimate(config, work(level, fused=fused)).total for level in ("none", "selective", "full")}
+    assert need["none"] > need["selective"] > need["full"]
+    check_fits(config, work("none", fused=fused), need["none"])
+    for level in ("selective", "full"):
+        with pytest.raises(DoesNotFit, match=f'set recompute to "{level}"'):
+            check_fits(config, work("none", fused=fused), need[level])
+    with pytest.raises(DoesNotFit, match=r'max_tokens_per_microbatch to at most (\d+) with recompute "full"') as raised:
+        check_fits(config, work("full", fused=fused), need["full"] // 2)
     advice = int(str(raised.value).split("at most ")[1].split()[0])
-    check_fits(
-        config,
-        adapter_numbers=10_000,
-        rank=8,
-        tokens=advice,
-        itemsize=4,
-        checkpointing=True,
-        budget=need[True] // 2,
-    )
+    check_fits(config, work("full", advice, fused=fused), need["full"] // 2)
     with pytest.raises(DoesNotFit, match=r"lower lora\.rank"):
-        fits(config, 1000)
+        check_fits(config, work("none", fused=fused), 1000)
+
+
+def test_a_job_of_nothing_is_no_job() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Workload(10_000, 8, 0, 4, "none", fused=False)

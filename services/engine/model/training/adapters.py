@@ -6,7 +6,6 @@ product with all their A. As in serving the scale s is part of the rounded B, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from services.engine.model.config import ModelConfig
 from services.engine.model.loader import query_row_order
 from services.engine.model.lora_params import LoraParams
-from services.engine.model.lora_targets import layer_groups
+from services.engine.model.lora_targets import Group, layer_groups
 
 _QUERY = "self_attn.q_proj"
 
@@ -31,7 +30,8 @@ class Part:
     b: Tensor
     """[out, rank] model dtype, scaled; rows in the order of the fused output."""
     b_grad: Tensor
-    """[out, rank] float32: where the gradient goes, in the master's order and not scaled yet."""
+    """[out, rank] float32, in the master's order: the gradient is added to it."""
+    scale: float
     order: Tensor | None
     """[out] int64: the master's row of each row of ``b``; None: the same."""
 
@@ -43,7 +43,7 @@ class GroupAdapter:
     a: Tensor
     """[R, in] model dtype: the A of all parts."""
     a_grad: Tensor
-    """[R, in] float32."""
+    """[R, in] float32: the gradient is added to it."""
     parts: tuple[Part, ...]
 
     def reduce(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class GroupAdapter:
         grad.addmm_(hidden_grad, self.a)
 
     def gradients(self, x: Tensor, hidden: Tensor, hidden_grad: Tensor, grad: Tensor) -> None:
-        """Writes the gradients of both factors.
+        """Adds to the gradients of both factors.
 
         Args:
             x: [T, in], the input.
@@ -75,93 +75,110 @@ class GroupAdapter:
             hidden_grad: [T, R], of back().
             grad: [T, out], in the fused output.
         """
-        product32(hidden_grad.t(), x, self.a_grad)
+        add_product(self.a_grad, hidden_grad.t(), x)
         for part in self.parts:
+            ranks = hidden[:, part.ranks]
             if part.order is None:
-                product32(grad[:, part.columns].t(), hidden[:, part.ranks], part.b_grad)
+                add_product(part.b_grad, grad[:, part.columns].t(), ranks, part.scale)
             else:
-                found = torch.empty_like(part.b_grad)
-                product32(grad[:, part.columns].t(), hidden[:, part.ranks], found)
-                part.b_grad.index_copy_(0, part.order, found)
+                found = torch.zeros_like(part.b_grad)
+                add_product(found, grad[:, part.columns].t(), ranks, part.scale)
+                part.b_grad.index_add_(0, part.order, found)
 
 
-def product32(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out = a @ b`` in float32, whatever the factors are."""
+def add_product(onto: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+    """``onto += scale · a @ b``, onto in float32, whatever the factors are."""
     if a.dtype == torch.float32:
-        torch.mm(a, b, out=out)
+        onto.addmm_(a, b, alpha=scale)
     elif a.is_cuda:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
+        torch.addmm(onto, a, b, out_dtype=torch.float32, alpha=scale, out=onto)
     else:  # torch's products on the CPU give the factors' dtype
-        torch.mm(a.float(), b.float(), out=out)
+        onto.addmm_(a.float(), b.float(), alpha=scale)
 
 
 class WorkingAdapter:
-    """What a forward and its backward need of an adapter.
+    """What a forward and its backward need of an adapter. Where it lies stays the same, for captured CUDA graphs.
 
     Args:
-        lora: the masters, on the model's device.
+        lora: the masters, on the model's device; their gradients are linked (LoraParams.link_gradients).
         dtype: the model's.
     """
 
     def __init__(self, lora: LoraParams, config: ModelConfig, dtype: torch.dtype) -> None:
+        lora.link_gradients()
         self._lora = lora
-        self._scales = [(target.b.shape, target.scale) for target in lora.targets.values()]
-        self._one_scale = {scale for _, scale in self._scales}
-        a, b = lora.flat_a.detach().to(dtype), self._scaled(lora.flat_b.detach().clone()).to(dtype)
-        self._a_grad, self._b_grad = torch.empty_like(lora.flat_a), torch.empty_like(lora.flat_b)
-        views = {
-            path: (slices, target)
-            for path, slices, target in zip(lora.targets, lora.slices(), lora.targets.values(), strict=True)
-        }
-        self._layers: list[dict[str, GroupAdapter]] = []
-        for layer in range(config.num_layers):
-            groups: dict[str, GroupAdapter] = {}
-            for group in layer_groups(config, layer):
-                parts: list[Part] = []
-                first: int | None = None
-                end = rank = 0
-                for member in group.targets:
-                    if (found := views.get(f"layers.{layer}.{member.module}")) is None:
-                        continue
-                    (of_a, of_b), target = found
-                    first = of_a.start if first is None else first
-                    end = of_a.stop
-                    order = query_row_order(config).to(b.device) if member.module == _QUERY else None
-                    rows = b[of_b].view_as(target.b)
-                    parts.append(
-                        Part(
-                            columns=slice(member.offset, member.offset + member.out_features),
-                            ranks=slice(rank, rank + target.a.shape[0]),
-                            b=rows if order is None else rows.index_select(0, order),
-                            b_grad=self._b_grad[of_b].view_as(target.b),
-                            order=order,
-                        )
-                    )
-                    rank += target.a.shape[0]
-                if first is not None:
-                    shape = (rank, group.in_features)
-                    groups[group.name] = GroupAdapter(
-                        a[first:end].view(shape), self._a_grad[first:end].view(shape), tuple(parts)
-                    )
-            self._layers.append(groups)
+        self._places = (_gradient(lora.flat_a).data_ptr(), _gradient(lora.flat_b).data_ptr())
+        self._a = torch.empty_like(lora.flat_a, dtype=dtype)
+        self._b = torch.empty_like(lora.flat_b, dtype=dtype)
+        self._reordered: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Of each q_proj: B, its rows in the fused order, and that order."""
+        self._layers = [
+            {
+                group.name: adapter
+                for group in layer_groups(config, layer)
+                if (adapter := self._group(layer, group, config)) is not None
+            }
+            for layer in range(config.num_layers)
+        ]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes the masters as they are now."""
+        self._a.copy_(self._lora.flat_a.detach())
+        scales = {target.scale for target in self._lora.targets.values()}
+        if len(scales) == 1:
+            torch.mul(self._lora.flat_b.detach(), scales.pop(), out=self._b)
+        else:
+            for (_, place), target in zip(self._lora.slices(), self._lora.targets.values(), strict=True):
+                torch.mul(self._lora.flat_b.detach()[place], target.scale, out=self._b[place])
+        for plain, fused, order in self._reordered:
+            torch.index_select(plain, 0, order, out=fused)
+
+    def in_place(self) -> bool:
+        """Whether the masters' gradients still lie where these products add to them."""
+        self._lora.link_gradients()
+        return (_gradient(self._lora.flat_a).data_ptr(), _gradient(self._lora.flat_b).data_ptr()) == self._places
 
     def layer(self, index: int) -> dict[str, GroupAdapter]:
         """The adapted groups of a layer, by name."""
         return self._layers[index]
 
-    def gradients(self) -> Iterator[Tensor]:
-        """Of the masters, in the order of LoraParams.parameters(), after a backward has written them all."""
-        self._scaled(self._b_grad)
-        for (of_a, of_b), target in zip(self._lora.slices(), self._lora.targets.values(), strict=True):
-            yield self._a_grad[of_a].view_as(target.a)
-            yield self._b_grad[of_b].view_as(target.b)
+    def _group(self, layer: int, group: Group, config: ModelConfig) -> GroupAdapter | None:
+        """The adapter of a group, None if none of its linear layers has one."""
+        lora = self._lora
+        places = dict(zip(lora.targets, lora.slices(), strict=True))
+        parts: list[Part] = []
+        members: list[slice] = []
+        rank = 0
+        for member in group.targets:
+            path = f"layers.{layer}.{member.module}"
+            if (target := lora.targets.get(path)) is None:
+                continue
+            of_a, of_b = places[path]
+            members.append(of_a)
+            b, order = self._b[of_b].view_as(target.b), None
+            if member.module == _QUERY:
+                order = query_row_order(config).to(b.device)
+                self._reordered.append((b, torch.empty_like(b), order))
+                b = self._reordered[-1][1]
+            parts.append(
+                Part(
+                    columns=slice(member.offset, member.offset + member.out_features),
+                    ranks=slice(rank, rank + target.a.shape[0]),
+                    b=b,
+                    b_grad=_gradient(lora.flat_b)[of_b].view_as(target.b),
+                    scale=target.scale,
+                    order=order,
+                )
+            )
+            rank += target.a.shape[0]
+        if not parts:
+            return None
+        place, shape = slice(members[0].start, members[-1].stop), (rank, group.in_features)
+        return GroupAdapter(self._a[place].view(shape), _gradient(lora.flat_a)[place].view(shape), tuple(parts))
 
-    def _scaled(self, flat: Tensor) -> Tensor:
-        """Values in the layout of flat_b, each target's times its scale, in place."""
-        if len(self._one_scale) == 1:
-            return flat.mul_(next(iter(self._one_scale)))
-        begin = 0
-        for shape, scale in self._scales:
-            flat[begin : begin + shape.numel()].mul_(scale)
-            begin += shape.numel()
-        return flat
+
+def _gradient(flat: Tensor) -> Tensor:
+    if flat.grad is None:
+        raise ValueError("the adapter's gradients are not linked")
+    return flat.grad

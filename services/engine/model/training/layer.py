@@ -1,14 +1,14 @@
 """One decoder layer of a training step on the GPU, in both directions.
 
-The forward keeps what its backward reads, as much of it as `Recompute` says; the backward computes the rest again. Norms
-and activations are always computed again: the backward's kernels need their inputs anyway and give the results in passing.
+The forward keeps what its backward reads, as much of it as `Recompute` says; the backward computes the rest again.
+Norms and activations are always computed again: the kernels of their backward need the inputs anyway and give the
+results in passing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -33,11 +33,8 @@ from kernels.gpu.train.rms_norm import rms_norm_backward
 from services.engine.model.config import ModelConfig
 from services.engine.model.matrix import DenseMatrix, Matrix
 from services.engine.model.training.adapters import GroupAdapter
+from services.engine.model.training.recompute import Recompute
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights
-
-Recompute = Literal["none", "selective", "full"]
-"""What the backward computes again: only what is nearly free; also the mixer's inside and the MLP's first product; or
-the whole layer."""
 
 
 @dataclass(frozen=True, slots=True)

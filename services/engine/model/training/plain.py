@@ -22,6 +22,7 @@ from services.engine.model.loader import query_row_order
 from services.engine.model.lora_params import LoraParams, TrainableTarget
 from services.engine.model.matrix import DenseMatrix, Matrix
 from services.engine.model.step import query_key_scale
+from services.engine.model.training.recompute import Recompute
 from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
 
 
@@ -112,7 +113,7 @@ def forward_packed(
     inverse: Tensor,
     lora: LoraParams | None,
     *,
-    checkpointing: bool,
+    recompute: Recompute,
     give_way: Callable[[], None],
 ) -> Tensor:
     """See Qwen3_5.forward_train."""
@@ -125,11 +126,12 @@ def forward_packed(
         give_way()
         x = _yielding(x, give_way)
         adapter = LayerAdapter(targets, step.query_rows)
-        if checkpointing and torch.is_grad_enabled():
-            # Not reentrant: the first layer's input needs no gradient, yet its adapter does.
-            x = checkpoint(_layer, x, layer, config, step, adapter, use_reentrant=False, preserve_rng_state=False)
+        kind = recompute if torch.is_grad_enabled() else "none"
+        if kind == "full":
+            x = _again(_layer, x, layer, config, step, adapter)
         else:
-            x = _layer(x, layer, config, step, adapter)
+            x = _mixer(x, layer, config, step, adapter)
+            x = _again(_mlp, x, layer, config, adapter) if kind == "selective" else _mlp(x, layer, config, adapter)
     give_way()
     return rms_norm(_yielding(x, give_way), weights.final_norm, config.rms_norm_eps)
 
@@ -149,13 +151,26 @@ def _by_layer(lora: LoraParams | None, count: int) -> list[dict[str, TrainableTa
     return layers
 
 
+def _again(part: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """The part, keeping only its arguments. Not reentrant: the first layer's input needs no gradient, yet its adapter
+    does."""
+    result: Tensor = checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
 def _layer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter) -> Tensor:
+    return _mlp(_mixer(x, weights, config, step, adapter), weights, config, adapter)
+
+
+def _mixer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter) -> Tensor:
     normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
     mixer = weights.mixer
     if isinstance(mixer, AttentionWeights):
-        x = adapter.add(x, _attention(normed, mixer, config, step, adapter), mixer.out_proj, "self_attn.o_proj")
-    else:
-        x = adapter.add(x, _delta_net(normed, mixer, config, step, adapter), mixer.out_proj, "linear_attn.out_proj")
+        return adapter.add(x, _attention(normed, mixer, config, step, adapter), mixer.out_proj, "self_attn.o_proj")
+    return adapter.add(x, _delta_net(normed, mixer, config, step, adapter), mixer.out_proj, "linear_attn.out_proj")
+
+
+def _mlp(x: Tensor, weights: LayerWeights, config: ModelConfig, adapter: LayerAdapter) -> Tensor:
     normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
     width = config.intermediate_size
     gate_up = adapter.project(normed, weights.gate_up, {"mlp.gate_proj": width, "mlp.up_proj": width})

@@ -1,13 +1,14 @@
 """The differentiable forward on the GPU: all layers as one autograd function whose backward is written out.
 
-Autograd sees the masters of the adapter go in and the final hidden states come out. Between layers, in both directions,
-the trainer gives way to the engine.
+Autograd sees final hidden states come out that depend on the adapter. The gradients of its masters do not go through
+autograd: each product adds to them where they lie (as Megatron-LM's fused accumulation does). Between layers, in both
+directions, the trainer gives way to the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,19 +20,17 @@ from kernels.gpu.train.rms_norm import rms_norm_backward
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora_params import LoraParams
 from services.engine.model.training.adapters import WorkingAdapter
-from services.engine.model.training.layer import Kept, Layer, Recompute, Shared
+from services.engine.model.training.layer import Kept, Layer, Shared
+from services.engine.model.training.recompute import Recompute
 from services.engine.model.weights import ModelWeights
 
 
 class Trunk:
-    """One forward over packed documents, and its backward.
+    """The layers for one set of documents, in both directions.
 
     Args:
-        lengths: tokens of each document, each at least 1.
         inverse: [rotary_dim / 2] float32, rope's inverse frequencies.
-        lora: None: the base model.
-        recompute: what the backward computes again.
-        give_way: called between layers.
+        adapter: None: the base model.
     """
 
     def __init__(
@@ -39,68 +38,108 @@ class Trunk:
         config: ModelConfig,
         weights: ModelWeights,
         inverse: Tensor,
-        lengths: Sequence[int],
-        lora: LoraParams | None,
-        *,
-        recompute: Recompute,
-        give_way: Callable[[], None],
+        documents: Documents,
+        adapter: WorkingAdapter | None,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
-        past = torch.empty(len(lengths), config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
-        shared = Shared(config, Documents.build(lengths, device), inverse, past)
+        past = torch.empty(documents.count, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
+        shared = Shared(config, documents, inverse, past)
         self._weights, self._eps = weights, config.rms_norm_eps
-        self._recompute, self._give_way = recompute, give_way
-        self._adapter = None if lora is None else WorkingAdapter(lora, config, dtype)
-        self._layers = [
-            Layer(layer, shared, {} if self._adapter is None else self._adapter.layer(index))
+        self.layers = [
+            Layer(layer, shared, {} if adapter is None else adapter.layer(index))
             for index, layer in enumerate(weights.layers)
         ]
 
-    def forward(self, token_ids: Tensor, *, keep: bool) -> tuple[Tensor, list[Kept], Tensor]:
-        """Final hidden states [T, hidden], normed; what backward() reads, last layer last; and the last layer's
-        output."""
-        x = F.embedding(token_ids, self._weights.embedding)
-        everything: list[Kept] = []
-        for layer in self._layers:
-            self._give_way()
-            x, kept = layer.forward(x, self._recompute if keep else None)
-            if kept is not None:
-                everything.append(kept)
-        self._give_way()
-        return rms_norm(x, self._weights.final_norm, self._eps), everything, x
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to [T, hidden]."""
+        return F.embedding(token_ids, self._weights.embedding)
 
-    def backward(self, everything: list[Kept], last: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the masters, in the order of LoraParams.parameters(); ``everything`` is used up."""
-        if self._adapter is None:
-            raise ValueError("without an adapter nothing is trained")
-        result: Tensor | None
-        result, _ = rms_norm_backward(last, self._weights.final_norm, self._eps, grad, None)
-        while everything:
+    def finish(self, x: Tensor) -> Tensor:
+        """The last layer's output to the final hidden states, normed."""
+        return rms_norm(x, self._weights.final_norm, self._eps)
+
+    def finish_backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradient in the last layer's output ``x``."""
+        return rms_norm_backward(x, self._weights.final_norm, self._eps, grad, None)[0]
+
+
+class Step(Protocol):
+    """A forward that keeps what its backward needs."""
+
+    def forward(self) -> Tensor:
+        """Final hidden states [T, hidden], normed."""
+        ...
+
+    def backward(self, grad: Tensor) -> None:
+        """Adds to the gradients of the adapter's masters, once."""
+        ...
+
+
+class EagerStep:
+    """Launches kernel by kernel. Implements Step.
+
+    Args:
+        recompute: what the backward computes again; None: there will be none.
+        give_way: called between layers.
+    """
+
+    def __init__(
+        self, trunk: Trunk, token_ids: Tensor, recompute: Recompute | None, give_way: Callable[[], None]
+    ) -> None:
+        self._trunk, self._token_ids = trunk, token_ids
+        self._recompute, self._give_way = recompute, give_way
+        self._everything: list[Kept] = []
+        self._last: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        """See Step."""
+        x = self._trunk.embed(self._token_ids)
+        for layer in self._trunk.layers:
+            self._give_way()
+            x, kept = layer.forward(x, self._recompute)
+            if kept is not None:
+                self._everything.append(kept)
+        self._give_way()
+        if self._recompute is not None:
+            self._last = x
+        return self._trunk.finish(x)
+
+    def backward(self, grad: Tensor) -> None:
+        """See Step.
+
+        Raises:
+            RuntimeError: it has been gone through backwards already.
+        """
+        if self._last is None:
+            raise RuntimeError("this forward has been gone through backwards already: what it kept is gone")
+        result: Tensor | None = self._trunk.finish_backward(self._last, grad)
+        self._last = None
+        while self._everything:
             self._give_way()
             if result is None:
                 raise ValueError("a layer behind the first gave no gradient")
-            layer = self._layers[len(everything) - 1]
-            result = layer.backward(everything.pop(), result, input_grad=bool(everything))
-        self._give_way()
-        return tuple(self._adapter.gradients())
+            layer = self._trunk.layers[len(self._everything) - 1]
+            result = layer.backward(self._everything.pop(), result, input_grad=bool(self._everything))
 
 
-class _TrunkFunction(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trunk: Trunk, token_ids: Tensor, *masters: Tensor) -> Tensor:
-        del masters  # the trunk has copies; they are arguments for autograd
-        hidden, everything, last = trunk.forward(token_ids, keep=True)
-        ctx.trunk, ctx.everything, ctx.last = trunk, everything, last
-        return hidden
+    def forward(ctx: Any, step: Step, master: Tensor) -> Tensor:
+        del master  # an argument for autograd, which would otherwise see nothing to differentiate
+        ctx.step = step
+        return step.forward()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.last is None:
-            raise RuntimeError("this forward has been gone through backwards already: what it kept is gone")
-        gradients = ctx.trunk.backward(ctx.everything, ctx.last, grads[0].contiguous())
-        ctx.last = None
-        return (None, None, *gradients)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.step.backward(grads[0])
+        return None, None
+
+
+def differentiable(step: Step, lora: LoraParams) -> Tensor:
+    """The step's hidden states, for autograd to come back with their gradient."""
+    result: Tensor = _StepFunction.apply(step, lora.parameters()[0])  # type: ignore[no-untyped-call]
+    return result
 
 
 def forward_packed(
@@ -117,10 +156,10 @@ def forward_packed(
     """See Qwen3_5.forward_train."""
     if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
         raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
-    trunk = Trunk(config, weights, inverse, lengths, lora, recompute=recompute, give_way=give_way)
+    documents = Documents.build(lengths, token_ids.device)
+    adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
+    trunk = Trunk(config, weights, inverse, documents, adapter)
     if lora is None or not torch.is_grad_enabled():
         with torch.no_grad():
-            hidden, _, _ = trunk.forward(token_ids, keep=False)
-        return hidden
-    result: Tensor = _TrunkFunction.apply(trunk, token_ids, *lora.parameters())  # type: ignore[no-untyped-call]
-    return result
+            return EagerStep(trunk, token_ids, None, give_way).forward()
+    return differentiable(EagerStep(trunk, token_ids, recompute, give_way), lora)

@@ -1,0 +1,214 @@
+"""Steps of training an adapter on a GPU: `python -m benchmarks.training --cases 1x512,4x2048 --recompute none,full`.
+
+A case is documents x tokens each: one optimizer step of SFT on all of them, packed, with a loss on every token that has
+a next one, rank 16 on all linear layers, AdamW. Random weights of the shape: speed does not depend on them. One JSON
+line a case, written to --out as it comes:
+
+- step_seconds: median wall time of a step, from the packed tokens to the applied update, the device waited for
+- tokens_per_second: documents · tokens / step_seconds
+- peak_gb: the most that was allocated, 10⁹ bytes, weights included
+- mfu: 4 · (weights a token passes through) · tokens, plus the attention's products, per second, over 989 TFLOP/s: what
+  a forward and the backward in the activations need at least; what is computed again does not count
+- parts: milliseconds of forward, head, backward and optimizer, on the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.random_checkpoint import SHAPES, config_of
+from benchmarks.random_model import RandomWeights
+from services.common.jobs import LoraSettings, OptimizerSettings
+from services.engine.model.config import ModelConfig
+from services.engine.model.footprint import Quantization
+from services.engine.model.lora import LoraParams
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.forward import TrainableForward
+from services.engine.model.training.recompute import Recompute
+from services.trainer.losses import negative_log_likelihood
+from services.trainer.optimizer import AdapterOptimizer
+
+_PEAK_FLOPS = 989e12
+"""Of an H100 or H200 in bfloat16, dense, from NVIDIA's data sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Documents of equal length in one microbatch."""
+
+    documents: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From "4x2048".
+
+        Raises:
+            ValueError: it is not two numbers, or a document has no token to predict.
+        """
+        numbers = [int(part) for part in text.split("x")]
+        if len(numbers) != 2 or numbers[0] < 1 or numbers[1] < 2:
+            raise ValueError(f"a case is DOCUMENTSxTOKENS with at least 2 tokens, got {text!r}")
+        return cls(*numbers)
+
+    @property
+    def total(self) -> int:
+        return self.documents * self.tokens
+
+
+def model_flops(config: ModelConfig, case: Case) -> float:
+    """Of a forward and of the backward in the activations, without what is computed again."""
+    linear = sum(out * into for layer in range(config.num_layers) for out, into in config.linear_shapes(layer).values())
+    weights = 4.0 * (linear + config.vocab_size * config.hidden_size) * case.total
+    # Causal: half of all pairs. Two products forward, five backward (FlashAttention-2, arXiv 2307.08691, §3.1).
+    pairs = case.documents * case.tokens**2 / 2
+    return weights + 7 * 2 * pairs * config.query_size * config.num_full_layers
+
+
+@dataclass(slots=True)
+class Parts:
+    """Device time between marks."""
+
+    events: dict[str, list[tuple[torch.Event, torch.Event]]] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        begin, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self.events.setdefault(name, []).append((begin, end))
+
+    def milliseconds(self) -> dict[str, float]:
+        """The median of each part."""
+        torch.cuda.synchronize()
+        return {
+            name: round(statistics.median(begin.elapsed_time(end) for begin, end in pairs), 2)
+            for name, pairs in self.events.items()
+        }
+
+
+class Trainer:
+    """A model with random weights, an adapter and its optimizer."""
+
+    def __init__(self, shape: str, quantization: Quantization, rank: int, *, modules: list[str] | None = None) -> None:
+        self.config = ModelConfig.from_dict(config_of(shape))
+        device = torch.device("cuda")
+        weights = RandomWeights(self.config, device, quantization, None).build()
+        self.model = Qwen3_5(self.config, weights)
+        self.lora = LoraParams.create(
+            self.config, LoraSettings(rank=rank, alpha=2.0 * rank, target_modules=modules), device=device
+        )
+        self.lora.link_gradients()
+        self._optimizer = AdapterOptimizer(
+            [self.lora.flat_a, self.lora.flat_b], OptimizerSettings(), peak=1e-4, total_steps=1_000_000
+        )
+        self._steps = 0
+        self._forwards: dict[Recompute, TrainableForward] = {}
+
+    def _forward(self, recompute: Recompute) -> TrainableForward:
+        if recompute not in self._forwards:
+            self._forwards.clear()  # and the memory of its graphs
+            torch.cuda.empty_cache()
+            self._forwards[recompute] = TrainableForward(self.model, self.lora, recompute)
+        return self._forwards[recompute]
+
+    def step(self, tokens: torch.Tensor, case: Case, recompute: Recompute, parts: Parts) -> float:
+        """One optimizer step on random documents; returns the loss."""
+        rows = torch.arange(case.total, device=tokens.device).view(case.documents, -1)[:, :-1].flatten()
+        self._optimizer.zero_grad()
+        with parts.timed("forward"):
+            hidden = self._forward(recompute)(tokens, [case.tokens] * case.documents, lambda: None)
+        with parts.timed("head"):
+            logprobs = self.model.token_logprobs(hidden.index_select(0, rows), tokens[rows + 1])
+            loss = negative_log_likelihood(logprobs, len(rows))
+        with parts.timed("backward"):
+            torch.autograd.backward(loss)
+        with parts.timed("optimizer"):
+            self._optimizer.step(self._steps)
+        self._steps += 1
+        return float(loss)
+
+
+def measure(trainer: Trainer, case: Case, recompute: Recompute, repeats: int) -> dict[str, Any]:
+    """One case, in the fields above."""
+    tokens = torch.randint(trainer.config.vocab_size, (case.total,), device="cuda")
+    for _ in range(2):
+        trainer.step(tokens, case, recompute, Parts())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    parts, seconds, losses = Parts(), [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        losses.append(trainer.step(tokens, case, recompute, parts))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    step = statistics.median(seconds)
+    return {
+        "case": f"{case.documents}x{case.tokens}",
+        "recompute": recompute,
+        "step_seconds": round(step, 4),
+        "tokens_per_second": round(case.total / step),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "mfu": round(model_flops(trainer.config, case) / step / _PEAK_FLOPS, 3),
+        "parts": parts.milliseconds(),
+        "losses": [round(loss, 3) for loss in losses[:3]],
+    }
+
+
+def profile(trainer: Trainer, case: Case, recompute: Recompute, rows: int) -> None:
+    """Prints which kernels a step spends its time in."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recording
+
+    tokens = torch.randint(trainer.config.vocab_size, (case.total,), device="cuda")
+    trainer.step(tokens, case, recompute, Parts())
+    with recording(activities=[ProfilerActivity.CUDA]) as recorded:
+        trainer.step(tokens, case, recompute, Parts())
+        torch.cuda.synchronize()
+    table = sorted(recorded.key_averages(), key=lambda entry: -entry.device_time_total)
+    total = sum(entry.device_time_total for entry in table)
+    print(f"{case.documents}x{case.tokens} {recompute}: {total / 1e3:.1f} ms of kernels", file=sys.stderr)
+    for entry in table[:rows]:
+        print(f"{entry.device_time_total / 1e3:9.2f} ms {entry.count:6d}x  {entry.key[:110]}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.5-4b")
+    parser.add_argument("--cases", default="1x512,1x2048,4x2048,1x8192")
+    parser.add_argument("--recompute", default="none", help=f"any of {','.join(get_args(Recompute))}")
+    parser.add_argument("--quant", choices=get_args(Quantization), default="none")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the kernels of each case, too")
+    parser.add_argument("--out", type=Path, help="append each line to this file")
+    options = parser.parse_args()
+    trainer = Trainer(options.shape, options.quant, options.rank)
+    facts = {"shape": options.shape, "quantization": options.quant, "rank": options.rank} | environment()
+    for case in (Case.parse(text) for text in options.cases.split(",")):
+        for recompute in options.recompute.split(","):
+            line = json.dumps(measure(trainer, case, recompute, options.repeats) | facts)
+            print(line, flush=True)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(line + "\n")
+            if options.profile:
+                profile(trainer, case, recompute, options.profile)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

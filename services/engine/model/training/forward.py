@@ -1,0 +1,41 @@
+"""What a training job runs: forwards over packed documents that autograd can go back through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from services.engine.model.lora_params import LoraParams
+
+if TYPE_CHECKING:
+    from services.engine.model.qwen3_5 import Qwen3_5
+    from services.engine.model.training.recompute import Recompute
+
+
+class TrainableForward:
+    """The forward of one adapter in training. On a GPU steps of few tokens are captured as CUDA graphs.
+
+    Args:
+        lora: masters on the model's device; on a GPU their gradients are added to where LoraParams.link_gradients()
+            puts them, and must be zeroed, not dropped.
+        recompute: what the backward computes again.
+    """
+
+    def __init__(self, model: Qwen3_5, lora: LoraParams, recompute: Recompute) -> None:
+        self._model, self._lora, self._recompute = model, lora, recompute
+        self._chains = None
+        if model.device.type == "cuda":
+            from services.engine.model.training.captured import Chains
+
+            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, recompute)
+
+    def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
+        """See Qwen3_5.forward_train. Of steps that are captured only the newest can be gone back through."""
+        if self._chains is not None:
+            from services.engine.model.training.trunk import differentiable
+
+            if (step := self._chains.step(token_ids, lengths, give_way)) is not None:
+                return differentiable(step, self._lora)
+        return self._model.forward_train(token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way)
