@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,14 +137,14 @@ def test_captured_steps_are_those_launched_one_by_one(
         hidden = model.forward_train(tokens, lengths, eager, recompute=recompute, give_way=lambda: None)
         weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(device)
         (hidden * weights).sum().backward()
-        ways: list[int] = []
-        again = forward(tokens, lengths, lambda: ways.append(1))
+        ways = itertools.count()
+        again = forward(tokens, lengths, partial(next, ways))
         (again * weights).sum().backward()
-        assert len(ways) == 2 * model.config.num_layers + 1
-        assert float((again - hidden).detach().abs().max()) <= 1e-5
+        assert next(ways) == 2 * model.config.num_layers + 1
+        assert float((again - hidden).detach().abs().max()) <= 1e-4
         theirs = {name: tensor.grad.clone() for name, tensor in eager.named_parameters() if tensor.grad is not None}
         ours = {name: tensor.grad.clone() for name, tensor in captured.named_parameters() if tensor.grad is not None}
-        assert_equal_gradients(ours, theirs, 1e-5)
+        assert_equal_gradients(ours, theirs)
         with torch.no_grad():
             for lora in (eager, captured):
                 for flat in (lora.flat_a, lora.flat_b):

@@ -121,6 +121,9 @@ def _keys_kernel(
         dweight = tl.dot(v, tl.trans(do), input_precision="ieee")
         dscores = weight * (dweight - product[None, :])
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    # Addresses kept through the loop do not fit the registers: read again, for the compiler to compute them here.
+    key = tl.load(tile_row + tile, volatile=True) + work % PARTS * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    there = key < tl.load(begins + segment + 1, volatile=True)
     column = tl.arange(0, BLOCK_DIM)
     mask = within(there, column, DIM, BLOCK_DIM)
     wide = key.to(tl.int64)[:, None]
@@ -196,8 +199,9 @@ def _queries_kernel(
     tl.store(at, (dq * scale).to(drotated.dtype.element_ty), mask=mask)
 
 
+# 64 rows a step of the keys' kernel are 15 % faster, and spill.
 KEYS = AttentionCut(rows=32, keys=64, warps=8, stages=2)
-QUERIES = AttentionCut(rows=64, keys=64, warps=8, stages=2)
+QUERIES = AttentionCut(rows=128, keys=32, warps=8, stages=2)
 
 
 def gate_backward(

@@ -79,9 +79,9 @@ def conv_backward(
     segments: Segments,
     *,
     out: Tensor,
-    rows: int = 8,
+    rows: int = 16,
     block: int = 256,
-    num_warps: int = 4,
+    num_warps: int = 2,
 ) -> None:
     """Gradient in x of ``y[t] = silu(Σ_j weight[j] · x[t − (kernel − 1) + j])`` within each segment.
 

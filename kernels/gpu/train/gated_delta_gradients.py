@@ -33,7 +33,7 @@ from kernels.gpu.train.gated_delta import DeltaTrace, product
 _FINISH_ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _gradients_kernel(
     mixed,
     projected,
@@ -166,7 +166,7 @@ def _gradients_kernel(
     tl.store(projected_grad + gates + HEADS, da_input.to(projected_grad.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _finish_kernel(
     mixed,
     parts,

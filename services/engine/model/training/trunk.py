@@ -132,7 +132,7 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        ctx.step.backward(grads[0])
+        ctx.step.backward(grads[0].contiguous())
         return None, None
 
 
