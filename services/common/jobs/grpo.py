@@ -133,8 +133,8 @@ class GrpoJob(JobBase):
     """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
     at all. true means group, false none."""
     mismatch_correction: MismatchCorrection = "none"
-    """How the trainer's log-probabilities differing from the sampler's is made up for: weights trainer / sampler, a token
-    or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's own."""
+    """What makes up for the trainer's log-probabilities not being the sampler's: weights trainer / sampler, of a token
+    or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's."""
     mismatch_cap: float = Field(3.0, gt=0, le=1e6)
 
     @model_validator(mode="after")
@@ -213,7 +213,7 @@ def check_spread(groups: Sequence[GrpoGroup]) -> None:
     rewards = [reward for group in groups for reward in group.rewards]
     raise InvalidRequest(
         f"nothing to learn: in each of the {len(groups)} groups all rewards are equal "
-        f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more completions, "
-        "at a higher temperature, or score them more finely",
+        f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "
+        "completions, at a higher temperature, or score them more finely",
         param="rewards",
     )
