@@ -26,9 +26,7 @@ def submit(
     target: Annotated[
         str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo", help='A JSON job with "kind", or a kind with --data.')
     ],
-    data: Annotated[
-        Path | None, typer.Option(help="JSONL: examples, or scored completions (grpo).")
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL: examples, or scored completions (grpo).")] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapter that gets a new version.")] = None,
     start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
     learning_rate: Annotated[float | None, typer.Option()] = None,

@@ -21,6 +21,12 @@ def check_grpo(served: ServedModel, job: GrpoJob) -> None:
     limit = served.info.max_train_tokens
     for name, prompt, completions in _parts(served, job):
         for index, completion in enumerate(completions):
+            if job.max_completion_length is not None and completion > job.max_completion_length:
+                raise InvalidRequest(
+                    f"max_completion_length is {job.max_completion_length}, and {name}[{index}] has {completion} "
+                    "tokens: give the max_tokens that the rollouts were sampled with",
+                    param="max_completion_length",
+                )
             if limit and prompt + completion > limit:
                 raise over(f"{name}[{index}]", prompt + completion, limit, "leave it out")
 
