@@ -31,9 +31,9 @@ class GrpoCompletion(StrictModel):
 
     completion_id: str | None = None
     token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    logprobs: list[Annotated[float, Field(ge=-100, le=1e-3)]] | None = None
+    logprobs: list[Annotated[float, Field(le=1e-3)]] | None = None
     """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it;
-    never over 0 by more than rounding. Nothing under -100 is ever sampled: such a number stands for something else."""
+    never over 0 by more than rounding."""
     text: str | None = None
     """Accepted, tokenized again, and its behaviour log-probabilities recomputed: marked `recomputed`."""
     temperature: float = Field(1.0, ge=0, le=100)
