@@ -97,7 +97,7 @@ def policy_loss(
       token's gradient vanishes, however far its ratio.
 
     KL_t is k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, "Approximating KL divergence"); ``unbiased_kl``
-    multiplies it by r, so that its gradient is that of the KL also off policy (DeepSeek-V3.2, arXiv 2512.02556, §3.1).
+    multiplies it by r, so that its gradient is that of the KL also off policy (DeepSeek-V3.2, arXiv 2512.02556).
 
     Args:
         logprobs: [N] float32 under the policy being trained, with gradient.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
     """−(1−ε) log σ(β(Δ_c − Δ_r)) − ε log σ(−β(Δ_c − Δ_r)), a pair (arXiv 2305.18290, eq. 7; with ε the conservative
-    form of its author, "A note on DPO with noisy preferences", eq. 3).
+    form of its author, "A note on DPO with noisy preferences").
 
     Args:
         chosen: [P] log π/π_ref of the better completions.
@@ -47,7 +47,7 @@ def kto_loss(
     undesirable_weight: float,
 ) -> Tensor:
     """λ_D (1 − σ(β(Δ − z₀))) of a desirable completion, λ_U (1 − σ(β(z₀ − Δ))) of an undesirable one (arXiv 2402.01306,
-    eq. 8, without its constant λ_y).
+    §4, without its constant λ_y).
 
     Args:
         log_ratios: [E] Δ = log π/π_ref.
