@@ -7,55 +7,87 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cli.output import CliError, ExitCode
-from services.common.jobs import GrpoJob, JobSpec, SftJob
+from services.common.jobs import (
+    JOBS,
+    DpoExample,
+    GrpoGroup,
+    JobSpec,
+    KtoExample,
+    ScoredCompletion,
+    SftExample,
+    Spec,
+)
 
-_SPEC: TypeAdapter[SftJob | GrpoJob] = TypeAdapter(JobSpec)
+_SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
+_EXAMPLES: Mapping[str, type[BaseModel]] = {"sft": SftExample, "dpo": DpoExample, "kto": KtoExample}
+"""A line of the JSONL data of each kind whose data are examples."""
 
 
 def read_job(file: Path) -> dict[str, Any]:
     """A job from a JSON file with `kind`."""
     job = _parse(_read(file), str(file))
-    if not isinstance(job, dict) or job.get("kind") not in ("sft", "grpo"):
-        raise CliError(f'{file}: a job is a JSON object with "kind": "sft" or "grpo"', ExitCode.USAGE)
+    if not isinstance(job, dict) or job.get("kind") not in JOBS:
+        kinds = ", ".join(f'"{kind}"' for kind in JOBS)
+        raise CliError(f'{file}: a job is a JSON object with a "kind", which is one of {kinds}', ExitCode.USAGE)
     return job
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; blank lines are skipped."""
+def data_kinds() -> list[str]:
+    """The kinds that `data` reads."""
+    return [*_EXAMPLES, "grpo"]
+
+
+def data(kind: str, file: Path) -> dict[str, Any]:
+    """The data fields of a job from a JSONL file, every line checked.
+
+    Raises:
+        CliError: a line is not what the kind learns from; the message has its number.
+    """
+    rows = read_lines(file)
+    if kind == "grpo":
+        return _grpo_data(file, rows)
+    for index, (number, row) in enumerate(rows):
+        _check_row(_EXAMPLES[kind], row, f"{file}:{number}", f"examples.{index}")
+    return {"examples": [row for _, row in rows]}
+
+
+def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their line numbers; blank lines are skipped."""
     rows = []
     for number, line in enumerate(_read(file).splitlines(), start=1):
         if line.strip():
             row = _parse(line, f"{file}:{number}")
             if not isinstance(row, dict):
                 raise CliError(f"{file}:{number}: every line must be a JSON object", ExitCode.USAGE)
-            rows.append(row)
+            rows.append((number, row))
     if not rows:
         raise CliError(f"{file} is empty: there is nothing to learn from", ExitCode.USAGE)
     return rows
 
 
-def sft_data(file: Path) -> dict[str, Any]:
-    """Lines {"prompt", "completion"} or {"messages"}."""
-    return {"examples": read_lines(file)}
-
-
-def grpo_data(file: Path) -> dict[str, Any]:
+def _grpo_data(file: Path, rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """Lines {"completion_id", "reward"}, or groups {"prompt", "completions", "rewards"}, or groups as the API has them.
 
     A group's completions may be plain strings with `rewards` beside them, or objects that bring their own reward.
     """
-    rows = read_lines(file)
-    by_id = ["completion_id" in row for row in rows]
+    by_id = ["completion_id" in row for _, row in rows]
     if all(by_id):
-        return {"rollouts": rows}
+        for index, (number, row) in enumerate(rows):
+            _check_row(ScoredCompletion, row, f"{file}:{number}", f"rollouts.{index}")
+        return {"rollouts": [row for _, row in rows]}
     if any(by_id):
         raise CliError(
             f"{file}: lines with completion_id and lines with completions cannot be mixed in one job", ExitCode.USAGE
         )
-    return {"groups": [_group(row, f"{file}: group {number}") for number, row in enumerate(rows, start=1)]}
+    groups = []
+    for index, (number, row) in enumerate(rows):
+        group = _group(row, f"{file}:{number}")
+        _check_row(GrpoGroup, group, f"{file}:{number}", f"groups.{index}")
+        groups.append(group)
+    return {"groups": groups}
 
 
 def _group(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -96,10 +128,22 @@ def check(job: Mapping[str, Any]) -> None:
     try:
         _SPEC.validate_python(job)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise CliError(f"the job is not valid: {where}: {first['msg']}{more}", ExitCode.USAGE) from error
+        raise CliError(f"the job is not valid: {_first(error, skip=1)}", ExitCode.USAGE) from error
+
+
+def _check_row(model: type[BaseModel], row: Mapping[str, Any], line: str, place: str) -> None:
+    try:
+        model.model_validate(row)
+    except ValidationError as error:
+        raise CliError(f"{line}: {place}: {_first(error)}", ExitCode.USAGE) from error
+
+
+def _first(error: ValidationError, *, skip: int = 0) -> str:
+    """The first of what is wrong, and how much more there is. ``skip``: leading parts of the place to leave out."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"][skip:])
+    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where + ': ' if where else ''}{first['msg']}{more}"
 
 
 def _read(file: Path) -> str:

@@ -24,9 +24,9 @@ Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for the end
 @app.command()
 def submit(
     target: Annotated[
-        str, typer.Argument(metavar="FILE|sft|grpo", help='A JSON job with "kind", or a kind with --data.')
+        str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo", help='A JSON job with "kind", or a kind with --data.')
     ],
-    data: Annotated[Path | None, typer.Option(help="JSONL: examples (sft), scored completions (grpo).")] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL: examples, or scored completions (grpo).")] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapter that gets a new version.")] = None,
     start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
     learning_rate: Annotated[float | None, typer.Option()] = None,
@@ -71,15 +71,15 @@ def build(target: str, data: Path | None, options: dict[str, Any]) -> dict[str, 
     Raises:
         CliError: they do not make a job.
     """
-    if target in ("sft", "grpo"):
+    if target in jobfile.data_kinds():
         if data is None:
             raise CliError(f"temper train submit {target} needs --data FILE.jsonl", ExitCode.USAGE)
         if "adapter" not in options:
             raise CliError(f"temper train submit {target} needs --adapter NAME", ExitCode.USAGE)
-        content = jobfile.sft_data(data) if target == "sft" else jobfile.grpo_data(data)
-        return {"kind": target, **content, **options}
+        return {"kind": target, **jobfile.data(target, data), **options}
     if data is not None:
-        raise CliError("--data goes with `submit sft` and `submit grpo`; a job file has its own data", ExitCode.USAGE)
+        kinds = ", ".join(jobfile.data_kinds())
+        raise CliError(f"--data goes with a kind ({kinds}); a job file has its own data", ExitCode.USAGE)
     return {**jobfile.read_job(Path(target)), **options}
 
 

@@ -17,7 +17,9 @@ from cli.output import CliError, ExitCode, Output
 TERMINAL = ("succeeded", "failed", "cancelled")
 _PATIENCE = 60.0
 """Seconds that a watched server may be away (a restart) before the watch gives up."""
-_SHOWN = ("loss", "reward_mean", "kl", "eval_loss", "token_accuracy", "grad_norm", "tokens_per_second")
+_SHOWN = (
+    "loss", "reward_mean", "margin", "accuracy", "kl", "eval_loss", "token_accuracy", "grad_norm", "tokens_per_second"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
-from services.engine.model.lora import LoraParams
+from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 
 CPU = torch.device("cpu")
@@ -142,3 +142,9 @@ def assert_same_gradients(found: Mapping[str, torch.Tensor], model: PeftModel, t
     worst = max(differences, key=differences.__getitem__)
     assert differences[worst] <= tolerance, f"{worst}: {differences[worst]:.2e}, norm {wanted[worst].norm():.2e}"
     return differences[worst]
+
+
+def adapter_state(host: TrainingHost, files: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """What a run's adapter has to be loaded with to be that of ``files``."""
+    bound = bind_adapter(files, host.model.config, max_rank=host.max_lora_rank)
+    return LoraParams.from_bound(bound, device=CPU).state()

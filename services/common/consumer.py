@@ -22,14 +22,13 @@ from services.common.errors import TemperError
 from services.common.job_records import (
     FIELDS,
     SPEC,
-    Spec,
     finite,
     job_from_fields,
     job_id_of_entry,
     spec_json,
     text_sha,
 )
-from services.common.jobs import Job, JobProgress, JobState
+from services.common.jobs import Job, JobProgress, JobState, Spec
 from services.common.redis_client import BLOCK_SECONDS, call, connect
 from services.common.settings import CommonSettings
 

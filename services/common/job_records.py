@@ -8,15 +8,14 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from services.common.jobs import GrpoJob, Job, JobEvent, JobProgress, JobSpec, SftJob
+from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
 
-Spec: TypeAlias = SftJob | GrpoJob
 SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
-"""Parses and validates a spec of either kind."""
+"""Parses and validates a spec of any kind."""
 
 FIELDS = (
     "id",

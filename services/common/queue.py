@@ -17,14 +17,13 @@ from services.common.consumer import ClaimedJob, JobConsumer, JobLost
 from services.common.errors import Conflict, InvalidRequest, NotFound
 from services.common.job_records import (
     FIELDS,
-    Spec,
     event_from_entry,
     job_from_fields,
     new_job_id,
     spec_json,
     text_sha,
 )
-from services.common.jobs import Job, JobEvent, JobState
+from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.redis_client import BLOCK_SECONDS, call_async, connect_async
 from services.common.settings import CommonSettings
 

@@ -7,8 +7,9 @@ without padding; `Qwen3_5.forward_train` keeps them apart.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import JobBase, Message, SftExample, SftJob
+from services.common.jobs import AskedExample, JobBase, Message, SftExample, SftJob
 from services.common.text.tokenizer import TextCodec
 
 
@@ -92,13 +93,28 @@ class Microbatch:
 
 
 def pack(documents: Sequence[Document], max_tokens: int, device: torch.device) -> list[Microbatch]:
-    """Best-fit decreasing: few microbatches of at most ``max_tokens`` inputs; a longer document is alone in one.
-    Deterministic."""
-    order = sorted(range(len(documents)), key=lambda index: (-documents[index].length, index))
+    """Few microbatches of at most ``max_tokens`` inputs; a longer document is alone in one. Deterministic."""
+    chosen = _best_fit([document.length - 1 for document in documents], max_tokens)
+    return [Microbatch.of([documents[index] for index in indices], device) for indices in chosen]
+
+
+def pack_together(examples: Sequence[Sequence[Document]], max_tokens: int, device: torch.device) -> list[Microbatch]:
+    """The same, with the documents of an example in one microbatch unless together they are over ``max_tokens``."""
+    pieces: list[Sequence[Document]] = []
+    for documents in examples:
+        together = sum(document.length - 1 for document in documents) <= max_tokens
+        pieces += [documents] if together else [[document] for document in documents]
+    chosen = _best_fit([sum(document.length - 1 for document in piece) for piece in pieces], max_tokens)
+    return [Microbatch.of([document for index in indices for document in pieces[index]], device) for indices in chosen]
+
+
+def _best_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Best-fit decreasing: indices of the sizes of each bin, in order; a size over ``most`` is alone."""
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     bins: list[list[int]] = []
     room: list[int] = []
     for index in order:
-        need = documents[index].length - 1
+        need = sizes[index]
         fitting = [candidate for candidate in range(len(bins)) if room[candidate] >= need]
         if fitting:
             best = min(fitting, key=lambda candidate: (room[candidate], candidate))
@@ -106,8 +122,8 @@ def pack(documents: Sequence[Document], max_tokens: int, device: torch.device) -
             room[best] -= need
         else:
             bins.append([index])
-            room.append(max_tokens - need)
-    return [Microbatch.of([documents[index] for index in sorted(chosen)], device) for chosen in bins]
+            room.append(most - need)
+    return [sorted(chosen) for chosen in bins]
 
 
 def shuffled(count: int, *, seed: int, epoch: int) -> list[int]:
@@ -173,6 +189,15 @@ def check_thinking(codec: TextCodec, prompt: Sequence[int], completion: Sequence
         )
 
 
+@contextlib.contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Puts the place of an example or a rollout in front of what is wrong with it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}", param=where) from error
+
+
 def completion_document(prompt: Sequence[int], completion: Sequence[int], source: int) -> Document:
     """A document with the loss on the completion only."""
     return Document(
@@ -190,7 +215,9 @@ def example_documents(
     Raises:
         InvalidRequest: the example cannot be rendered as a generation; the message has its index.
     """
-    try:
+    with placed(f"{field}[{source}]"):
+        if example.text is not None:
+            return [_text_document(codec, example.text, source)]
         if example.messages is not None:
             return _chat_documents(codec, spec, example.messages, example.tools, source)
         if example.prompt is None or example.completion is None:
@@ -200,8 +227,30 @@ def example_documents(
         if spec.prompt_format == "chat":
             check_thinking(codec, prompt, completion)
         return [completion_document(prompt, completion, source)]
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{field}[{source}]: {error.message}", param=f"{field}[{source}]") from error
+
+
+def answer_documents(
+    codec: TextCodec, spec: JobBase, example: AskedExample, completions: Sequence[str], source: int
+) -> list[Document]:
+    """A document a completion of the example's prompt, with the loss on the completion only.
+
+    Raises:
+        InvalidRequest: the template refuses the prompt, or a completion never leaves the thinking block it opens.
+    """
+    prompt = prompt_tokens(codec, spec, example.asked, example.tools)
+    documents = []
+    for text in completions:
+        completion = completion_tokens(codec, text, ends=True)
+        if spec.prompt_format == "chat":
+            check_thinking(codec, prompt, completion)
+        documents.append(completion_document(prompt, completion, source))
+    return documents
+
+
+def _text_document(codec: TextCodec, text: str, source: int) -> Document:
+    """Loss on all of a text and on the token that ends it; its first token has nothing before it to predict it from."""
+    tokens = [*codec.encode(text), codec.eos_ids[0]]
+    return Document(tuple(tokens), (False,) + (True,) * (len(tokens) - 1), source)
 
 
 def _chat_documents(
@@ -297,10 +346,8 @@ def apply_limit(
             kept.append(document)
             continue
         if spec.overlong == "error":
-            raise InvalidRequest(
-                f"{field}[{document.source}] has {document.length} tokens, over this engine's limit of {limit} for "
-                "training (max_train_tokens): shorten it, or set overlong to drop or truncate",
-                param=f"{field}[{document.source}]",
+            raise overlong(
+                f"{field}[{document.source}]", document.length, limit, "shorten it, or set overlong to drop or truncate"
             )
         if spec.overlong == "truncate" and any(document.trained[:limit]):
             kept.append(Document(document.token_ids[:limit], document.trained[:limit], document.source))
@@ -312,11 +359,19 @@ def apply_limit(
     notes = []
     for verb, sources in (("dropped", dropped), ("truncated", cut)):
         if sources:
-            notes.append(f"{len(sources)} documents over {limit} tokens {verb}: {field} {_some(sources)}")
+            notes.append(f"{len(sources)} documents over {limit} tokens {verb}: {field} {some(sources)}")
     return kept, notes
 
 
-def _some(indices: Sequence[int]) -> str:
+def overlong(where: str, tokens: int, limit: int, way_out: str, *, counted: str = "tokens") -> InvalidRequest:
+    return InvalidRequest(
+        f"{where} has {tokens} {counted}, over this engine's limit of {limit} for training (max_train_tokens): "
+        f"{way_out}",
+        param=where,
+    )
+
+
+def some(indices: Sequence[int]) -> str:
     unique = sorted(set(indices))
     return ", ".join(map(str, unique[:10])) + (f" and {len(unique) - 10} more" if len(unique) > 10 else "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +14,21 @@ from services.common.jobs import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings, peak: float, step: int, total_steps: int) -> float:
-    """Rate of optimizer step ``step`` (from 0): linear warm-up that reaches ``peak`` on its last step, then constant or
-    a half cosine towards 0. No step has rate 0."""
+    """Rate of optimizer step ``step`` (from 0): linear warm-up that reaches ``peak`` on its last step, then
+    constant, or a straight line or a half cosine towards 0. No step has rate 0."""
     warmup = min(settings.warmup_steps, total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if settings.schedule == "constant":
-        return peak
-    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup)))
+    done = (step - warmup) / max(1, total_steps - warmup)
+    match settings.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1.0 - done)
+        case "cosine":
+            return peak * 0.5 * (1.0 + math.cos(math.pi * done))
+        case _:
+            assert_never(settings.schedule)
 
 
 class AdapterOptimizer:

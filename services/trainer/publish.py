@@ -9,7 +9,8 @@ import structlog
 from services.common.errors import ModelNotFound, Overloaded, TemperError, Unavailable
 from services.common.events import AdapterEvents
 from services.common.events import EventKind as Nudge
-from services.common.job_records import Spec, finite
+from services.common.job_records import finite
+from services.common.jobs import Spec
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.registry import AdapterRegistry, Manifest
 from services.trainer.host import PolicyHost

@@ -27,8 +27,8 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.events import AdapterEvents
-from services.common.job_records import Spec, spec_sha
-from services.common.jobs import JobProgress
+from services.common.job_records import spec_sha
+from services.common.jobs import JobProgress, Spec
 from services.common.names import AdapterVersion, parse_adapter_ref
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore

@@ -2,23 +2,26 @@
 
 The same models validate a submission over HTTP, from the CLI and straight from Redis. Unknown fields are refused.
 Text stays text here: only the trainer tokenizes (services/common/text renders and masks for both sides). One module a
-method.
+method; `spec` lists them.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, StrictModel
-from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion
+from services.common.jobs.dpo import DpoExample, DpoJob
+from services.common.jobs.examples import AskedExample, ExampleJob
+from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
+from services.common.jobs.kto import KtoExample, KtoJob
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
 from services.common.jobs.sft import SftExample, SftJob
-
-JobSpec = Annotated[SftJob | GrpoJob, Field(discriminator="kind")]
+from services.common.jobs.spec import JOBS, JobSpec, Spec
 
 __all__ = [
+    "JOBS",
+    "AskedExample",
+    "DpoExample",
+    "DpoJob",
+    "ExampleJob",
     "GrpoCompletion",
     "GrpoGroup",
     "GrpoJob",
@@ -28,6 +31,8 @@ __all__ = [
     "JobProgress",
     "JobSpec",
     "JobState",
+    "KtoExample",
+    "KtoJob",
     "LoraSettings",
     "Message",
     "OptimizerSettings",
@@ -35,5 +40,7 @@ __all__ = [
     "ScoredCompletion",
     "SftExample",
     "SftJob",
+    "Spec",
     "StrictModel",
+    "check_spread",
 ]

@@ -49,7 +49,8 @@ class OptimizerSettings(StrictModel):
 
     learning_rate: float = Field(1e-4, gt=0, le=1)
     warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What follows the warm-up: the rate as it is, or a fall towards 0 at the end of the job."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)

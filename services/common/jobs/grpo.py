@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, Message, StrictModel
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""
+
+LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"]
+MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+RewardScale: TypeAlias = Literal["group", "batch", "none"]
+
+GSPO_CLIP = (3e-4, 4e-4)
+"""What the GSPO paper clips with (arXiv 2507.18071, §5.1): a mean over a sequence moves far less than one token."""
+
+
+def _scale_of_flag(value: object) -> object:
+    return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class GrpoCompletion(StrictModel):
@@ -63,6 +77,15 @@ class GrpoGroup(StrictModel):
             raise ValueError("tools are part of prompt_token_ids already")
         return self
 
+    @property
+    def rewards(self) -> list[float]:
+        return [completion.reward for completion in self.completions]
+
+    @property
+    def has_spread(self) -> bool:
+        """Some completion is better than another; without, the group teaches nothing."""
+        return max(self.rewards) > min(self.rewards)
+
 
 class ScoredCompletion(StrictModel):
     """`{completion_id, reward}`: everything else is what the engine remembers."""
@@ -88,12 +111,31 @@ class GrpoJob(JobBase):
     """Passes over the rollouts."""
     groups_per_step: int | None = Field(None, ge=1)
     """Groups an optimizer step; None: all of them."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0)
-    beta: float = Field(0.0, ge=0)
+    loss_type: LossType = "dapo"
+    """What is clipped and what the sum over tokens is divided by; docs/guides/training/grpo.md has the formulas."""
+    clip_low: float = Field(default_factory=lambda given: _clip(given, 0, 0.2), ge=0, lt=1)
+    """The ratio counts from 1 - clip_low on. Default 0.2, of gspo 0.0003."""
+    clip_high: float = Field(default_factory=lambda given: _clip(given, 1, 0.28), ge=0, le=1e3)
+    """The ratio counts up to 1 + clip_high. Default 0.28, of gspo 0.0004."""
+    cispo_max_ratio: float = Field(5.0, gt=0, le=1e3)
+    """Upper bound of the ratio as a weight of cispo, which has no other bound."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """dr_grpo divides by it: the `max_tokens` of the rollouts. None: the longest completion of the job."""
+    mask_truncated: bool = False
+    """Truncated completions count in their group's baseline, and nothing is learnt from their tokens."""
+    beta: float = Field(0.0, ge=0, le=100)
     """Weight of the k3 KL to the base model without adapter."""
-    scale_rewards: bool = True
-    """Divide the advantage by the group's standard deviation."""
+    unbiased_kl: bool = False
+    """Multiply the KL estimate by the ratio, so that its gradient is that of the KL also off policy."""
+    scale_rewards: Annotated[
+        RewardScale, BeforeValidator(_scale_of_flag, json_schema_input_type=bool | RewardScale)
+    ] = "group"
+    """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
+    at all. true means group, false none."""
+    mismatch_correction: MismatchCorrection = "none"
+    """What makes up for the trainer's log-probabilities not being the sampler's: weights trainer / sampler, of a token
+    or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's."""
+    mismatch_cap: float = Field(3.0, gt=0, le=1e6)
 
     @model_validator(mode="after")
     def _one_form(self) -> GrpoJob:
@@ -119,6 +161,34 @@ class GrpoJob(JobBase):
             raise ValueError("rollouts must not be empty")
         return self
 
+    @model_validator(mode="after")
+    def _said_to_no_purpose(self) -> GrpoJob:
+        # What a setting cannot do must not look done. By value: what the queue stores has every field.
+        def default(name: str) -> Any:
+            return type(self).model_fields[name].get_default(call_default_factory=True, validated_data={})
+
+        cispo = self.loss_type == "cispo"
+        for name, read, way_out in (
+            ("clip_low", not cispo, "cispo bounds the ratio by cispo_max_ratio only"),
+            ("clip_high", not cispo, "cispo bounds the ratio by cispo_max_ratio only"),
+            ("cispo_max_ratio", cispo, "only loss_type cispo reads it; the others read clip_low and clip_high"),
+            ("max_completion_length", self.loss_type == "dr_grpo", "only loss_type dr_grpo divides by it"),
+            ("unbiased_kl", self.beta > 0, "it says how the KL is estimated, and beta 0 leaves the KL out"),
+            ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
+        ):
+            if not read and getattr(self, name) != default(name):
+                raise ValueError(f"{name} would do nothing here: {way_out}")
+        return self
+
+    @property
+    def scored_groups(self) -> list[GrpoGroup]:
+        """The groups, whichever way they were given; none for completion ids that are still to be resolved."""
+        if self.completions is not None and self.rewards is not None:
+            scored = zip(self.completions, self.rewards, strict=True)
+            completions = [GrpoCompletion(text=text, reward=reward) for text, reward in scored]
+            return [GrpoGroup(prompt=self.prompt, completions=completions)]
+        return self.groups or []
+
     @property
     def completion_ids(self) -> list[str]:
         """The completion ids to resolve. The gateway replaces them by groups of `prompt_token_ids` and completions of
@@ -126,3 +196,24 @@ class GrpoJob(JobBase):
         listed = [scored.completion_id for scored in self.rollouts or ()]
         grouped = [rollout.completion_id for group in self.groups or () for rollout in group.completions]
         return listed + [found for found in grouped if found is not None]
+
+
+def _clip(given: dict[str, Any], side: int, usual: float) -> float:
+    return GSPO_CLIP[side] if given.get("loss_type") == "gspo" else usual
+
+
+def check_spread(groups: Sequence[GrpoGroup]) -> None:
+    """Some group has something to learn from.
+
+    Raises:
+        InvalidRequest: all rewards are equal in each of them.
+    """
+    if any(group.has_spread for group in groups):
+        return
+    rewards = [reward for group in groups for reward in group.rewards]
+    raise InvalidRequest(
+        f"nothing to learn: in each of the {len(groups)} groups all rewards are equal "
+        f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "
+        "completions, at a higher temperature, or score them more finely",
+        param="rewards",
+    )

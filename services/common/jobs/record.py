@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from services.common.jobs.base import StrictModel
+from services.common.jobs.spec import JOBS
 
 
 class JobState(enum.StrEnum):
@@ -36,7 +37,7 @@ class Job(StrictModel):
     """A job as everybody sees it (HTTP, CLI, Redis hash)."""
 
     id: str
-    kind: Literal["sft", "grpo"]
+    kind: str = Field(json_schema_extra={"enum": [*JOBS]})
     adapter: str
     state: JobState
     created_at: float

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
 
 from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.job_records import spec_sha
-from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
+from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, Spec
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
 from services.gateway.disconnect import cancel
@@ -27,23 +27,18 @@ IdempotencyKey = Annotated[
 ]
 
 
-@routes.post("/v1/train/sft", status_code=202)
-async def submit_sft(
-    response: Response, body: SftJob, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
-) -> dict[str, Any]:
-    """Queues supervised fine-tuning. With an Idempotency-Key, sending it again returns the same job."""
-    return await _submit(gateway, body, idempotency_key, response)
+def _submission(model: type[Spec]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    async def submit(
+        response: Response, body: Any, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+    ) -> dict[str, Any]:
+        return await _submit(gateway, body, idempotency_key, response)
+
+    # What the framework reads the schema of the body from.
+    submit.__annotations__["body"] = model
+    return submit
 
 
-@routes.post("/v1/train/grpo", status_code=202)
-async def submit_grpo(
-    response: Response, body: GrpoJob, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
-) -> dict[str, Any]:
-    """Queues policy optimisation on scored rollouts. Completion ids are replaced by what the engines remember."""
-    return await _submit(gateway, body, idempotency_key, response)
-
-
-async def _submit(gateway: Gateway, sent: SftJob | GrpoJob, key: str | None, response: Response) -> dict[str, Any]:
+async def _submit(gateway: Gateway, sent: Spec, key: str | None, response: Response) -> dict[str, Any]:
     # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
     # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
     sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job
@@ -57,6 +52,21 @@ async def _submit(gateway: Gateway, sent: SftJob | GrpoJob, key: str | None, res
         job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha)
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")
+
+
+def _add_submissions() -> None:
+    for kind, model in JOBS.items():
+        routes.add_api_route(
+            f"/v1/train/{kind}",
+            _submission(model),
+            methods=["POST"],
+            status_code=202,
+            name=f"submit_{kind}",
+            description=f"{model.__doc__}\n\nWith an Idempotency-Key, sending it again returns the same job.",
+        )
+
+
+_add_submissions()
 
 
 async def _check_start(gateway: Gateway, start_from: str | None) -> None:

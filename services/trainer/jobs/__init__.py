@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import assert_never
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import GrpoJob, SftJob
+from services.common.jobs import DpoJob, GrpoJob, KtoJob, SftJob, Spec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun
 
 
-def prepare_run(spec: SftJob | GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> JobRun:
+def prepare_run(spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None) -> JobRun:
     """Tokenizes, validates and sizes a job; touches nothing that is being served.
 
     Args:
@@ -25,7 +26,9 @@ def prepare_run(spec: SftJob | GrpoJob, host: PolicyHost, parent: Mapping[str, b
         AdapterRejected: the parent's files do not bind to this base model.
     """
     # Imported here so that a worker can be imported without loading torch models it may never need.
+    from services.trainer.jobs.dpo import DpoRun
     from services.trainer.jobs.grpo import GrpoRun
+    from services.trainer.jobs.kto import KtoRun
     from services.trainer.jobs.sft import SftRun
 
     # A job that came straight from Redis has been seen by no gateway.
@@ -34,6 +37,14 @@ def prepare_run(spec: SftJob | GrpoJob, host: PolicyHost, parent: Mapping[str, b
             f"chat_template_kwargs must not contain {', '.join(taken)}: the job itself sets it",
             param="chat_template_kwargs",
         )
-    if isinstance(spec, SftJob):
-        return SftRun.prepare(spec, host, parent)
-    return GrpoRun.prepare(spec, host, parent)
+    match spec:
+        case SftJob():
+            return SftRun.prepare(spec, host, parent)
+        case DpoJob():
+            return DpoRun.prepare(spec, host, parent)
+        case KtoJob():
+            return KtoRun.prepare(spec, host, parent)
+        case GrpoJob():
+            return GrpoRun.prepare(spec, host, parent)
+        case _:
+            assert_never(spec)

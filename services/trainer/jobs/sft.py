@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from services.common.jobs import SftExample, SftJob
-from services.trainer.data import (
-    Document,
-    apply_limit,
-    example_documents,
-    largest_microbatch,
-    shuffled,
-    split_evaluation,
-)
+from services.trainer.data import Document, apply_limit, example_documents
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+from services.trainer.jobs.example_run import ExampleRun, split_examples
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.memory import LOGIT_ROWS
 
@@ -39,33 +31,8 @@ def _documents(
     return list(by_example.values()), notes
 
 
-class SftRun(AdapterRun):
+class SftRun(ExampleRun):
     """A prepared SFT job; see `prepare`."""
-
-    def __init__(
-        self,
-        spec: SftJob,
-        host: PolicyHost,
-        parent: Mapping[str, bytes] | None,
-        *,
-        examples: Sequence[Sequence[Document]],
-        held_out: Sequence[Sequence[Document]],
-        notes: Sequence[str],
-    ) -> None:
-        self._job = spec
-        self._examples = examples
-        self._held_out = [document for example in held_out for document in example]
-        self._steps_per_epoch = -(-len(examples) // spec.batch_size)
-        lengths = sorted((document.length for example in examples for document in example), reverse=True)
-        documents_a_step = spec.batch_size * max(len(example) for example in examples)
-        super().__init__(
-            spec,
-            host,
-            parent,
-            total_steps=spec.epochs * self._steps_per_epoch,
-            largest=largest_microbatch(lengths[:documents_a_step], microbatch_tokens(spec, host)),
-            notes=notes,
-        )
 
     @classmethod
     def prepare(cls, spec: SftJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> SftRun:
@@ -74,39 +41,17 @@ class SftRun(AdapterRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        if spec.eval_examples:
-            chosen, held = list(enumerate(spec.examples)), list(enumerate(spec.eval_examples))
-        else:
-            train, evaluate = split_evaluation(len(spec.examples), spec.eval_fraction, spec.seed)
-            chosen = [(index, spec.examples[index]) for index in train]
-            held = [(index, spec.examples[index]) for index in evaluate]
+        chosen, held, held_field = split_examples(spec)
         examples, notes = _documents(host, spec, chosen, "examples")
         held_out: list[list[Document]] = []
         if held:
-            held_out, more = _documents(host, spec, held, "eval_examples" if spec.eval_examples else "examples")
+            held_out, more = _documents(host, spec, held, held_field)
             notes += [f"evaluation: {note}" for note in more]
         return cls(spec, host, parent, examples=examples, held_out=held_out, notes=notes)
 
     def batch(self, index: int) -> list[Document]:
         """The documents of step ``index``."""
-        epoch, position = divmod(index, self._steps_per_epoch)
-        count = len(self._examples)
-        order = shuffled(count, seed=self._job.seed, epoch=epoch) if self._job.shuffle else range(count)
-        start = position * self._job.batch_size
-        return [
-            document for example in order[start : start + self._job.batch_size] for document in self._examples[example]
-        ]
-
-    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """See JobRun.step. An interrupted evaluation leaves the step applied."""
-        metrics = super().step(index, interrupt)
-        if self._held_out and self._evaluates_after(index):
-            metrics |= self.evaluate(interrupt)
-        return metrics
-
-    def _evaluates_after(self, index: int) -> bool:
-        every = self._job.eval_every or self._steps_per_epoch
-        return (index + 1) % every == 0 or index + 1 == self.total_steps
+        return [document for example in self.chosen(index) for document in example]
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         documents = self.batch(index)
@@ -126,23 +71,18 @@ class SftRun(AdapterRun):
             inputs += microbatch.num_tokens
         return {"loss": float(loss), "token_accuracy": float(correct) / total}, inputs
 
-    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Loss and token accuracy on the held-out examples, as ``eval_loss`` and ``eval_token_accuracy``."""
-        started = time.perf_counter()
-        total = sum(document.num_trained for document in self._held_out)
+    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
+        documents = [document for example in self._held_out for document in example]
+        total = sum(document.num_trained for document in documents)
         loss = correct = 0.0
-        for microbatch in self._pack(self._held_out):
+        for microbatch in self._pack(documents):
             interrupt()
             with self._host.gate.training(), torch.no_grad():
                 hidden = self._scored_hidden(microbatch, self._lora)
                 logprobs = self._host.model.token_logprobs(hidden, microbatch.targets)
                 loss += float(negative_log_likelihood(logprobs, total))
                 correct += float(self._correct(hidden, microbatch.targets))
-        return {
-            "eval_loss": loss,
-            "eval_token_accuracy": correct / total,
-            "eval_seconds": time.perf_counter() - started,
-        }
+        return {"loss": loss, "token_accuracy": correct / total}
 
     def _correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """How many targets are the most likely token."""

@@ -143,6 +143,57 @@ def test_bad_data_is_a_usage_error_that_names_the_place(tmp_path: Path, content:
     assert not requests
 
 
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("dpo", {"prompt": "hi", "chosen": "Good day!", "rejected": "yo"}),
+        ("kto", {"messages": [{"role": "user", "content": "hi"}], "completion": "Good day!", "label": True}),
+        ("sft", {"text": "Once upon a time"}),
+    ],
+)
+def test_submit_reads_every_kind_of_example(tmp_path: Path, kind: str, row: dict[str, Any]) -> None:
+    rows = [row] if kind != "kto" else [row, row | {"label": False}]
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, rows)))
+    with serving(routes(**{f"POST_v1_train_{kind}": Reply(JOB, 202)})) as (url, requests):
+        result = temper("train", "submit", kind, "--data", str(file), "--adapter", "a", "--set", "beta=0.2", url=url)
+        if kind == "sft":  # which has no beta
+            assert result.exit_code == 2
+            assert not requests
+            result = temper("train", "submit", kind, "--data", str(file), "--adapter", "a", url=url)
+    assert result.exit_code == 0, result.stderr
+    assert requests[0].json["examples"] == rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "says"),
+    [
+        ("dpo", ['{"prompt": "a", "chosen": "b", "rejected": "c"}', "", '{"prompt": "a", "chosen": "b"}'], ":3: "),
+        ("dpo", ['{"prompt": "a", "chosen": "b", "rejected": "b"}'], "examples.0: Value error, chosen and rejected"),
+        ("kto", ['{"prompt": "a", "completion": "b", "label": "so-so"}'], ":1: examples.0: label"),
+        ("kto", ['{"prompt": "a", "completion": "b", "label": true}'], "every label is true"),
+        ("sft", ['{"prompt": "a", "completion": "b"}', '{"text": ""}'], ":2: examples.1: text"),
+        ("grpo", ['{"completion_id": "x", "reward": 1}', '{"completion_id": "y"}'], ":2: rollouts.1: reward"),
+        ("grpo", ["", '{"prompt": "a", "completions": [{"text": "b"}]}'], ":2: groups.0: completions.0.reward"),
+        ("grpo", ['{"prompt": "a", "completions": ["b"], "rewards": []}'], "data.jsonl:1: completions and rewards"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, kind: str, lines: list[str], says: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(lines))
+    result = temper("train", "submit", kind, "--data", str(file), "--adapter", "a", url="http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_job_file_of_an_unknown_kind_lists_the_kinds(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text('{"kind": "ppo"}')
+    result = temper("train", "submit", str(file), url="http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert '"sft", "dpo", "kto", "grpo"' in result.stderr
+
+
 def test_submit_a_job_file(tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     job = {"kind": "grpo", "adapter": "sums", "prompt": "2+2=", "completions": ["4", "5"], "rewards": [1.0, 0.0]}

@@ -240,3 +240,114 @@ def test_redis_away(running: Running, http: httpx.Client) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
     assert http.get("/readyz").status_code == 200
+
+
+DPO = {"adapter": "bot", "examples": [{"prompt": "2+2", "chosen": "4", "rejected": "5"}], "beta": 0.2}
+KTO = {
+    "adapter": "bot",
+    "examples": [
+        {"prompt": "2+2", "completion": "4", "label": True},
+        {"messages": [{"role": "user", "content": "2+2"}], "completion": "5", "label": False},
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "body"), [("dpo", DPO), ("kto", KTO)])
+def test_preference_jobs_are_queued(running: Running, http: httpx.Client, kind: str, body: dict[str, Any]) -> None:
+    answer = http.post(f"/v1/train/{kind}", json=body)
+    assert answer.status_code == 202, answer.text
+    assert answer.json()["kind"] == kind
+    spec = running.queue.specs[answer.json()["id"]]
+    assert (spec.kind, len(spec.examples)) == (kind, len(body["examples"]))
+
+
+def test_plain_text_is_queued(http: httpx.Client) -> None:
+    assert http.post("/v1/train/sft", json=SFT | {"examples": [{"text": "Once upon a time"}]}).status_code == 202
+    error = refusal(http.post("/v1/train/sft", json=SFT | {"examples": [{"text": "x" * 500}]}))
+    assert error["param"] == "examples[0]"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"examples": []}, "examples"),
+        ({"examples": [{"prompt": "x", "chosen": "a"}]}, "examples[0].rejected"),
+        ({"examples": [DPO["examples"][0], {"prompt": "x", "chosen": "a", "rejected": "a"}]}, "examples[1]"),
+        ({"examples": [{"prompt": "x", "chosen": "a", "rejected": "b" * 500}]}, "examples[0]"),
+        ({"examples": [{"prompt": "x", "chosen": "a", "rejected": "b" * 500}], "overlong": "drop"}, "examples"),
+        ({"eval_examples": [{"prompt": "x", "chosen": "a" * 500, "rejected": "b"}]}, "eval_examples[0]"),
+        ({"examples": [{"messages": [], "chosen": "a", "rejected": "b"}]}, "examples[0]"),
+        ({"beta": 0}, "beta"),
+        ({"beta": 1e6}, "beta"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+        ({"learning_rate": 7}, "learning_rate"),
+        ({"reference": "teacher"}, "reference"),
+    ],
+)
+def test_dpo_refused(http: httpx.Client, change: dict[str, Any], param: str) -> None:
+    error = refusal(http.post("/v1/train/dpo", json=DPO | change))
+    assert error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"examples": KTO["examples"][:1]}, "every label is true"),
+        ({"examples": KTO["examples"][1:]}, "every label is false"),
+        ({"examples": [*KTO["examples"], {"prompt": "x", "completion": "y" * 500, "label": True}]}, "examples[2]"),
+        ({"batch_size": 1}, "batch_size"),
+        ({"undesirable_weight": -1}, "undesirable_weight"),
+        ({"beta": float(10**6)}, "beta"),
+        ({"eval_examples": KTO["examples"][:1]}, "eval_examples"),
+    ],
+)
+def test_kto_refused(http: httpx.Client, change: dict[str, Any], says: str) -> None:
+    error = refusal(http.post("/v1/train/kto", json=KTO | change))
+    assert says in f"{error['param']} {error['message']}", error
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rewards": [0.5, 0.5]}, "nothing to learn"),
+        ({"completions": ["4"], "rewards": [1.0]}, "nothing to learn"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"learning_rate": -1}, "learning_rate"),
+        ({"beta": -1}, "beta"),
+        ({"beta": 1e4}, "beta"),
+        ({"mismatch_cap": 2}, "mismatch_cap would do nothing here"),
+        ({"loss_type": "cispo", "clip_low": 0.1}, "clip_low would do nothing here"),
+        ({"loss_type": "dr_grpo", "max_completion_length": 1, "completions": ["4", "five"]}, "max_completion_length"),
+    ],
+)
+def test_grpo_settings_refused(http: httpx.Client, change: dict[str, Any], says: str) -> None:
+    error = refusal(http.post("/v1/train/grpo", json=GRPO | change))
+    assert says in f"{error['param']} {error['message']}", error
+
+
+def test_grpo_settings_are_queued(running: Running, http: httpx.Client) -> None:
+    settings = {
+        "loss_type": "gspo", "scale_rewards": False, "mismatch_correction": "sequence_mask", "mask_truncated": True,
+    }  # fmt: skip
+    job = http.post("/v1/train/grpo", json=GRPO | settings).json()
+    spec = running.queue.specs[job["id"]]
+    assert isinstance(spec, GrpoJob)
+    assert (spec.scale_rewards, spec.clip_low, spec.mismatch_cap) == ("none", 3e-4, 3.0)
+
+
+def test_some_groups_may_teach_nothing(http: httpx.Client) -> None:
+    groups = [
+        {"prompt": "2+2", "completions": [{"text": str(reward), "reward": reward} for reward in rewards]}
+        for rewards in ([1.0, 1.0], [0.5], [1.0, 0.0])
+    ]
+    assert http.post("/v1/train/grpo", json={"adapter": "bot", "groups": groups}).status_code == 202
+    error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "groups": groups[:2]}))
+    assert "in each of the 2 groups all rewards are equal" in error["message"]
+
+
+def test_token_ids_outside_the_vocabulary(http: httpx.Client) -> None:
+    completions = [{"token_ids": [3], "reward": 1}, {"token_ids": [10**6], "reward": 0}]
+    for prompt, param in (([1], "groups[0].completions[1].token_ids"), ([10**6], "groups[0].prompt_token_ids")):
+        group = {"prompt_token_ids": prompt, "completions": completions}
+        error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "groups": [group]}))
+        assert error["param"] == param

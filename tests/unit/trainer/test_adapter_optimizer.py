@@ -57,6 +57,8 @@ def test_schedules() -> None:
     assert rates[6] == pytest.approx(0.5)
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] > 0
+    linear = OptimizerSettings(schedule="linear", warmup_steps=2)
+    assert [learning_rate(linear, 1.0, step, 6) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     assert all(rate > 0 for rate in (learning_rate(OptimizerSettings(warmup_steps=99), 1.0, s, 3) for s in range(3)))
 
 

@@ -54,6 +54,16 @@ def test_training_reduces_the_loss(host: TrainingHost) -> None:
     assert host.gate.gave_way > 0
 
 
+def test_plain_text_is_learnt_beside_conversations(host: TrainingHost) -> None:
+    text = "Once upon a time there was a compiler."
+    run = prepared(host, examples=[{"text": text}, *EXAMPLES[:3]], epochs=8, optimizer={"schedule": "linear"})
+    trained = {document.source: document.num_trained for document in run.batch(0)}
+    assert trained[0] == len(host.codec.encode(text))  # all but the first, and the token that ends it
+    history = [run.step(index) for index in range(run.total_steps)]
+    assert history[-1]["loss"] < 0.6 * history[0]["loss"]
+    assert history[-1]["learning_rate"] == pytest.approx(0.01 / 8)
+
+
 def test_evaluation_schedule(host: TrainingHost) -> None:
     run = prepared(host, epochs=2, batch_size=1, eval_fraction=0.3, eval_every=3)
     assert run.total_steps == 8

@@ -214,3 +214,12 @@ def test_evaluation_split() -> None:
     assert split_evaluation(5, 0.0, 0) == ([0, 1, 2, 3, 4], [])
     with pytest.raises(InvalidRequest, match="at least 2"):
         split_evaluation(1, 0.5, 0)
+
+
+def test_plain_text_is_trained_as_a_whole(codec: TextCodec) -> None:
+    (document,) = documents(codec, {"text": "Two words"})
+    assert list(document.token_ids) == [*codec.encode("Two words"), codec.eos_ids[0]]
+    assert list(document.trained) == [False] + [True] * (document.length - 1)
+    for wrong in ({"text": ""}, {"text": "x", "completion": "y"}, {"text": "x", "tools": []}, {"prompt": "x"}):
+        with pytest.raises(ValueError):
+            SftExample.model_validate(wrong)

@@ -1,0 +1,56 @@
+"""What jobs that learn from examples have in common: the examples, how they are gone through, what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from pydantic import Field, model_validator
+
+from services.common.jobs.base import JobBase, Message, StrictModel
+
+E = TypeVar("E", bound=StrictModel)
+
+
+class ExampleJob(JobBase, Generic[E]):
+    """A job whose optimizer steps each take ``batch_size`` examples."""
+
+    examples: list[E] = Field(min_length=1)
+    eval_examples: list[E] = Field(default_factory=list)
+    eval_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the examples held out for evaluation, when eval_examples is not given."""
+    eval_every: int | None = Field(None, ge=1)
+    """Optimizer steps between evaluations; None: at the end of each epoch."""
+    epochs: int = Field(3, ge=1, le=1000)
+    batch_size: int = Field(8, ge=1)
+    """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
+    shuffle: bool = True
+
+    def numbered_examples(self) -> Iterator[tuple[str, E]]:
+        """Every example with its place in the job, "examples[3]"."""
+        for field, examples in (("examples", self.examples), ("eval_examples", self.eval_examples)):
+            for index, example in enumerate(examples):
+                yield f"{field}[{index}]", example
+
+
+class AskedExample(StrictModel):
+    """A prompt that completions answer."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    """The conversation that the completions answer, when `prompt` is not given."""
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template."""
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> AskedExample:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt, messages")
+        if not isinstance(self.asked, str) and (not self.asked or self.asked[-1].role == "assistant"):
+            raise ValueError("the prompt must end with the turn that the completions answer, not the assistant's")
+        return self
+
+    @property
+    def asked(self) -> str | list[Message]:
+        """The prompt, whichever way it was given."""
+        return self.messages or [] if self.prompt is None else self.prompt

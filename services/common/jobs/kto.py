@@ -1,0 +1,52 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306): its request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from services.common.jobs.examples import AskedExample, ExampleJob
+
+
+class KtoExample(AskedExample):
+    """One completion and whether it is good."""
+
+    completion: str
+    label: bool
+    """true: thumbs up, false: thumbs down."""
+
+
+class KtoJob(ExampleJob[KtoExample]):
+    """Kahneman-Tversky optimisation: preference learning from thumbs up and thumbs down."""
+
+    kind: Literal["kto"] = "kto"
+    epochs: int = Field(1, ge=1, le=1000)
+    batch_size: int = Field(8, ge=2)
+    """Examples an optimizer step. The reference point is estimated from them, so more than a few."""
+    overlong: Literal["error", "drop"] = "error"
+    """What happens to an example over the token limit."""
+    beta: float = Field(0.1, gt=0, le=100)
+    """How strongly the policy is held to the model without adapter."""
+    desirable_weight: float = Field(1.0, gt=0, le=1e3)
+    undesirable_weight: float = Field(1.0, gt=0, le=1e3)
+    """The paper keeps (desirable_weight · number of true) : (undesirable_weight · number of false) between 1:1 and
+    4:3."""
+
+    @model_validator(mode="after")
+    def _both_labels(self) -> KtoJob:
+        labels = {example.label for example in self.examples}
+        if labels == {True}:
+            raise ValueError(
+                "every label is true: KTO needs examples of both labels; good examples alone are what sft learns from"
+            )
+        if labels == {False}:
+            raise ValueError(
+                "every label is false: KTO needs examples of both labels, since bad ones alone say nothing of what the "
+                "answer should be"
+            )
+        if len(self.eval_examples) == 1:
+            raise ValueError(
+                "eval_examples needs at least 2 examples: the reference point compares them with each other"
+            )
+        return self

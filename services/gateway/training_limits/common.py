@@ -1,0 +1,85 @@
+"""What the checks of several methods share: counting tokens, and naming the place of what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import ExampleJob, JobBase, Message, StrictModel
+from services.gateway.engines import ServedModel
+from services.gateway.schemas.base import check_finite
+
+E = TypeVar("E", bound=StrictModel)
+
+
+def check_examples(
+    served: ServedModel,
+    job: ExampleJob[E],
+    tokens: Callable[[E], int],
+    *,
+    overlong: Literal["error", "drop", "truncate"],
+    way_out: str,
+) -> None:
+    """Counts the tokens of every example and applies the job's policy for those over the limit.
+
+    Args:
+        tokens: of the longest document of an example.
+        way_out: from an example that is too long.
+    """
+    limit = served.info.max_train_tokens
+    kept = 0
+    for name, example in job.numbered_examples():
+        with located(name):
+            count = tokens(example)
+        if not limit or count <= limit or overlong == "truncate":
+            kept += name.startswith("examples")
+        elif overlong == "error":
+            raise over(name, count, limit, way_out)
+    if kept == 0:
+        raise InvalidRequest(f"every example is over the limit of {limit} tokens and dropped", param="examples")
+
+
+def over(field: str, tokens: int, limit: int, way_out: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} has {tokens} tokens and the limit for training is {limit}: {way_out}", param=field)
+
+
+@contextmanager
+def located(field: str) -> Iterator[None]:
+    """Puts the place in front of what is wrong there."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{field}: {error.message}", param=field) from error
+
+
+def check_free(field: str, value: Any) -> None:
+    """A part that the job's schema does not look into holds neither NaN nor infinity."""
+    try:
+        check_finite(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}", param=field) from error
+
+
+def check_conversation(field: str, asked: str | Sequence[Message] | None, tools: Any, *, messages: str) -> None:
+    """The free parts of a prompt: function definitions and tool calls.
+
+    Args:
+        field: place of the example or group.
+        messages: name of the field that holds the turns.
+    """
+    check_free(f"{field}.tools", tools)
+    for message in () if asked is None or isinstance(asked, str) else asked:
+        check_free(f"{field}.{messages}", message.tool_calls)
+
+
+def prompt_tokens(served: ServedModel, job: JobBase, prompt: str | Sequence[Message], tools: Any = None) -> int:
+    if isinstance(prompt, str) and job.prompt_format == "raw":
+        return len(served.codec.encode(prompt))
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else turns_of(prompt)
+    return len(served.codec.encode_chat(turns, tools=tools, **job.chat_template_kwargs))
+
+
+def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_none=True) for message in messages]

@@ -1,0 +1,29 @@
+"""Direct preference optimisation: both completions of a pair within the limit, and different."""
+
+from __future__ import annotations
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import DpoExample, DpoJob
+from services.gateway.engines import ServedModel
+from services.gateway.training_limits.common import check_conversation, check_examples, prompt_tokens
+
+
+def check_dpo(served: ServedModel, job: DpoJob) -> None:
+    """See check_training_job."""
+    for name, example in job.numbered_examples():
+        messages = "messages" if example.prompt is None else "prompt"
+        check_conversation(name, example.asked, example.tools, messages=messages)
+    check_examples(
+        served,
+        job,
+        lambda example: _tokens(served, job, example),
+        overlong=job.overlong,
+        way_out="shorten it, or choose overlong 'drop'",
+    )
+
+
+def _tokens(served: ServedModel, job: DpoJob, example: DpoExample) -> int:
+    chosen, rejected = (served.codec.encode_completion(text) for text in (example.chosen, example.rejected))
+    if chosen == rejected:
+        raise InvalidRequest("chosen and rejected are the same tokens: the pair prefers nothing, leave it out")
+    return prompt_tokens(served, job, example.asked, example.tools) + max(len(chosen), len(rejected))

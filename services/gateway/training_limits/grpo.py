@@ -1,0 +1,67 @@
+"""Policy optimisation on scored rollouts: lengths, token ids, and whether there is anything to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import GrpoGroup, GrpoJob, JobBase, check_spread
+from services.gateway.engines import ServedModel
+from services.gateway.training_limits.common import check_conversation, located, over, prompt_tokens
+
+
+def check_grpo(served: ServedModel, job: GrpoJob) -> None:
+    """See check_training_job."""
+    for index, group in enumerate(job.groups or ()):
+        check_conversation(f"groups[{index}]", group.messages, group.tools, messages="messages")
+        check_conversation(f"groups[{index}]", group.prompt, None, messages="prompt")
+    if not isinstance(job.prompt, str):
+        check_conversation("prompt", job.prompt, None, messages="messages")
+    check_spread(job.scored_groups)
+    limit = served.info.max_train_tokens
+    for name, prompt, completions in _parts(served, job):
+        for index, completion in enumerate(completions):
+            if job.max_completion_length is not None and completion > job.max_completion_length:
+                raise InvalidRequest(
+                    f"max_completion_length is {job.max_completion_length}, and {name}[{index}] has {completion} "
+                    "tokens: give the max_tokens that the rollouts were sampled with",
+                    param="max_completion_length",
+                )
+            if limit and prompt + completion > limit:
+                raise over(f"{name}[{index}]", prompt + completion, limit, "leave it out")
+
+
+def _parts(served: ServedModel, job: GrpoJob) -> Iterator[tuple[str, int, list[int]]]:
+    """Field of the completions, tokens of their prompt, tokens of each."""
+    codec = served.codec
+    if job.completions is not None and job.prompt is not None:
+        with located("prompt"):
+            prompt = prompt_tokens(served, job, job.prompt)
+        yield "completions", prompt, [len(codec.encode_completion(text)) for text in job.completions]
+    for index, group in enumerate(job.groups or ()):
+        name = f"groups[{index}]"
+        with located(name):
+            prompt = _group_prompt(served, job, group)
+        _check_vocabulary(served, f"{name}.prompt_token_ids", group.prompt_token_ids or ())
+        lengths = []
+        for position, completion in enumerate(group.completions):
+            _check_vocabulary(served, f"{name}.completions[{position}].token_ids", completion.token_ids or ())
+            if completion.token_ids is not None:
+                lengths.append(len(completion.token_ids))
+            else:
+                lengths.append(len(codec.encode_completion(completion.text or "")))
+        yield f"{name}.completions", prompt, lengths
+
+
+def _check_vocabulary(served: ServedModel, field: str, token_ids: Sequence[int]) -> None:
+    if token_ids and (largest := max(token_ids)) >= served.info.vocab_size:
+        raise InvalidRequest(
+            f"{field} contains the token id {largest}, the vocabulary has {served.info.vocab_size} tokens", param=field
+        )
+
+
+def _group_prompt(served: ServedModel, job: JobBase, group: GrpoGroup) -> int:
+    if group.prompt_token_ids is not None:
+        return len(group.prompt_token_ids)
+    prompt = group.messages if group.messages is not None else group.prompt
+    return 0 if prompt is None else prompt_tokens(served, job, prompt, group.tools)

@@ -1,0 +1,101 @@
+"""What jobs that go through examples share: the order, the epochs, the evaluation between steps."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from services.common.jobs import ExampleJob, StrictModel
+from services.trainer.data import Document, largest_microbatch, shuffled, split_evaluation
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+
+E = TypeVar("E", bound=StrictModel)
+Numbered = list[tuple[int, E]]
+"""Examples with their index in the field of the job they come from."""
+
+
+def split_examples(spec: ExampleJob[E]) -> tuple[Numbered[E], Numbered[E], str]:
+    """What to train on, what to hold out, and the field that the held-out examples come from.
+
+    Raises:
+        InvalidRequest: there are too few examples to split.
+    """
+    if spec.eval_examples:
+        return list(enumerate(spec.examples)), list(enumerate(spec.eval_examples)), "eval_examples"
+    train, held = split_evaluation(len(spec.examples), spec.eval_fraction, spec.seed)
+    return (
+        [(index, spec.examples[index]) for index in train],
+        [(index, spec.examples[index]) for index in held],
+        "examples",
+    )
+
+
+class ExampleRun(AdapterRun):
+    """``batch_size`` examples an optimizer step, shuffled anew each epoch as a function of the seed.
+
+    Args:
+        examples: the documents of each.
+        held_out: the same of what is evaluated.
+        smallest_step: a last step of an epoch with fewer examples becomes part of the one before.
+    """
+
+    def __init__(
+        self,
+        spec: ExampleJob[Any],
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        *,
+        examples: Sequence[Sequence[Document]],
+        held_out: Sequence[Sequence[Document]],
+        notes: Sequence[str],
+        smallest_step: int = 1,
+    ) -> None:
+        self._examples = examples
+        self._held_out = held_out
+        self._order = spec
+        count, size = len(examples), spec.batch_size
+        full, rest = divmod(count, size)
+        self._steps_per_epoch = max(1, full + (rest >= smallest_step))
+        lengths = sorted((document.length for example in examples for document in example), reverse=True)
+        documents_a_step = (size + smallest_step - 1) * max(len(example) for example in examples)
+        super().__init__(
+            spec,
+            host,
+            parent,
+            total_steps=spec.epochs * self._steps_per_epoch,
+            largest=largest_microbatch(lengths[:documents_a_step], microbatch_tokens(spec, host)),
+            notes=notes,
+        )
+
+    def chosen(self, index: int) -> list[Sequence[Document]]:
+        """The examples of step ``index``."""
+        epoch, position = divmod(index, self._steps_per_epoch)
+        count, size = len(self._examples), self._order.batch_size
+        order = shuffled(count, seed=self._order.seed, epoch=epoch) if self._order.shuffle else range(count)
+        start = position * size
+        end = count if position + 1 == self._steps_per_epoch else start + size
+        return [self._examples[example] for example in order[start:end]]
+
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.step. An interrupted evaluation leaves the step applied."""
+        metrics = super().step(index, interrupt)
+        if self._held_out and self._evaluates_after(index):
+            metrics |= self.evaluate(interrupt)
+        return metrics
+
+    def _evaluates_after(self, index: int) -> bool:
+        every = self._order.eval_every or self._steps_per_epoch
+        return (index + 1) % every == 0 or index + 1 == self.total_steps
+
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Metrics on the held-out examples, with the prefix ``eval_``."""
+        started = time.perf_counter()
+        found = {f"eval_{name}": value for name, value in self._evaluate(interrupt).items()}
+        return found | {"eval_seconds": time.perf_counter() - started}
+
+    @abstractmethod
+    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Metrics on the held-out examples; computes without gradients."""

@@ -1,0 +1,28 @@
+"""Losses over the log-probabilities of chosen tokens: sums over tokens or sequences, divided by a count that covers the
+whole optimizer step, so gradients do not depend on how a step is cut into microbatches. One module a family.
+"""
+
+from __future__ import annotations
+
+from services.trainer.losses.mismatch import MismatchStats, mismatch_weights
+from services.trainer.losses.nll import negative_log_likelihood
+from services.trainer.losses.policy import PolicyLoss, group_advantages, policy_loss, surrogate_form
+from services.trainer.losses.preference import dpo_loss, kto_loss, kto_reference_point
+from services.trainer.losses.reduction import GroupSize, completion_weights
+from services.trainer.losses.sequences import sequence_sums
+
+__all__ = [
+    "GroupSize",
+    "MismatchStats",
+    "PolicyLoss",
+    "completion_weights",
+    "dpo_loss",
+    "group_advantages",
+    "kto_loss",
+    "kto_reference_point",
+    "mismatch_weights",
+    "negative_log_likelihood",
+    "policy_loss",
+    "sequence_sums",
+    "surrogate_form",
+]

@@ -1,0 +1,38 @@
+"""Every method has a page whose examples are valid jobs, and which names every field of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from services.common.job_records import SPEC
+from services.common.jobs import JOBS, JobBase
+
+GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_the_examples_are_valid_jobs(kind: str) -> None:
+    blocks = re.findall(r"```json\n(.*?)```", (GUIDES / "training" / f"{kind}.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert SPEC.validate_python({"kind": kind, **json.loads(block)}).kind == kind
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_every_field_is_on_the_page(kind: str) -> None:
+    page = (GUIDES / "training" / f"{kind}.md").read_text()
+    own = JOBS[kind].model_fields.keys() - JobBase.model_fields.keys() - {"kind"}
+    assert not sorted(name for name in own if name not in page)
+
+
+def test_the_index_links_to_every_page() -> None:
+    index = (GUIDES / "training.md").read_text()
+    assert all(f"(training/{kind}.md)" in index for kind in JOBS)
+    shared = JobBase.model_fields.keys() - {"optimizer", "lora"}
+    assert not sorted(name for name in shared if name not in index)
+    assert "optimizer." in index
+    assert "lora." in index
