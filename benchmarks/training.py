@@ -37,6 +37,7 @@ from services.engine.model.lora import LoraParams
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.training.forward import TrainableForward
 from services.engine.model.training.recompute import Recompute
+from services.trainer.host import ComputeGate
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.optimizer import AdapterOptimizer
 
@@ -100,16 +101,38 @@ class Parts:
         }
 
 
-class Trainer:
-    """A model with random weights, an adapter and its optimizer."""
+class Alone:
+    """The compute gate of a device without an engine (services.trainer.host.ComputeGate)."""
 
-    def __init__(self, shape: str, quantization: Quantization, rank: int, *, modules: list[str] | None = None) -> None:
-        self.config = ModelConfig.from_dict(config_of(shape))
-        device = torch.device("cuda")
-        weights = RandomWeights(self.config, device, quantization, None).build()
-        self.model = Qwen3_5(self.config, weights)
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        yield
+
+    def give_way(self) -> None:
+        """Nobody waits."""
+
+
+def random_model(shape: str, quantization: Quantization) -> Qwen3_5:
+    """A model with random weights on the GPU."""
+    config = ModelConfig.from_dict(config_of(shape))
+    return Qwen3_5(config, RandomWeights(config, torch.device("cuda"), quantization, None).build())
+
+
+class Trainer:
+    """An adapter of a model in training, with its optimizer.
+
+    Args:
+        gate: shares the device with an engine.
+        modules: linear layers to adapt; None: all.
+    """
+
+    def __init__(
+        self, model: Qwen3_5, rank: int, gate: ComputeGate | None = None, *, modules: list[str] | None = None
+    ) -> None:
+        self.model, self.config = model, model.config
+        self._gate: ComputeGate = gate or Alone()
         self.lora = LoraParams.create(
-            self.config, LoraSettings(rank=rank, alpha=2.0 * rank, target_modules=modules), device=device
+            self.config, LoraSettings(rank=rank, alpha=2.0 * rank, target_modules=modules), device=model.device
         )
         self.lora.link_gradients()
         self._optimizer = AdapterOptimizer(
@@ -128,18 +151,21 @@ class Trainer:
     def step(self, tokens: torch.Tensor, case: Case, recompute: Recompute, parts: Parts) -> float:
         """One optimizer step on random documents; returns the loss."""
         rows = torch.arange(case.total, device=tokens.device).view(case.documents, -1)[:, :-1].flatten()
-        self._optimizer.zero_grad()
-        with parts.timed("forward"):
-            hidden = self._forward(recompute)(tokens, [case.tokens] * case.documents, lambda: None)
-        with parts.timed("head"):
-            logprobs = self.model.token_logprobs(hidden.index_select(0, rows), tokens[rows + 1])
-            loss = negative_log_likelihood(logprobs, len(rows))
-        with parts.timed("backward"):
-            torch.autograd.backward(loss)
-        with parts.timed("optimizer"):
+        give_way = self._gate.give_way
+        with self._gate.training(), torch.autograd.set_multithreading_enabled(False):
+            self._optimizer.zero_grad()
+            with parts.timed("forward"):
+                hidden = self._forward(recompute)(tokens, [case.tokens] * case.documents, give_way)
+            with parts.timed("head"):
+                hidden = hidden.index_select(0, rows)
+                logprobs = self.model.token_logprobs(hidden, tokens[rows + 1], give_way=give_way)
+                loss = negative_log_likelihood(logprobs, len(rows))
+            with parts.timed("backward"):
+                torch.autograd.backward(loss)
+        with self._gate.training(), parts.timed("optimizer"):
             self._optimizer.step(self._steps)
         self._steps += 1
-        return float(loss)
+        return float(loss.detach())
 
 
 def measure(trainer: Trainer, case: Case, recompute: Recompute, repeats: int) -> dict[str, Any]:
@@ -196,7 +222,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the kernels of each case, too")
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()
-    trainer = Trainer(options.shape, options.quant, options.rank)
+    trainer = Trainer(random_model(options.shape, options.quant), options.rank)
     facts = {"shape": options.shape, "quantization": options.quant, "rank": options.rank} | environment()
     for case in (Case.parse(text) for text in options.cases.split(",")):
         for recompute in options.recompute.split(","):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ TILE = 256
 """Rows whose logits exist at once."""
 
 
-def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def token_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, *, give_way: Callable[[], None] = lambda: None
+) -> Tensor:
     """``log softmax(head · hidden / temperature)[target]`` of each row; differentiable in ``hidden``, not in ``head``.
 
     Tiles of rows; the backward computes the logits of each again (as Cut Your Losses, arXiv 2411.09009). With p the
@@ -23,13 +26,14 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: f
         head: [vocab, H], same dtype.
         targets: [N] int64.
         temperature: above 0.
+        give_way: called between two tiles.
 
     Returns:
         [N] float32.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature)  # type: ignore[no-untyped-call]
+    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature, give_way)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -40,27 +44,31 @@ def _tile_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, give_way: Callable[[], None]
+    ) -> Tensor:
         normalizers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         chosen = torch.empty_like(normalizers)
         for begin in range(0, hidden.shape[0], TILE):
+            give_way()
             tile = slice(begin, begin + TILE)
             logits = _tile_logits(hidden[tile], head, temperature)
             normalizers[tile] = torch.logsumexp(logits, dim=-1)
             chosen[tile] = logits.gather(1, targets[tile, None]).squeeze(1)
         ctx.save_for_backward(hidden, head, targets, normalizers)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.give_way = temperature, give_way
         return chosen - normalizers
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         hidden, head, targets, normalizers = ctx.saved_tensors
         scaled = grads[0].float() / ctx.temperature
         out = torch.empty_like(hidden)
         for begin in range(0, hidden.shape[0], TILE):
+            ctx.give_way()
             tile = slice(begin, begin + TILE)
             logits = _tile_logits(hidden[tile], head, ctx.temperature)
             weights = logits.sub_(normalizers[tile, None]).exp_().mul_(-scaled[tile, None])
             weights.scatter_add_(1, targets[tile, None], scaled[tile, None])
             out[tile] = weights.to(hidden.dtype) @ head
-        return out, None, None, None
+        return out, None, None, None, None

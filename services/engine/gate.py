@@ -47,7 +47,8 @@ class SliceGate:
             raise ValueError(
                 f"tpot_goal_seconds {tpot_goal_seconds} must be positive and minimal_share {minimal_share} in (0, 1]"
             )
-        self._goal = tpot_goal_seconds
+        self.tpot_goal_seconds = tpot_goal_seconds
+        """What a step and the training slice before it may take together."""
         self._share = minimal_share
         self._synchronize = synchronize
         self._clock = clock
@@ -88,7 +89,7 @@ class SliceGate:
             step_seconds: how long the last step computed; what the trainer's next slice is measured by.
         """
         with self._changed:
-            grant = max(self._goal - step_seconds, self._share * step_seconds)
+            grant = max(self.tpot_goal_seconds - step_seconds, self._share * step_seconds)
             self._credit = min(self._credit + grant, grant)
             # Straight into the trainer's hands: otherwise the next step could be faster than its thread.
             self._turn = _Turn.TRAINER if self._trainer_waits and self._credit > 0 else _Turn.NOBODY

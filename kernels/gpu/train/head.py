@@ -12,6 +12,7 @@ arXiv 2410.10989). So two products a row in all, and nothing of the vocabulary's
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from kernels.gpu.elementary import exponential_for
 
-_TILE = 1024
-"""Rows whose logits exist at once: 509 MB of bfloat16 at 248,320 tokens."""
+_TILE = 512
+"""Rows whose logits exist at once: 254 MB of bfloat16 at 248,320 tokens, and a millisecond a product on an H200."""
 _BLOCK = 4096
 
 
@@ -85,7 +86,15 @@ def logprob_rows(logits: Tensor, targets: Tensor, temperature: float, logprobs: 
     )
 
 
-def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, *, tile: int = _TILE) -> Tensor:
+def token_logprobs(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    tile: int = _TILE,
+    give_way: Callable[[], None] = lambda: None,
+) -> Tensor:
     """``log softmax(head · hidden / temperature)[target]`` of each row; differentiable in ``hidden``, not in ``head``.
 
     Args:
@@ -94,6 +103,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: f
         targets: [N] int64.
         temperature: above 0.
         tile: rows whose logits exist at once.
+        give_way: called before each product.
 
     Returns:
         [N] float32.
@@ -104,23 +114,32 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: f
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     wanted = hidden.requires_grad and torch.is_grad_enabled()
-    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature, tile, wanted)  # type: ignore[no-untyped-call]
+    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature, tile, wanted, give_way)  # type: ignore[no-untyped-call]
     return result
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, tile: int, wanted: bool
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        tile: int,
+        wanted: bool,
+        give_way: Callable[[], None],
     ) -> Tensor:
         count = hidden.shape[0]
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         slope = torch.empty_like(hidden) if wanted else None
         for begin in range(0, count, tile):
+            give_way()
             rows = slice(begin, begin + tile)
             logits = F.linear(hidden[rows], head)
             logprob_rows(logits, targets[rows], temperature, logprobs[rows], slope=wanted)
             if slope is not None:
+                give_way()
                 torch.mm(logits, head, out=slope[rows])
             del logits
         if slope is not None:
@@ -129,7 +148,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         (slope,) = ctx.saved_tensors
         scale = (grads[0] / ctx.temperature).unsqueeze(1)
-        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None
+        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None, None

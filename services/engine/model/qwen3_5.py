@@ -238,13 +238,21 @@ class Qwen3_5:  # noqa: N801
             give_way=give_way,
         )
 
-    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    def token_logprobs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        *,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """``log softmax(logits / temperature)[target]``, differentiable in ``hidden``; the logits exist a tile of rows
         at a time.
 
         Args:
             hidden: [N, hidden], from forward_train().
             targets: [N] int64.
+            give_way: called between two tiles.
 
         Returns:
             [N] float32.
@@ -252,5 +260,5 @@ class Qwen3_5:  # noqa: N801
         if self.device.type == "cuda":
             from kernels.gpu.train import head
 
-            return head.token_logprobs(hidden, self.weights.head.dense(), targets, temperature)
-        return token_logprobs(hidden, self.weights.head.dense(), targets, temperature)
+            return head.token_logprobs(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
+        return token_logprobs(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
