@@ -15,7 +15,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class _Turn(enum.Enum):
@@ -94,6 +94,10 @@ class SliceGate:
             # Straight into the trainer's hands: otherwise the next step could be faster than its thread.
             self._turn = _Turn.TRAINER if self._trainer_waits and self._credit > 0 else _Turn.NOBODY
             self._changed.notify_all()
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Around each launch of a step, which holds the gate already."""
+        return nullcontext()
 
     def engine_idle(self) -> None:
         """Told by the loop thread before it goes to sleep: training is unhindered until the next step, which then has

@@ -135,7 +135,8 @@ class Pipeline:
             self._gate.acquire()
         launched = self._clock()
         try:
-            handle = self._runner.launch(plan)
+            with self._gate.launching():
+                handle = self._runner.launch(plan)
         except Exception as error:
             self._flights.append(_Flight(plan, _FailedLaunch(error), began, launched))
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,6 +120,10 @@ class EngineGate(Protocol):
 
     def release(self, step_seconds: float) -> None:
         """No step is in flight; the last one computed for so long."""
+        ...
+
+    def launching(self) -> AbstractContextManager[None]:
+        """Around each launch of a step."""
         ...
 
     def engine_idle(self) -> None:

@@ -20,7 +20,6 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits, Nudges
 from services.engine.adapters import AdapterManager
-from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
@@ -32,6 +31,7 @@ from services.engine.ports import LoopObserver
 from services.engine.rollouts import RolloutMemory
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
+from services.pod.gate import Gate, build_gate
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage
 from services.pod.runner import build_runner, prefill_alignment
 
@@ -50,7 +50,7 @@ class Engine:
     codec: TextCodec
     base_digest: str
     memory: MemoryPlan
-    gate: SliceGate
+    gate: Gate
     adapters: AdapterManager
     bind: Callable[[Mapping[str, bytes]], BoundAdapter]
     """Reads an adapter's files strictly, without loading them."""
@@ -149,9 +149,7 @@ def build_engine(
         AdapterLoader(registry, lora, binder.bind, base_digest=base_digest),
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
     )
-    gate = SliceGate(
-        settings.tpot_goal_ms / 1000, synchronize=torch.cuda.synchronize if device.type == "cuda" else None
-    )
+    gate = build_gate(runner, device, settings.tpot_goal_ms / 1000)
     loop = EngineLoop(
         limits,
         runner,

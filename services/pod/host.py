@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters import AdapterManager
-from services.engine.gate import SliceGate
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.pod.gate import Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class PodHost:
     model: Qwen3_5
     codec: TextCodec
     base_digest: str
-    gate: SliceGate
+    gate: Gate
     max_train_tokens: int
     max_lora_rank: int
     train_memory_bytes: int

@@ -157,6 +157,11 @@ class CudaRunner:
         """Steps that ran as a CUDA graph."""
         return self._graphs.replays
 
+    @property
+    def stream(self) -> EngineStream:
+        """Where all steps are queued."""
+        return self._stream
+
     @torch.inference_mode()
     def warm_up(self, compilers: Executor | None = None) -> None:
         """Compiles every kernel, reserves the memory of the largest step and captures the graphs. Before the first

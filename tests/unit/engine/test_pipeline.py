@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 
 from services.common.errors import TemperError
@@ -53,6 +55,9 @@ class Bench(ToyRunner, NoObserver):
         assert self.held
         self.held = False
         self.log.append(f"release {step_seconds:g}")
+
+    def launching(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def engine_idle(self) -> None:
         raise AssertionError("the loop's business")

@@ -25,7 +25,7 @@ from services.engine.model.training.recompute import Recompute
 from services.engine.model.training.trunk import Trunk
 from services.engine.model.weights import ModelWeights
 
-_ROWS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+_ROWS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Numbers of rows that are captured; fewer rows are filled up with a document that no loss looks at."""
 _DOCUMENTS = (4, 16, 64, 256)
 
