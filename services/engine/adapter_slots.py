@@ -12,7 +12,6 @@ from services.common.names import AdapterVersion
 from services.engine.private_versions import PrivateVersion
 from services.engine.request import BASE_PIN, AdapterPin
 
-
 Version = AdapterVersion | PrivateVersion
 """What can be in a slot."""
 

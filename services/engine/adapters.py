@@ -143,8 +143,8 @@ class AdapterManager:
             if version is None and choice.name is None:
                 return BASE_PIN
             resident = None if version is None else self._table.get(version)
-            if resident is not None:
-                self._awaited.pop(resident.version, None)
+            if version is not None and resident is not None:
+                self._awaited.pop(version, None)
                 return self._table.acquire(resident)
             failure = self._failures.get(choice)
             if failure is not None:

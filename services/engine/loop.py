@@ -82,7 +82,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0
-        """Submissions, but for background ones, that _status does not count yet; with _status, _accepting and _closed under the lock."""
+        """Users' submissions that _status does not count yet; with _status, _accepting and _closed under the lock."""
         self._accepting = True
         self._closed = False
         self._drained = threading.Event()

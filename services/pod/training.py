@@ -9,6 +9,7 @@ from services.common.store import ObjectStore
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost
+from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.settings import TrainerSettings
@@ -39,6 +40,12 @@ class Training:
                 max_lora_rank=settings.max_lora_rank,
                 train_memory_bytes=engine.memory.training,
                 adapters=engine.adapters,
+                rollouts=EngineRollouts(
+                    engine.loop,
+                    engine.adapters.private,
+                    sequences=trainer.rollout_sequences,
+                    timeout_seconds=trainer.rollout_timeout_seconds,
+                ),
             )
             self._worker = TrainerWorker(
                 host,

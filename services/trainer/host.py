@@ -8,6 +8,7 @@ from typing import Protocol
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.trainer.rollouts import RolloutSource
 
 
 class ComputeGate(Protocol):
@@ -52,6 +53,11 @@ class PolicyHost(Protocol):
     @property
     def train_memory_bytes(self) -> int:
         """What the memory plan leaves for a job: adapter, gradients, optimizer and activations."""
+        ...
+
+    @property
+    def rollouts(self) -> RolloutSource:
+        """The engine as a sampler."""
         ...
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:

@@ -26,5 +26,9 @@ class TrainerSettings(CommonSettings):
     """Newest checkpoints that stay in the object store while a job runs."""
     trainer_drain_seconds: float = Field(20.0, gt=0)
     """How long a draining trainer tries to hand its job back in order."""
+    rollout_sequences: int = Field(64, ge=1)
+    """Rollouts of a job that are in the engine at once, at most max_num_seqs. Users' requests go before them."""
+    rollout_timeout_seconds: float = Field(1800.0, gt=0)
+    """How long one round's rollouts may take beside users' requests; then the job is tried again."""
     adapter_sync_seconds: float = Field(30.0, gt=0)
     """How long a finished job waits until the engine beside it serves the new version."""

@@ -27,7 +27,7 @@ from services.trainer.losses import (
     policy_loss,
     surrogate_form,
 )
-from services.trainer.rollouts import ScoredRollouts, scored_rollouts
+from services.trainer.scored_rollouts import ScoredRollouts, scored_rollouts
 
 
 class GrpoRun(AdapterRun):
