@@ -10,6 +10,7 @@ from services.engine.adapters import AdapterManager
 from services.engine.gate import SliceGate
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.pod.rollouts import EngineRollouts
+from services.trainer.rewards.webhook import Webhooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class PodHost:
     train_memory_bytes: int
     adapters: AdapterManager
     rollouts: EngineRollouts
+    webhooks: Webhooks
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now; returns once they are served and ``version`` is loaded.

@@ -12,6 +12,7 @@ from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.rewards.webhook import Webhooks
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 
@@ -46,6 +47,7 @@ class Training:
                     sequences=trainer.rollout_sequences,
                     timeout_seconds=trainer.rollout_timeout_seconds,
                 ),
+                webhooks=_webhooks(trainer),
             )
             self._worker = TrainerWorker(
                 host,
@@ -71,3 +73,13 @@ class Training:
         if self._drained is None:  # a worker that was busy for so long is not waited for a second time
             self._drained = self._worker.drain()
         return self._drained
+
+
+def _webhooks(trainer: TrainerSettings) -> Webhooks:
+    secret = trainer.reward_webhook_secret
+    return Webhooks(
+        allowed=trainer.webhook_prefixes,
+        secret=None if secret is None else secret.get_secret_value(),
+        timeout_seconds=trainer.reward_webhook_timeout_seconds,
+        attempts=trainer.reward_webhook_attempts,
+    )

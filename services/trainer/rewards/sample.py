@@ -40,8 +40,8 @@ class Scorer(Protocol):
 
 
 def without_thinking(codec: TextCodec, prompt: Sequence[int], completion: Sequence[int]) -> str | None:
-    """The text behind the completion's thinking block; empty if it never left the one that it or its prompt opened; None if
-    there is no such block. Judged by its thoughts, a model could say every answer there."""
+    """The text behind the completion's thinking block; None if there is no such block. It is empty if the completion
+    never left the block that it or its prompt opened: judged by its thoughts, a model could try every answer there."""
     opened, closed = codec.token_id("<think>"), codec.token_id("</think>")
     if opened is None or closed is None:
         return None
