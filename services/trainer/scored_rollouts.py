@@ -90,8 +90,31 @@ def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
             param="rollouts" if spec.rollouts is not None else "groups",
         )
     given = spec.scored_groups
-    rewards = RewardStats.of(given)
     check_spread(given)
+    found = gather(host, spec, given)
+    if not found.groups:
+        raise InvalidRequest(
+            "nothing to learn: mask_truncated leaves out every completion of the "
+            f"{found.rewards.groups - found.rewards.groups_skipped} groups whose rewards "
+            "differ; sample with a higher max_tokens, or set mask_truncated to false",
+            param="mask_truncated",
+        )
+    if spec.max_completion_length is not None and found.longest > spec.max_completion_length:
+        raise InvalidRequest(
+            f"max_completion_length is {spec.max_completion_length}, and a completion has {found.longest} tokens with "
+            "the one that ends it: give the max_tokens that the rollouts were sampled with",
+            param="max_completion_length",
+        )
+    return found
+
+
+def gather(host: PolicyHost, spec: GrpoJob, given: Sequence[GrpoGroup]) -> ScoredRollouts:
+    """The same of any groups, also if there is nothing to learn from them.
+
+    Raises:
+        InvalidRequest: a rollout cannot be trained on; it is named.
+    """
+    rewards = RewardStats.of(given)
     groups: list[list[int]] = []
     rollouts: list[Rollout] = []
     silent = 0
@@ -102,20 +125,7 @@ def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
             continue
         groups.append(list(range(len(rollouts), len(rollouts) + len(members))))
         rollouts.extend(members)
-    if not groups:
-        raise InvalidRequest(
-            f"nothing to learn: mask_truncated leaves out every completion of the {silent} groups whose rewards "
-            "differ; sample with a higher max_tokens, or set mask_truncated to false",
-            param="mask_truncated",
-        )
-    found = ScoredRollouts(rollouts, groups, rewards, _notes(rollouts, rewards, silent))
-    if spec.max_completion_length is not None and found.longest > spec.max_completion_length:
-        raise InvalidRequest(
-            f"max_completion_length is {spec.max_completion_length}, and a completion has {found.longest} tokens with "
-            "the one that ends it: give the max_tokens that the rollouts were sampled with",
-            param="max_completion_length",
-        )
-    return found
+    return ScoredRollouts(rollouts, groups, rewards, _notes(rollouts, rewards, silent))
 
 
 def _notes(rollouts: Sequence[Rollout], rewards: RewardStats, silent: int) -> list[str]:

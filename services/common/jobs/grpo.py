@@ -192,6 +192,17 @@ class GrpoJob(JobBase):
                 raise ValueError(f"{name} would do nothing here: {way_out}")
         return self
 
+    @model_validator(mode="after")
+    def _divides_by_enough(self) -> GrpoJob:
+        if self.generate is not None and (self.max_completion_length or self.generate.max_tokens) < (
+            self.generate.max_tokens
+        ):
+            raise ValueError(
+                f"max_completion_length is {self.max_completion_length} and generate.max_tokens "
+                f"{self.generate.max_tokens}: leave max_completion_length out"
+            )
+        return self
+
     @property
     def scored_groups(self) -> list[GrpoGroup]:
         """The groups, whichever way they were given; none for completion ids that are still to be resolved."""
