@@ -132,9 +132,18 @@ def wait_for(condition: Callable[[], bool], timeout: float = TIMEOUT) -> None:
 
 @contextlib.contextmanager
 def running_pod(
-    *, sequences: int = 64, timeout_seconds: float = TIMEOUT, webhooks: Webhooks | None = None, **settings: Any
+    *,
+    sequences: int = 64,
+    timeout_seconds: float = TIMEOUT,
+    webhooks: Webhooks | None = None,
+    registry: AdapterRegistry | None = None,
+    **settings: Any,
 ) -> Iterator[Pod]:
-    """An engine of the tiny model on the CPU, started, and its host. Small unless told otherwise."""
+    """An engine of the tiny model on the CPU, started, and its host. Small unless told otherwise.
+
+    Args:
+        registry: None: versions in memory, which ``Pod.registry`` has.
+    """
     torch.set_num_threads(1)
     chosen: dict[str, Any] = {
         "model": TINY,
@@ -151,8 +160,8 @@ def running_pod(
         "max_train_tokens": 256,
         **settings,
     }
-    registry = MemoryRegistry()
-    engine = build_engine(EngineSettings(**chosen), cast(AdapterRegistry, registry), None)
+    memory = MemoryRegistry()
+    engine = build_engine(EngineSettings(**chosen), registry or cast(AdapterRegistry, memory), None)
     engine.start()
     rollouts = EngineRollouts(
         engine.loop, engine.adapters.private, sequences=sequences, timeout_seconds=timeout_seconds
@@ -170,6 +179,6 @@ def running_pod(
         webhooks=webhooks or Webhooks(),
     )
     try:
-        yield Pod(engine, host, registry)
+        yield Pod(engine, host, memory)
     finally:
         engine.stop()

@@ -66,6 +66,11 @@ class Training:
         if self._worker is not None:
             self._worker.start()
 
+    def stop_soon(self) -> None:
+        """Tells the worker that the engine beside it is about to refuse its rollouts."""
+        if self._worker is not None:
+            self._worker.stop_soon()
+
     def drain(self) -> bool:
         """Has the running job checkpointed and requeued and ends the thread; False if it was still busy."""
         if self._worker is None:
