@@ -1,5 +1,7 @@
-"""Policy optimisation on scored rollouts: lengths, token ids, and whether there is anything to learn. What a job samples
-itself is checked in `generate`."""
+"""Policy optimisation on scored rollouts: lengths, token ids, and whether there is anything to learn.
+
+What a job samples itself is checked in `generate`.
+"""
 
 from __future__ import annotations
 
