@@ -26,7 +26,7 @@ from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
-"""What the held-out reward rises by at least; 0.41, 0.44 and 0.42 with seeds 0, 1 and 2."""
+"""What the held-out reward rises by at least; 0.41, 0.52 and 0.41 with seeds 0, 1 and 2."""
 TIMES = ("seconds", "tokens_per_second")
 
 
@@ -80,7 +80,7 @@ def through_a_checkpoint(state: RunState) -> RunState:
 
 
 def test_a_job_raises_the_reward_on_what_it_has_not_seen() -> None:
-    rounds, size = 5, 12
+    rounds, size = 4, 12
     fields = {
         "learning_rate": 2e-3,
         "optimizer": {"schedule": "cosine"},
@@ -165,6 +165,38 @@ def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Callable[[], Any
         assert without_times(second.step(index)) == curve[index]
     for left, right in zip(parameters, second.lora.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mismatch_correction": "token_truncate"},
+        {"loss_type": "dr_grpo", "mask_truncated": True},
+        {"loss_type": "gspo", "beta": 0.1},
+    ],
+)
+def test_every_loss_learns_from_rounds_and_resumes(pod: Pod, settings: dict[str, Any]) -> None:
+    """Also what the starting policy of a round said is part of the state."""
+    fields = {"epochs": 2, "generate": {"rounds": 2}, **settings}
+    straight = prepared(pod, **fields)
+    before = [parameter.detach().clone() for parameter in straight.lora.parameters()]
+    curve = [without_times(straight.step(index)) for index in range(4)]
+    assert any(not torch.equal(old, new) for old, new in zip(before, straight.lora.parameters(), strict=True))
+    if "mismatch_correction" in settings:
+        assert all(step["mismatch_weight_mean"] == pytest.approx(1.0, abs=1e-3) for step in curve)
+    for stop in (1, 2, 3):
+        first = prepared(pod, **fields)
+        for index in range(stop):
+            first.step(index)
+        second = prepared(pod, **fields)
+        second.load_state(through_a_checkpoint(first.state()))
+        for index in range(stop, 4):
+            assert without_times(second.step(index)) == curve[index], stop
+
+
+def test_dr_grpo_divides_by_what_may_be_sampled() -> None:
+    with pytest.raises(ValueError, match="max_completion_length is 5 and generate.max_tokens 12"):
+        job(loss_type="dr_grpo", max_completion_length=5)
 
 
 @pytest.fixture(scope="module")
