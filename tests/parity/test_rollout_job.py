@@ -195,7 +195,7 @@ def test_every_loss_learns_from_rounds_and_resumes(pod: Pod, settings: dict[str,
 
 
 def test_dr_grpo_divides_by_what_may_be_sampled() -> None:
-    with pytest.raises(ValueError, match="max_completion_length is 5 and generate.max_tokens 12"):
+    with pytest.raises(ValueError, match=r"max_completion_length is 5 and generate\.max_tokens 12"):
         job(loss_type="dr_grpo", max_completion_length=5)
 
 
