@@ -73,7 +73,7 @@ def test_rollouts_are_what_the_policy_says(pod: Pod) -> None:
         tokens = torch.tensor([*request.prompt, *found.token_ids])
         with torch.no_grad():
             hidden = pod.host.model.forward_train(
-                tokens[:-1], [len(tokens) - 1], lora, checkpointing=False, give_way=lambda: None
+                tokens[:-1], [len(tokens) - 1], lora, recompute="none", give_way=lambda: None
             )
             rows = hidden[len(request.prompt) - 1 :]
             expected = pod.host.model.token_logprobs(rows, tokens[len(request.prompt) :], SAMPLED.temperature)
