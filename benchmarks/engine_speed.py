@@ -19,6 +19,7 @@ from services.engine.loop import EngineLoop
 from services.engine.model.lora import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.ports import Submission
+from services.engine.private_versions import PrivateVersion
 from services.engine.request import BASE_PIN, AdapterPin, SamplingParams
 from services.engine.rollouts import RolloutMemory
 from services.engine.runner import ModelRunner
@@ -45,7 +46,7 @@ class Workload:
 class BaseOnly:
     """Every request is answered by the base model."""
 
-    def pin(self, choice: AdapterChoice) -> AdapterPin:
+    def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin:
         """No adapter, whatever is asked."""
         return BASE_PIN
 

@@ -24,6 +24,7 @@ from services.engine.limits import SchedulerConfig
 from services.engine.pipeline import Pipeline
 from services.engine.plan import SampledToken, StepPlan, StepResult
 from services.engine.ports import CompletedStep, NoObserver, Submission
+from services.engine.private_versions import PrivateVersion
 from services.engine.request import BASE_PIN, AdapterPin, SamplingParams
 from services.engine.rollouts import RolloutMemory
 from services.engine.wire import AdapterChoice
@@ -63,7 +64,7 @@ class NullRunner:
 class BaseOnly:
     """Every request is for the base model."""
 
-    def pin(self, choice: AdapterChoice) -> AdapterPin:
+    def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin:
         return BASE_PIN
 
     def release(self, pin: AdapterPin) -> None:

@@ -18,8 +18,18 @@ TERMINAL = ("succeeded", "failed", "cancelled")
 _PATIENCE = 60.0
 """Seconds that a watched server may be away (a restart) before the watch gives up."""
 _SHOWN = (
-    "loss", "reward_mean", "margin", "accuracy", "kl", "eval_loss", "token_accuracy", "grad_norm", "tokens_per_second"
-)  # fmt: skip
+    "loss",
+    "round",
+    "reward_mean",
+    "eval_reward",
+    "margin",
+    "accuracy",
+    "kl",
+    "eval_loss",
+    "token_accuracy",
+    "grad_norm",
+    "tokens_per_second",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdapterLoader:
-    """Blocking; used by one thread at a time.
+    """Blocking. Thread-safe: weights of one adapter at a time are on their way.
 
     Args:
         bind: reads an adapter's files strictly, but need not look at the values, which ``lora`` does; raises
@@ -34,6 +35,7 @@ class AdapterLoader:
         self._lora = lora
         self._bind = bind
         self._base_digest = base_digest
+        self._loading = threading.Lock()
 
     def load(self, version: AdapterVersion, slot: int) -> str:
         """Downloads, verifies and binds a version and writes it into a slot that no request uses.
@@ -53,7 +55,12 @@ class AdapterLoader:
                 f"{self._base_digest[:12]})"
             )
         try:
-            self._lora.load(slot, self._bind(self._registry.files(version)))
+            self.load_files(self._registry.files(version), slot)
         except AdapterRejected as error:
             raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
         return manifest.digest
+
+    def load_files(self, files: Mapping[str, bytes], slot: int) -> None:
+        """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""
+        with self._loading:
+            self._lora.load(slot, self._bind(files))

@@ -9,14 +9,18 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from services.common.names import AdapterVersion
+from services.engine.private_versions import PrivateVersion
 from services.engine.request import BASE_PIN, AdapterPin
+
+Version = AdapterVersion | PrivateVersion
+"""What can be in a slot."""
 
 
 @dataclass(slots=True)
 class Resident:
     """A version whose weights are in a slot."""
 
-    version: AdapterVersion
+    version: Version
     pin: AdapterPin
     requests: int = 0
     last_used: int = 0
@@ -30,29 +34,35 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots, 0, -1))
         self._by_slot: dict[int, Resident] = {}
-        self._by_version: dict[AdapterVersion, Resident] = {}
+        self._by_version: dict[Version, Resident] = {}
         self._clock = 0
 
-    def get(self, version: AdapterVersion) -> Resident | None:
+    def get(self, version: Version) -> Resident | None:
         return self._by_version.get(version)
 
     @property
-    def residents(self) -> Iterable[Resident]:
-        """Every version that can be found, in slot order."""
-        return [self._by_slot[slot] for slot in sorted(self._by_slot) if not self._by_slot[slot].forgotten]
+    def published(self) -> Iterable[tuple[AdapterVersion, Resident]]:
+        """Every version of the store that can be found, in slot order."""
+        residents = [self._by_slot[slot] for slot in sorted(self._by_slot)]
+        return [(r.version, r) for r in residents if isinstance(r.version, AdapterVersion) and not r.forgotten]
 
     def take(self, keep: Collection[AdapterVersion]) -> int | None:
         """A slot to load into: a free one, else that of the least recently used version without requests.
 
         Args:
-            keep: versions that stay although no request is pinned to them.
+            keep: versions that stay although no request is pinned to them. A private version always does: there is
+                nothing to load it from again.
 
         Returns:
             The slot, owned by the caller until `put` or `give_back`; None if every version is in use.
         """
         if self._free:
             return self._free.pop()
-        idle = [r for r in self._by_slot.values() if r.requests == 0 and r.version not in keep]
+        idle = [
+            r
+            for r in self._by_slot.values()
+            if r.requests == 0 and r.version not in keep and not isinstance(r.version, PrivateVersion)
+        ]
         if not idle:
             return None
         victim = min(idle, key=lambda resident: resident.last_used)
@@ -64,7 +74,7 @@ class SlotTable:
         """Returns a slot that was taken and not filled."""
         self._free.append(slot)
 
-    def put(self, version: AdapterVersion, digest: str, slot: int) -> Resident:
+    def put(self, version: Version, digest: str, slot: int) -> Resident:
         """Records that a taken slot now holds a version."""
         resident = Resident(version, AdapterPin(str(version), digest, slot))
         self._by_slot[slot] = resident
@@ -72,7 +82,7 @@ class SlotTable:
         self._touch(resident)
         return resident
 
-    def forget(self, version: AdapterVersion) -> None:
+    def forget(self, version: Version) -> None:
         """Makes a version unfindable (deleted, replaced); requests that are pinned to it still end with it."""
         resident = self._by_version.pop(version)
         resident.forgotten = True

@@ -22,6 +22,7 @@ from services.common.registry import AdapterRegistry
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits, AdapterSnapshot, LoadedAdapter, Loop, Nudges
 from services.engine.adapter_slots import Resident, SlotTable
+from services.engine.private_versions import PrivateVersion, PrivateVersions
 from services.engine.request import BASE_PIN, AdapterPin
 from services.engine.wire import AdapterChoice
 
@@ -71,6 +72,15 @@ class AdapterManager:
         # Guarded by the condition's lock.
         self._changed = threading.Condition()
         self._table = SlotTable(limits.num_slots)
+        self.private = PrivateVersions(
+            self._changed,
+            self._table,
+            loader,
+            keep=self._kept,
+            freed=self._slot_freed,
+            wait_seconds=limits.wait_seconds,
+        )
+        """Policies of training jobs, in the same slots."""
         self._attached: AdapterVersion | None = None
         self._current: dict[str, int] = {}
         self._wanted: dict[AdapterChoice, float] = {}
@@ -114,7 +124,7 @@ class AdapterManager:
         for sync in syncs:
             _settle(sync.future, Unavailable("the engine is shutting down"))
 
-    def pin(self, choice: AdapterChoice) -> AdapterPin | None:
+    def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
         """The version that answers a request, held until `release`; never blocks.
 
         Returns:
@@ -127,12 +137,14 @@ class AdapterManager:
             Unavailable: it is not loaded and the store does not answer.
         """
         with self._changed:
+            if isinstance(choice, PrivateVersion):
+                return self._pin_private(choice)
             version = self._version_of(choice)
             if version is None and choice.name is None:
                 return BASE_PIN
             resident = None if version is None else self._table.get(version)
-            if resident is not None:
-                self._awaited.pop(resident.version, None)
+            if version is not None and resident is not None:
+                self._awaited.pop(version, None)
                 return self._table.acquire(resident)
             failure = self._failures.get(choice)
             if failure is not None:
@@ -148,8 +160,8 @@ class AdapterManager:
         if pin.slot == 0:
             return
         with self._changed:
-            if self._table.release(pin) and (self._wanted or self._syncs or self._applied is None):
-                self._signal(look=True)
+            if self._table.release(pin):
+                self._slot_freed()
 
     def sync(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now and returns once they are served and ``version``, if given, is loaded.
@@ -174,8 +186,25 @@ class AdapterManager:
 
     def snapshot(self) -> AdapterSnapshot:
         with self._changed:
-            loaded = tuple(LoadedAdapter(resident.pin, resident.requests) for resident in self._table.residents)
+            loaded = tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in self._table.published)
             return AdapterSnapshot(str(self._attached or ""), loaded)
+
+    def _pin_private(self, version: PrivateVersion) -> AdapterPin:
+        resident = self._table.get(version)
+        if resident is None:
+            raise ModelNotFound("the job's policy has been taken out of its slot")
+        return self._table.acquire(resident)
+
+    def _slot_freed(self) -> None:
+        """Whoever waits for a slot tries again."""
+        if self._wanted or self._syncs or self._applied is None:
+            self._signal(look=True)
+
+    def _kept(self) -> set[AdapterVersion]:
+        """Versions that stay in their slots although no request is pinned to them."""
+        now = time.monotonic()
+        self._awaited = {v: until for v, until in self._awaited.items() if until > now}
+        return set(self._awaited) if self._attached is None else {*self._awaited, self._attached}
 
     def _signal(self, *, look: bool) -> None:
         self._signalled = True
@@ -326,10 +355,7 @@ class AdapterManager:
                 return
             if version in self._rejected:
                 raise self._rejected[version]
-            now = time.monotonic()
-            self._awaited = {v: until for v, until in self._awaited.items() if until > now}
-            keep = set(self._awaited) if self._attached is None else {*self._awaited, self._attached}
-            slot = self._table.take(keep)
+            slot = self._table.take(self._kept())
         if slot is None:
             raise _NoFreeSlot
         started = time.monotonic()
@@ -391,17 +417,17 @@ class AdapterManager:
     def _forget_replaced(self, current: Mapping[str, int]) -> None:
         """Forgets versions whose adapter was deleted, or deleted and made again with other content."""
         with self._changed:
-            residents = [resident for resident in self._table.residents if resident.version != self._attached]
-        for resident in residents:
-            if not self._still_exists(resident, current):
+            loaded = [entry for entry in self._table.published if entry[0] != self._attached]
+        for version, resident in loaded:
+            if not self._still_exists(version, resident, current):
                 with self._changed:
-                    self._table.forget(resident.version)
+                    self._table.forget(version)
 
-    def _still_exists(self, resident: Resident, current: Mapping[str, int]) -> bool:
-        if resident.version.name not in current:
+    def _still_exists(self, version: AdapterVersion, resident: Resident, current: Mapping[str, int]) -> bool:
+        if version.name not in current:
             return False
         try:
-            return self._registry.manifest(resident.version).digest == resident.pin.digest
+            return self._registry.manifest(version).digest == resident.pin.digest
         except NotFound:
             return False
 

@@ -62,6 +62,7 @@ class Desk:
         self._loading: list[str] = []
         """Requests whose adapter is loading, oldest first."""
         self._arrivals = 0
+        self._background = 0
         self.retry = False
         """Whether adapters that were loading may be there now."""
 
@@ -72,6 +73,10 @@ class Desk:
     def num_loading(self) -> int:
         return len(self._loading)
 
+    @property
+    def num_background(self) -> int:
+        return self._background
+
     def submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
         """Takes a request in; its updates, if only one with an error, go to ``sink``."""
         name = submission.request_id
@@ -80,6 +85,7 @@ class Desk:
             self._send(sink, [_failed(name, error)])
             return
         self._live[name] = _Live(submission, sink, submitted_at)
+        self._background += submission.background
         self._admit(name)
 
     def abort(self, name: str, keep_tokens: int) -> None:
@@ -181,6 +187,7 @@ class Desk:
     def _end(self, name: str, finished: Finished | None) -> None:
         """Releases the pin of a request that has ended, remembers its rollout and counts it."""
         live = self._live.pop(name)
+        self._background -= live.submission.background
         if name in self._loading:
             self._loading.remove(name)
         if live.pin is not None:
@@ -189,7 +196,8 @@ class Desk:
             return
         if live.submission.keep_rollout and finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._rollouts.remember(Rollout.of(finished))
-        self._observer.request_done(finished, live.submitted_at, self._clock())
+        if not live.submission.background:
+            self._observer.request_done(finished, live.submitted_at, self._clock())
 
 
 def _failed(name: str, error: TemperError) -> SequenceUpdate:

@@ -82,7 +82,7 @@ class EngineLoop:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued = 0
-        """Submissions that _status does not count yet; with _status, _accepting and _closed under the lock."""
+        """Users' submissions that _status does not count yet; with _status, _accepting and _closed under the lock."""
         self._accepting = True
         self._closed = False
         self._drained = threading.Event()
@@ -106,17 +106,15 @@ class EngineLoop:
 
         Raises:
             ContextLengthExceeded, InvalidRequest: it can never fit.
-            Overloaded: too many requests wait already.
+            Overloaded: too many requests wait already; never of a background request.
             Unavailable: the engine is draining or has stopped.
         """
         self.config.max_output(len(submission.prompt_token_ids), submission.sampling.max_tokens)
         with self._lock:
             self._check_open()
-            counts = self._status.counts
-            waiting = self._queued + counts.waiting + self._status.waiting_for_adapters
-            if waiting >= self._max_waiting + max(0, self.config.max_num_seqs - counts.running):
-                raise Overloaded(f"{waiting} requests wait already, the limit is {self._max_waiting}: retry later")
-            self._queued += 1
+            if not submission.background:
+                self._check_room()
+                self._queued += 1
             self._commands.put(partial(self._submit, submission, sink, self._clock()))
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> None:
@@ -188,6 +186,14 @@ class EngineLoop:
         if not self._accepting:
             raise Unavailable("the engine is draining or has stopped: use another one")
 
+    def _check_room(self) -> None:
+        """Background requests give way to all others, so they neither run nor wait in the way of one."""
+        counts = self._status.counts
+        live = self._queued + counts.waiting + counts.running + self._status.waiting_for_adapters
+        waiting = live - self._status.background - self.config.max_num_seqs
+        if waiting >= self._max_waiting:
+            raise Overloaded(f"{waiting} requests wait already, the limit is {self._max_waiting}: retry later")
+
     # On the loop thread: the loop.
 
     def _run(self) -> None:
@@ -254,6 +260,7 @@ class EngineLoop:
                 accepting=self._accepting,
                 steps=self._pipeline.steps,
                 failed_steps=self._pipeline.failed_steps,
+                background=self._desk.num_background,
             )
             if not self._accepting and not self._desk and not self._queued:
                 self._drained.set()
@@ -272,7 +279,7 @@ class EngineLoop:
     # On the loop thread: commands.
 
     def _submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
-        self._seen += 1
+        self._seen += not submission.background
         self._desk.submit(submission, sink, submitted_at)
 
     def _call(self, function: Callable[[], _T], future: Future[_T]) -> None:

@@ -14,6 +14,7 @@ from services.engine.request import AdapterPin, Request, SamplingParams
 from services.engine.updates import Finished, SequenceUpdate
 
 if TYPE_CHECKING:
+    from services.engine.private_versions import PrivateVersion
     from services.engine.wire import AdapterChoice
 
 Sink = Callable[[list[SequenceUpdate]], None]
@@ -28,13 +29,16 @@ class Submission:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    adapter: AdapterChoice
+    adapter: AdapterChoice | PrivateVersion
     deadline: float | None = None
     """On the loop's clock (time.monotonic), seconds."""
     cache_salt: str = ""
     priority: int = 0
     """Lower runs first."""
     keep_rollout: bool = False
+    background: bool = False
+    """Of this process itself, not a user's: it takes no place of the queue and is in no metric of latency. Whoever
+    submits it bounds how many there are."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -90,7 +94,7 @@ class Runner(Protocol):
 class AdapterResolver(Protocol):
     """Called on the loop thread only; neither method blocks."""
 
-    def pin(self, choice: AdapterChoice) -> AdapterPin | None:
+    def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
         """The version that answers a request, held until ``release``.
 
         Returns:
@@ -182,3 +186,5 @@ class LoopStatus:
     """False while draining and after stop()."""
     steps: int
     failed_steps: int
+    background: int = 0
+    """Live background requests, which the counts include."""

@@ -9,6 +9,8 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapters import AdapterManager
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.pod.gate import Gate
+from services.pod.rollouts import EngineRollouts
+from services.trainer.rewards.webhook import Webhooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class PodHost:
     max_lora_rank: int
     train_memory_bytes: int
     adapters: AdapterManager
+    rollouts: EngineRollouts
+    webhooks: Webhooks
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now; returns once they are served and ``version`` is loaded.

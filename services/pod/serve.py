@@ -145,6 +145,7 @@ async def _watch(stop: asyncio.Event, dead: Callable[[], bool], with_parent: boo
 async def _drain(settings: EngineSettings, engine: Engine, training: Training) -> None:
     """Lets streams finish while the trainer checkpoints and requeues its job."""
     log.info("draining", running=engine.loop.status().counts.running, seconds=settings.drain_seconds)
+    training.stop_soon()
     drained, trained = await asyncio.gather(
         asyncio.to_thread(engine.loop.drain, settings.drain_seconds),
         asyncio.to_thread(training.drain),

@@ -9,8 +9,10 @@ from services.common.store import ObjectStore
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost
+from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.rewards.webhook import Webhooks
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 
@@ -39,6 +41,13 @@ class Training:
                 max_lora_rank=settings.max_lora_rank,
                 train_memory_bytes=engine.memory.training,
                 adapters=engine.adapters,
+                rollouts=EngineRollouts(
+                    engine.loop,
+                    engine.adapters.private,
+                    sequences=trainer.rollout_sequences,
+                    timeout_seconds=trainer.rollout_timeout_seconds,
+                ),
+                webhooks=_webhooks(trainer),
             )
             self._worker = TrainerWorker(
                 host,
@@ -57,6 +66,11 @@ class Training:
         if self._worker is not None:
             self._worker.start()
 
+    def stop_soon(self) -> None:
+        """Tells the worker that the engine beside it is about to refuse its rollouts."""
+        if self._worker is not None:
+            self._worker.stop_soon()
+
     def drain(self) -> bool:
         """Has the running job checkpointed and requeued and ends the thread; False if it was still busy."""
         if self._worker is None:
@@ -64,3 +78,13 @@ class Training:
         if self._drained is None:  # a worker that was busy for so long is not waited for a second time
             self._drained = self._worker.drain()
         return self._drained
+
+
+def _webhooks(trainer: TrainerSettings) -> Webhooks:
+    secret = trainer.reward_webhook_secret
+    return Webhooks(
+        allowed=trainer.webhook_prefixes,
+        secret=None if secret is None else secret.get_secret_value(),
+        timeout_seconds=trainer.reward_webhook_timeout_seconds,
+        attempts=trainer.reward_webhook_attempts,
+    )

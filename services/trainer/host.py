@@ -8,6 +8,8 @@ from typing import Protocol
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.trainer.rewards.webhook import Webhooks
+from services.trainer.rollouts import RolloutSource
 
 
 class ComputeGate(Protocol):
@@ -52,6 +54,16 @@ class PolicyHost(Protocol):
     @property
     def train_memory_bytes(self) -> int:
         """What the memory plan leaves for a job: adapter, gradients, optimizer and activations."""
+        ...
+
+    @property
+    def rollouts(self) -> RolloutSource:
+        """The engine as a sampler."""
+        ...
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """Where jobs may have their rollouts scored."""
         ...
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
 
+from services.common.jobs.rewards import webhook_parts
 from services.common.settings import CommonSettings
 
 
@@ -26,5 +27,37 @@ class TrainerSettings(CommonSettings):
     """Newest checkpoints that stay in the object store while a job runs."""
     trainer_drain_seconds: float = Field(20.0, gt=0)
     """How long a draining trainer tries to hand its job back in order."""
+    rollout_sequences: int = Field(64, ge=1)
+    """Rollouts of a job that are in the engine at once, at most max_num_seqs. Users' requests go before them."""
+    rollout_timeout_seconds: float = Field(1800.0, gt=0)
+    """How long one round's rollouts may take beside users' requests; then the job is tried again."""
+    reward_webhooks: str = ""
+    """Where jobs may send their samples to be scored: URL prefixes, separated by commas; without a scheme: https."""
+    reward_webhook_secret: SecretStr | None = Field(None, min_length=16)
+    """Signs the requests to webhooks (HMAC-SHA256); without it there are none."""
+    reward_webhook_timeout_seconds: float = Field(30.0, gt=0)
+    """Of one request to a webhook."""
+    reward_webhook_attempts: int = Field(4, ge=1)
+    """Of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
     adapter_sync_seconds: float = Field(30.0, gt=0)
     """How long a finished job waits until the engine beside it serves the new version."""
+
+    @field_validator("reward_webhooks")
+    @classmethod
+    def _are_urls(cls, value: str) -> str:
+        for entry in _prefixes(value):
+            try:
+                webhook_parts(entry)
+            except ValueError as error:
+                raise ValueError(f"{entry!r}: {error}") from error
+        return value
+
+    @property
+    def webhook_prefixes(self) -> tuple[str, ...]:
+        """The entries of reward_webhooks, each with its scheme."""
+        return _prefixes(self.reward_webhooks)
+
+
+def _prefixes(value: str) -> tuple[str, ...]:
+    entries = (part.strip() for part in value.split(","))
+    return tuple(entry if "://" in entry else f"https://{entry}" for entry in entries if entry)

@@ -110,14 +110,19 @@ class TrainerWorker:
         self._checkpoints.forget_old()
         self._thread.start()
 
+    def stop_soon(self) -> None:
+        """Claims nothing more, and has the running job end at its next look. What is away from now on is no failure."""
+        if not self._draining.is_set():
+            self._deadline = time.monotonic() + self._settings.trainer_drain_seconds
+            self._draining.set()
+
     def drain(self) -> bool:
         """Claims nothing more, has the running job checkpointed and handed back, and ends the thread.
 
         Blocks for up to ``trainer_drain_seconds``; False if the thread was still busy then (its job will be reclaimed
         by another trainer).
         """
-        self._deadline = time.monotonic() + self._settings.trainer_drain_seconds
-        self._draining.set()
+        self.stop_soon()
         if self._thread.ident is not None:
             self._thread.join(self._settings.trainer_drain_seconds)
         if self._thread.is_alive():
@@ -192,6 +197,10 @@ class TrainerWorker:
             self._settle(session, lambda: consumer.requeue(claimed))
             return "requeued"
         except TemperError as error:
+            if isinstance(error, _PASSING) and self._draining.is_set():
+                log.info("job.requeued", reason=error.message)
+                self._settle(session, lambda: consumer.requeue(claimed))
+                return "requeued"
             if not isinstance(error, _PASSING):
                 log.warning("job.failed", code=error.code, reason=error.message)
                 message = error.message

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, Message, StrictModel
+from services.common.jobs.generate import GenerateSettings
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""
@@ -98,7 +99,8 @@ class GrpoJob(JobBase):
     """Group-relative policy optimisation on scored rollouts.
 
     Three ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group),
-    `groups`, or `rollouts` of completion ids (grouped by equal prompt).
+    `groups`, or `rollouts` of completion ids (grouped by equal prompt). Or none: with `generate` the job samples and
+    scores them itself, round after round.
     """
 
     kind: Literal["grpo"] = "grpo"
@@ -107,8 +109,9 @@ class GrpoJob(JobBase):
     rewards: list[Reward] | None = None
     groups: list[GrpoGroup] | None = None
     rollouts: list[ScoredCompletion] | None = None
+    generate: GenerateSettings | None = None
     epochs: int = Field(1, ge=1, le=100)
-    """Passes over the rollouts."""
+    """Passes over the rollouts; with `generate`, over each round's."""
     groups_per_step: int | None = Field(None, ge=1)
     """Groups an optimizer step; None: all of them."""
     loss_type: LossType = "dapo"
@@ -137,15 +140,24 @@ class GrpoJob(JobBase):
     or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's."""
     mismatch_cap: float = Field(3.0, gt=0, le=1e6)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _checkpoint_each_round(cls, data: Any) -> Any:
+        # What a round sampled is dear and not sampled alike again beside other traffic.
+        if isinstance(data, dict) and data.get("generate") is not None:
+            return {"checkpoint_every": 1, **data}
+        return data
+
     @model_validator(mode="after")
     def _one_form(self) -> GrpoJob:
         forms = [
             any(part is not None for part in (self.prompt, self.completions, self.rewards)),
             self.groups is not None,
             self.rollouts is not None,
+            self.generate is not None,
         ]
         if sum(forms) != 1:
-            raise ValueError("give exactly one of prompt+completions+rewards, groups, rollouts")
+            raise ValueError("give exactly one of prompt+completions+rewards, groups, rollouts, generate")
         if forms[0]:
             if self.prompt is None or self.completions is None or self.rewards is None:
                 raise ValueError("prompt, completions and rewards go together")
@@ -178,6 +190,17 @@ class GrpoJob(JobBase):
         ):
             if not read and getattr(self, name) != default(name):
                 raise ValueError(f"{name} would do nothing here: {way_out}")
+        return self
+
+    @model_validator(mode="after")
+    def _divides_by_enough(self) -> GrpoJob:
+        if self.generate is not None and (self.max_completion_length or self.generate.max_tokens) < (
+            self.generate.max_tokens
+        ):
+            raise ValueError(
+                f"max_completion_length is {self.max_completion_length} and generate.max_tokens "
+                f"{self.generate.max_tokens}: leave max_completion_length out"
+            )
         return self
 
     @property

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import ExampleJob, JobBase, Message, StrictModel
+from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, StrictModel
+from services.common.jobs.generate import RolloutPrompt
 from services.gateway.engines import ServedModel
 from services.gateway.schemas.base import check_finite
 
@@ -83,3 +84,18 @@ def prompt_tokens(served: ServedModel, job: JobBase, prompt: str | Sequence[Mess
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | RolloutPrompt) -> int:
+    """Tokens of a prompt in any of its forms; 0 if it has none."""
+    if asked.prompt_token_ids is not None:
+        return len(asked.prompt_token_ids)
+    prompt = asked.messages if asked.messages is not None else asked.prompt
+    return 0 if prompt is None else prompt_tokens(served, job, prompt, asked.tools)
+
+
+def check_vocabulary(served: ServedModel, field: str, token_ids: Sequence[int]) -> None:
+    if token_ids and (largest := max(token_ids)) >= served.info.vocab_size:
+        raise InvalidRequest(
+            f"{field} contains the token id {largest}, the vocabulary has {served.info.vocab_size} tokens", param=field
+        )

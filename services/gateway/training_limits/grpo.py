@@ -1,17 +1,31 @@
-"""Policy optimisation on scored rollouts: lengths, token ids, and whether there is anything to learn."""
+"""Policy optimisation on scored rollouts: lengths, token ids, and whether there is anything to learn.
+
+What a job samples itself is checked in `generate`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import GrpoGroup, GrpoJob, JobBase, check_spread
+from services.common.jobs import GrpoJob, check_spread
 from services.gateway.engines import ServedModel
-from services.gateway.training_limits.common import check_conversation, located, over, prompt_tokens
+from services.gateway.training_limits.common import (
+    asked_tokens,
+    check_conversation,
+    check_vocabulary,
+    located,
+    over,
+    prompt_tokens,
+)
+from services.gateway.training_limits.generate import check_generate
 
 
 def check_grpo(served: ServedModel, job: GrpoJob) -> None:
     """See check_training_job."""
+    if job.generate is not None:
+        check_generate(served, job, job.generate)
+        return
     for index, group in enumerate(job.groups or ()):
         check_conversation(f"groups[{index}]", group.messages, group.tools, messages="messages")
         check_conversation(f"groups[{index}]", group.prompt, None, messages="prompt")
@@ -41,27 +55,13 @@ def _parts(served: ServedModel, job: GrpoJob) -> Iterator[tuple[str, int, list[i
     for index, group in enumerate(job.groups or ()):
         name = f"groups[{index}]"
         with located(name):
-            prompt = _group_prompt(served, job, group)
-        _check_vocabulary(served, f"{name}.prompt_token_ids", group.prompt_token_ids or ())
+            prompt = asked_tokens(served, job, group)
+        check_vocabulary(served, f"{name}.prompt_token_ids", group.prompt_token_ids or ())
         lengths = []
         for position, completion in enumerate(group.completions):
-            _check_vocabulary(served, f"{name}.completions[{position}].token_ids", completion.token_ids or ())
+            check_vocabulary(served, f"{name}.completions[{position}].token_ids", completion.token_ids or ())
             if completion.token_ids is not None:
                 lengths.append(len(completion.token_ids))
             else:
                 lengths.append(len(codec.encode_completion(completion.text or "")))
         yield f"{name}.completions", prompt, lengths
-
-
-def _check_vocabulary(served: ServedModel, field: str, token_ids: Sequence[int]) -> None:
-    if token_ids and (largest := max(token_ids)) >= served.info.vocab_size:
-        raise InvalidRequest(
-            f"{field} contains the token id {largest}, the vocabulary has {served.info.vocab_size} tokens", param=field
-        )
-
-
-def _group_prompt(served: ServedModel, job: JobBase, group: GrpoGroup) -> int:
-    if group.prompt_token_ids is not None:
-        return len(group.prompt_token_ids)
-    prompt = group.messages if group.messages is not None else group.prompt
-    return 0 if prompt is None else prompt_tokens(served, job, prompt, group.tools)

@@ -29,6 +29,7 @@ def prepare_run(spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None
     from services.trainer.jobs.dpo import DpoRun
     from services.trainer.jobs.grpo import GrpoRun
     from services.trainer.jobs.kto import KtoRun
+    from services.trainer.jobs.rollout import RolloutRun
     from services.trainer.jobs.sft import SftRun
 
     # A job that came straight from Redis has been seen by no gateway.
@@ -45,6 +46,7 @@ def prepare_run(spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None
         case KtoJob():
             return KtoRun.prepare(spec, host, parent)
         case GrpoJob():
-            return GrpoRun.prepare(spec, host, parent)
+            made = GrpoRun if spec.generate is None else RolloutRun
+            return made.prepare(spec, host, parent)
         case _:
             assert_never(spec)

@@ -27,33 +27,41 @@ from services.trainer.losses import (
     policy_loss,
     surrogate_form,
 )
-from services.trainer.rollouts import ScoredRollouts, scored_rollouts
+from services.trainer.scored_rollouts import ScoredRollouts, scored_rollouts
 
 
 class GrpoRun(AdapterRun):
     """A prepared GRPO job; see `prepare`."""
 
     def __init__(
-        self, spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None, scored: ScoredRollouts
+        self,
+        spec: GrpoJob,
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        scored: ScoredRollouts,
+        *,
+        total_steps: int,
+        longest: Sequence[int],
     ) -> None:
+        """``longest`` are the lengths of the documents that a microbatch may have to hold."""
         self._job = spec
-        self._scored = scored
-        self._rollouts = scored.rollouts
-        self._start: dict[int, Tensor] = {}
-        """[trained tokens] float32 on the CPU: log-probabilities of the policy the job starts from, by rollout."""
-        self._groups_per_step = min(spec.groups_per_step or len(scored.groups), len(scored.groups))
-        self._steps_per_epoch = -(-len(scored.groups) // self._groups_per_step)
+        self._use(scored)
         super().__init__(
             spec,
             host,
             parent,
-            total_steps=spec.epochs * self._steps_per_epoch,
-            largest=largest_microbatch(
-                [rollout.document.length for rollout in self._rollouts if not rollout.masked],
-                microbatch_tokens(spec, host),
-            ),
+            total_steps=total_steps,
+            largest=largest_microbatch(longest, microbatch_tokens(spec, host)),
             notes=scored.notes,
         )
+
+    def _use(self, scored: ScoredRollouts) -> None:
+        """These are the rollouts to learn from."""
+        self._scored = scored
+        self._rollouts = scored.rollouts
+        self._start: dict[int, Tensor] = {}
+        """[trained tokens] float32 on the CPU: log-probabilities of the policy before the first step on them, by
+        rollout."""
 
     @classmethod
     def prepare(cls, spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> GrpoRun:
@@ -62,7 +70,30 @@ class GrpoRun(AdapterRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        return cls(spec, host, parent, scored_rollouts(host, spec))
+        scored = scored_rollouts(host, spec)
+        per_step = min(spec.groups_per_step or len(scored.groups), len(scored.groups))
+        return cls(
+            spec,
+            host,
+            parent,
+            scored,
+            total_steps=spec.epochs * -(-len(scored.groups) // per_step),
+            longest=[rollout.document.length for rollout in scored.rollouts if not rollout.masked],
+        )
+
+    @property
+    def _steps_on_these(self) -> int:
+        """Optimizer steps on the same rollouts."""
+        return self.total_steps
+
+    def _is_first(self, index: int) -> bool:
+        """Whether no step on these rollouts has changed the policy yet."""
+        return index % self._steps_on_these == 0
+
+    @property
+    def _longest(self) -> int:
+        """What dr_grpo divides by."""
+        return self._job.max_completion_length or self._scored.longest
 
     def batch(self, index: int) -> list[Document]:
         """The documents of step ``index``, in the order the groups were given."""
@@ -70,8 +101,10 @@ class GrpoRun(AdapterRun):
 
     def _members(self, index: int) -> Sequence[Sequence[int]]:
         """Rollouts of the groups of step ``index``."""
-        start = index % self._steps_per_epoch * self._groups_per_step
-        return self._scored.groups[start : start + self._groups_per_step]
+        groups = self._scored.groups
+        per_step = min(self._job.groups_per_step or len(groups), len(groups))
+        start = index % (self.total_steps // self._job.epochs) * per_step
+        return groups[start : start + per_step]
 
     def _trained(self, index: int) -> list[list[Document]]:
         return [
@@ -85,12 +118,12 @@ class GrpoRun(AdapterRun):
         return [at for at, rollout in enumerate(self._rollouts) if rollout.behaviour is None and not rollout.masked]
 
     def _score_start(self, interrupt: Callable[[], None]) -> None:
-        """Scores rollouts under the starting policy, before the first step changes it. A job of one step does not need
+        """Scores rollouts under the starting policy, before the first step changes it. A single step does not need
         it: there the starting policy is the one in training."""
         wanted = self._recomputed
         if self._job.mismatch_correction != "none":
             wanted = [at for at, rollout in enumerate(self._rollouts) if not rollout.masked]
-        if not wanted or self.total_steps == 1:
+        if not wanted or self._steps_on_these == 1:
             return
         found = {}
         for microbatch in self._pack([self._rollouts[at].document for at in wanted]):
@@ -102,7 +135,7 @@ class GrpoRun(AdapterRun):
         self._start = found
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        if index == 0:
+        if self._is_first(index):
             self._score_start(interrupt)
         job, device = self._job, self._host.model.device
         trained = self._trained(index)
@@ -126,7 +159,7 @@ class GrpoRun(AdapterRun):
                     old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
                 )
                 # Only of the starting policy do the sampler and the trainer mean the same.
-                if index == 0 or job.mismatch_correction != "none":
+                if self._is_first(index) or job.mismatch_correction != "none":
                     mismatch.add(old, behaviour, correction, outside, recorded)
                 part = policy_loss(
                     logprobs,
@@ -158,9 +191,7 @@ class GrpoRun(AdapterRun):
             GroupSize(len(members), [document.num_trained for document in documents])
             for members, documents in zip(self._members(index), trained, strict=True)
         ]
-        weights = completion_weights(
-            self._job.loss_type, sizes, max_length=self._job.max_completion_length or self._scored.longest
-        )
+        weights = completion_weights(self._job.loss_type, sizes, max_length=self._longest)
         documents = [document for group in trained for document in group]
         return {document.source: weight for document, weight in zip(documents, weights, strict=True)}
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.grpo import MismatchCorrection
+from services.trainer.agreement import Agreement
 from services.trainer.losses.sequences import per_row, sequence_sums
 
 
@@ -52,31 +53,28 @@ class MismatchStats:
 
     def __init__(self, device: torch.device, correction: MismatchCorrection) -> None:
         self._correction = correction
-        self._sums = torch.zeros(5, device=device)
+        self._agreement = Agreement(device)
+        self._sums = torch.zeros(3, device=device)
         self._least = torch.full((), float("inf"), device=device)
         self._most = torch.full((), float("-inf"), device=device)
 
     @torch.no_grad()
     def add(self, old: Tensor, behaviour: Tensor, weights: Tensor, outside: Tensor, recorded: Tensor) -> None:
         """All [N]: see `mismatch_weights`; ``recorded`` says where ``behaviour`` is the sampler's own."""
-        difference = (old - behaviour)[recorded]
+        self._agreement.add(behaviour, old, recorded)
         weights = weights[recorded]
-        k3 = difference.exp() - 1.0 - difference
-        count = recorded.sum().float()
-        self._sums += torch.stack(
-            [count, difference.abs().sum(), k3.sum(), weights.sum(), outside[recorded].sum().float()]
-        )
+        self._sums += torch.stack([recorded.sum().float(), weights.sum(), outside[recorded].sum().float()])
         if weights.numel():
             self._least = torch.minimum(self._least, weights.min())
             self._most = torch.maximum(self._most, weights.max())
 
     def metrics(self) -> dict[str, float]:
-        """Mean |Δ log p| and the k3 estimate of KL(sampler ‖ trainer); with a correction also what it did. Empty when
-        no sampler said anything."""
-        count, difference, k3, weights, outside = self._sums.tolist()
+        """How far sampler and trainer are apart; with a correction also what it did. Empty when no sampler said
+        anything."""
+        count, weights, outside = self._sums.tolist()
         if count == 0:
             return {}
-        found = {"mismatch_logp_difference": difference / count, "mismatch_kl": k3 / count}
+        found = self._agreement.metrics()
         if self._correction != "none":
             found |= {
                 "mismatch_weight_mean": weights / count,

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.common.job_records import SPEC
-from services.common.jobs import JOBS, JobBase
+from services.common.jobs import JOBS, GrpoJob, JobBase
+from services.common.jobs.generate import GenerateSettings, RolloutPrompt
+from services.common.jobs.rewards import ExactReward, JsonSchemaReward, NumericReward, RegexReward, WebhookReward
+from services.common.reward_checks import check_rewards
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
 
@@ -20,6 +23,20 @@ def test_the_examples_are_valid_jobs(kind: str) -> None:
     assert blocks
     for block in blocks:
         assert SPEC.validate_python({"kind": kind, **json.loads(block)}).kind == kind
+
+
+def test_rollout_jobs_have_a_page_of_their_own() -> None:
+    page = (GUIDES / "training" / "rollouts.md").read_text()
+    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    job = SPEC.validate_python({"kind": "grpo", **json.loads(block)})
+    assert isinstance(job, GrpoJob)
+    assert job.generate is not None
+    check_rewards(job.generate)
+    assert not sorted(name for name in GenerateSettings.model_fields if f"`{name}`" not in page)
+    for reward in (RegexReward, ExactReward, NumericReward, JsonSchemaReward, WebhookReward):
+        assert not sorted(name for name in reward.model_fields if name not in page)
+        assert f"| `{reward.model_fields['type'].default}` |" in page
+    assert not sorted(name for name in RolloutPrompt.model_fields if f"`{name}`" not in page)
 
 
 @pytest.mark.parametrize("kind", JOBS)

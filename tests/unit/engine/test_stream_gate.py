@@ -107,6 +107,17 @@ class Stage:
         assert self._error is None
         assert condition()
 
+    def finish(self, thread: threading.Thread) -> None:
+        """Leaves the device to the trainer until it is done."""
+        self.gate.engine_idle()
+        for _ in range(int(TIMEOUT / 0.002)):
+            if not thread.is_alive():
+                break
+            self.device.advance(self.device.now + 1000.0)
+            thread.join(0.002)
+        assert not thread.is_alive()
+        assert self._error is None
+
     def settled(self) -> int:
         """How many pieces are queued once the trainer does not go on."""
         before = -1
@@ -143,10 +154,7 @@ def test_steps_and_pieces_follow_each_other_and_the_goal_is_kept() -> None:
         stage.step(2.0)  # the engine launches one step ahead
         times.append(stage.device.log[-1][1])
         stage.device.advance(times[-1])
-    stage.gate.engine_idle()
-    stage.device.advance(1e9)
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
+    stage.finish(thread)
     between = [after - before for before, after in itertools.pairwise(times[2:])]
     # A step of 2 leaves 4 of 6 for pieces of 1, give or take one that overran its credit.
     assert all(GOAL - 1.0 <= seconds <= GOAL + 1.0 for seconds in between), between
@@ -166,9 +174,7 @@ def test_a_goal_out_of_reach_leaves_training_its_minimal_share() -> None:
         stage.device.advance(stage.device.log[-1][1])
     pieces = sum(what == "piece" for what, _, _ in stage.device.log)
     assert 3 * 5 <= pieces <= 8 * 6
-    stage.gate.engine_idle()
-    stage.device.advance(1e9)
-    thread.join(TIMEOUT)
+    stage.finish(thread)
 
 
 def test_without_credit_the_trainer_waits_for_the_next_step() -> None:
@@ -179,9 +185,7 @@ def test_without_credit_the_trainer_waits_for_the_next_step() -> None:
     stage.device.advance(60.0)
     stage.step(2.0)
     assert stage.settled() == 1, "a piece of 50 is a debt of many steps"
-    stage.gate.engine_idle()
-    stage.device.advance(1e9)
-    thread.join(TIMEOUT)
+    stage.finish(thread)
     assert stage.queued == 3
 
 

@@ -19,7 +19,7 @@ from services.trainer.losses import (
     mismatch_weights,
     policy_loss,
 )
-from services.trainer.rollouts import scored_rollouts
+from services.trainer.scored_rollouts import scored_rollouts
 from tests.training_support import CPU, TrainingHost, gradients, random_adapter
 from tests.unit.trainer.test_grpo_run import job, prepared, token_groups
 
@@ -85,9 +85,9 @@ def test_mismatch_metrics_are_of_the_sampler_only() -> None:
     stats.add(old, behaviour, weights, outside, torch.tensor([True, True, False]))
     stats.add(old, old, weights, outside, torch.tensor([False] * 3))
     found = stats.metrics()
-    assert found["mismatch_logp_difference"] == pytest.approx(0.75)
+    assert found["sampler_trainer_logprob_difference"] == pytest.approx(0.75)
     k3 = [math.exp(value) - 1 - value for value in (0.5, -1.0)]
-    assert found["mismatch_kl"] == pytest.approx(statistics.mean(k3))
+    assert found["sampler_trainer_kl"] == pytest.approx(statistics.mean(k3))
     assert found["mismatch_weight_mean"] == pytest.approx(math.exp(-1) / 2)
     assert found["mismatch_weight_min"] == 0
     assert found["mismatch_weight_max"] == pytest.approx(math.exp(-1))
@@ -199,16 +199,16 @@ def test_the_starting_policy_is_scored_before_it_changes(host: TrainingHost) -> 
     # The sampler here is the trainer, so the weights stay 1 whatever the policy has become since.
     for metrics in history:
         assert metrics["mismatch_weight_mean"] == pytest.approx(1.0, abs=1e-4)
-        assert metrics["mismatch_logp_difference"] < 1e-4
+        assert metrics["sampler_trainer_logprob_difference"] < 1e-4
         assert metrics["mismatch_fraction_outside"] == 0
     assert history[0]["behaviour_kl"] == pytest.approx(0, abs=1e-6)
     assert history[5]["behaviour_kl"] > 1e-6
     # Without correction the two are compared where they mean the same policy: in the first step.
     plain = prepared(host, groups=groups, epochs=2)
-    assert plain.step(0)["mismatch_logp_difference"] < 1e-4
-    assert "mismatch_logp_difference" not in plain.step(1)
+    assert plain.step(0)["sampler_trainer_logprob_difference"] < 1e-4
+    assert "sampler_trainer_logprob_difference" not in plain.step(1)
     # Rollouts whose sampler said nothing have nothing to compare.
-    assert "mismatch_kl" not in prepared(host, groups=unscored(groups), mismatch_correction="token_mask").step(0)
+    assert "sampler_trainer_kl" not in prepared(host, groups=unscored(groups), mismatch_correction="token_mask").step(0)
 
 
 def test_what_a_sampler_that_is_off_costs(host: TrainingHost) -> None:
@@ -217,7 +217,7 @@ def test_what_a_sampler_that_is_off_costs(host: TrainingHost) -> None:
         completion["logprobs"] = [value - 2.0 for value in completion["logprobs"]]
     metrics = prepared(host, groups=groups, mismatch_correction="token_mask").step(0)
     assert metrics["mismatch_fraction_outside"] == pytest.approx(0.5)
-    assert metrics["mismatch_logp_difference"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["sampler_trainer_logprob_difference"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["mismatch_weight_min"] == 0
     assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
 

@@ -1,0 +1,193 @@
+"""The engine beside the trainer as a sampler: rollouts are requests like any other, behind all others."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
+from services.common.names import AdapterVersion
+from services.engine.loop import EngineLoop
+from services.engine.model.lora import LoraParams
+from services.engine.ports import Submission
+from services.engine.private_versions import PrivateVersion, PrivateVersions
+from services.engine.request import FinishReason, SamplingParams
+from services.engine.updates import Finished, SequenceUpdate
+from services.engine.wire import AdapterChoice
+from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling
+
+_PRIORITY = 2**31
+"""Behind everything that a protobuf int32 can ask for."""
+_LOOK_SECONDS = 0.05
+"""Between two looks whether the job may go on."""
+
+
+class EngineRollouts:
+    """Implements services.trainer.rollouts.RolloutSource.
+
+    Args:
+        sequences: most rollouts in the engine at once.
+        timeout_seconds: of a call that has no deadline.
+    """
+
+    def __init__(self, loop: EngineLoop, private: PrivateVersions, *, sequences: int, timeout_seconds: float) -> None:
+        self._loop = loop
+        self._private = private
+        # More could not run, and would only be preempted by each other.
+        self._sequences = min(sequences, loop.config.max_num_seqs)
+        self._timeout = timeout_seconds
+        self._calls = itertools.count()
+
+    def check(self, prompt_tokens: int, max_tokens: int) -> None:
+        """See RolloutSource.check."""
+        room = self._loop.config.max_output(prompt_tokens, max_tokens)
+        if room < max_tokens:
+            raise InvalidRequest(
+                f"a prompt of {prompt_tokens} tokens leaves room for {room} of {max_tokens} tokens in the engine's "
+                f"context of {self._loop.config.max_model_len}: shorten the prompt or lower max_tokens",
+                param="max_tokens",
+            )
+
+    @contextmanager
+    def policy(self, lora: LoraParams, interrupt: Callable[[], None] = lambda: None) -> Iterator[PrivateVersion]:
+        """See RolloutSource.policy."""
+        # By way of the files of a version, so that what samples is bit by bit what will be published.
+        with self._private.loaded(lora.to_files(""), interrupt) as version:
+            yield version
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: RolloutSampling,
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[Completion]:
+        """See RolloutSource.generate."""
+        adapter = _choice(policy)
+        deadline = time.monotonic() + self._timeout if deadline is None else deadline
+        call = next(self._calls)
+        submissions = [
+            Submission(
+                f"rollout:{call}:{number}",
+                request.prompt,
+                SamplingParams(
+                    temperature=sampling.temperature,
+                    max_tokens=sampling.max_tokens,
+                    stop_token_ids=sampling.stop_token_ids,
+                    seed=request.seed,
+                ),
+                adapter,
+                priority=_PRIORITY,
+                background=True,
+            )
+            for number, request in enumerate(requests)
+        ]
+        batch = _Batch(self._loop, submissions, self._sequences)
+        try:
+            finished = batch.run(interrupt, deadline)
+        finally:
+            batch.close()
+        return [_completion(finished[submission.request_id]) for submission in submissions]
+
+
+class _Batch:
+    """The requests of one call: as many in the engine as may be, the next one when one ends."""
+
+    def __init__(self, loop: EngineLoop, submissions: Sequence[Submission], sequences: int) -> None:
+        self._loop = loop
+        self._sequences = sequences
+        self._expected = len(submissions)
+        # Guarded by the condition's lock.
+        self._changed = threading.Condition()
+        self._left = deque(submissions)
+        self._live = 0
+        self._finished: dict[str, Finished] = {}
+        self._error: TemperError | None = None
+        self._closed = False
+
+    def run(self, interrupt: Callable[[], None], deadline: float) -> dict[str, Finished]:
+        """Blocks until all have ended. Raises the first error of a request, and what ``interrupt`` raises."""
+        # All at one boundary: which rollouts share a step does not depend on how the threads take turns.
+        begun = self._loop.call_at_boundary(self._fill)
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._over, _LOOK_SECONDS)
+                if self._error is not None:
+                    raise self._error
+                if len(self._finished) == self._expected:
+                    return self._finished
+            if begun.done():
+                begun.result()
+            if not self._loop.alive:
+                raise Unavailable("the engine loop has ended")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{len(self._finished)} of {self._expected} rollouts were done at the deadline: users' requests "
+                    "go first; lower completions or max_tokens, or raise TEMPER_ROLLOUT_TIMEOUT_SECONDS"
+                )
+            interrupt()
+
+    def close(self) -> None:
+        """Aborts what is left."""
+        with self._changed:
+            self._closed = True
+            if self._live:
+                self._loop.abort_all(self._take)
+
+    def _over(self) -> bool:
+        return self._error is not None or len(self._finished) == self._expected
+
+    # On the loop thread.
+
+    def _fill(self) -> None:
+        with self._changed:
+            while self._left and self._live < self._sequences and not self._closed and self._error is None:
+                try:
+                    self._loop.submit(self._left.popleft(), self._take)
+                except TemperError as error:
+                    self._error = error
+                    self._changed.notify_all()
+                    return
+                self._live += 1
+
+    def _take(self, updates: list[SequenceUpdate]) -> None:
+        """The sink of all of them."""
+        with self._changed:
+            for update in updates:
+                if update.finish_reason is None:
+                    continue
+                self._live -= 1
+                if update.error is not None:
+                    self._error = self._error or update.error
+                elif update.finished is None or update.finish_reason is FinishReason.ABORT:
+                    self._error = self._error or Unavailable("the engine ended a rollout")
+                else:
+                    self._finished[update.request_id] = update.finished
+            if self._over():
+                self._changed.notify_all()
+        self._fill()
+
+
+def _choice(policy: Policy) -> AdapterChoice | PrivateVersion:
+    if policy is None:
+        return AdapterChoice()
+    if isinstance(policy, AdapterVersion):
+        return AdapterChoice(name=policy.name, version=policy.version)
+    if not isinstance(policy, PrivateVersion):
+        raise TypeError(f"{policy!r} is no policy of this engine")
+    return policy
+
+
+def _completion(finished: Finished) -> Completion:
+    return Completion(
+        tuple(finished.output_ids),
+        array("f", finished.sampling_logprobs),
+        truncated=finished.finish_reason is FinishReason.LENGTH,
+    )

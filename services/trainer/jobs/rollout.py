@@ -1,0 +1,272 @@
+"""GRPO that samples its own rollouts: generate → score → train, for some rounds, with the engine that serves.
+
+A round is a fixed number of optimizer steps, so the job's length is known and a step number says what comes next. The
+first step of a round samples and scores; what it found is part of the state until the round's last step, so a resumed
+round goes on with the same rollouts. Groups without spread are left out. A round may have none with spread: its steps
+change nothing, and the job goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import GrpoJob
+from services.common.jobs.generate import GenerateSettings, RolloutPrompt
+from services.trainer.data import placed, prompt_tokens, shuffled
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.base import RunState
+from services.trainer.jobs.grpo import GrpoRun
+from services.trainer.jobs.round import Round, ScoredPrompt
+from services.trainer.rewards import Rewards, Sample
+from services.trainer.rewards.sample import without_thinking
+from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling
+from services.trainer.scored_rollouts import RewardStats, ScoredRollouts, gather
+
+_NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
+
+
+class RolloutRun(GrpoRun):
+    """A prepared GRPO job with `generate`; see `prepare`."""
+
+    def __init__(
+        self,
+        spec: GrpoJob,
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        *,
+        settings: GenerateSettings,
+        prompts: Sequence[ScoredPrompt],
+        held_out: Sequence[ScoredPrompt],
+        rewards: Rewards,
+    ) -> None:
+        self._generate = settings
+        self._prompts = prompts
+        self._held_out = held_out
+        self._reward = rewards
+        self._round: Round | None = None
+        per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
+        self._steps_per_epoch = -(-settings.round_prompts // per_step)
+        self._steps_per_round = spec.epochs * self._steps_per_epoch
+        longest = sorted((len(prompt.token_ids) + settings.max_tokens for prompt in prompts), reverse=True)
+        lengths = [length for length in longest[: settings.round_prompts] for _ in range(settings.completions)]
+        super().__init__(
+            spec,
+            host,
+            parent,
+            _NOTHING,
+            total_steps=settings.rounds * self._steps_per_round,
+            longest=lengths,
+        )
+
+    @classmethod
+    def prepare(cls, spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> RolloutRun:
+        """Tokenizes the prompts, compiles the rewards and sizes the job for the longest completions it may sample.
+
+        Raises:
+            InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
+        """
+        settings = spec.generate
+        if settings is None:
+            raise InvalidRequest("the job has no generate", param="generate")
+        if wrong := [token for token in settings.stop_token_ids if token >= host.model.config.vocab_size]:
+            raise InvalidRequest(
+                f"generate.stop_token_ids: {wrong[0]} is over the model's vocabulary of {host.model.config.vocab_size}",
+                param="generate.stop_token_ids",
+            )
+        return cls(
+            spec,
+            host,
+            parent,
+            settings=settings,
+            prompts=_tokenized(host, spec, settings, settings.prompts, "prompts"),
+            held_out=_tokenized(host, spec, settings, settings.eval_prompts, "eval_prompts"),
+            rewards=Rewards(settings.reward, host.webhooks),
+        )
+
+    # -- steps
+
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.step. An interrupted evaluation leaves the step applied."""
+        metrics: dict[str, float] = {}
+        number, position = divmod(self._finished, self._steps_per_round)
+        if index == 0 and self._held_out:
+            metrics["eval_reward_before"] = self._evaluate(interrupt)["eval_reward"]
+        if self._round is None or self._round.number != number:
+            metrics |= self._begin(number, interrupt)
+        started = time.perf_counter()
+        metrics |= super().step(index, interrupt)
+        metrics["train_seconds"] = time.perf_counter() - started
+        metrics["round"] = float(number + 1)
+        if position + 1 == self._steps_per_round and self._evaluates_after(number):
+            metrics |= self._evaluate(interrupt)
+        return metrics
+
+    def _members(self, index: int) -> Sequence[Sequence[int]]:
+        """An even part of the groups of the round that is under way: how many have spread is not known before."""
+        groups = self._scored.groups
+        part = index % self._steps_per_round % self._steps_per_epoch
+        start, end = (len(groups) * edge // self._steps_per_epoch for edge in (part, part + 1))
+        return groups[start:end]
+
+    @property
+    def _steps_on_these(self) -> int:
+        return self._steps_per_round
+
+    @property
+    def _longest(self) -> int:
+        return self._job.max_completion_length or self._generate.max_tokens
+
+    def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
+        if self._round is None:
+            raise ValueError(f"step {index} has no rollouts")
+        if self.batch(index):
+            metrics, inputs = super()._accumulate(index, interrupt)
+        else:
+            metrics, inputs = self._reward_metrics(), 0
+        return metrics | self._round.metrics(), inputs
+
+    def _reward_metrics(self) -> dict[str, float]:
+        return {
+            "reward_mean": self._scored.rewards.mean,
+            "reward_std": self._scored.rewards.std,
+            "groups_skipped": float(self._scored.rewards.groups_skipped),
+        }
+
+    def _evaluates_after(self, number: int) -> bool:
+        if not self._held_out:
+            return False
+        every = self._generate.eval_every
+        return number + 1 == self._generate.rounds or (every is not None and (number + 1) % every == 0)
+
+    # -- rounds
+
+    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Samples and scores a round; the seconds of each part."""
+        chosen = self._chosen(number)
+        requests = [
+            RolloutRequest(prompt.token_ids, _seed(self._job.seed, number, place, member))
+            for place, prompt in enumerate(chosen)
+            for member in range(self._generate.completions)
+        ]
+        started = time.perf_counter()
+        with self._host.rollouts.policy(self._lora, interrupt) as policy:
+            swapped = time.perf_counter()
+            found = self._sample(requests, policy, self._generate.temperature, interrupt)
+        sampled = time.perf_counter()
+        prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
+        rewards = self._score(prompts, found, interrupt)
+        scored = time.perf_counter()
+        self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
+        return {
+            "swap_seconds": swapped - started,
+            "rollout_seconds": sampled - swapped,
+            "rollout_tokens_per_second": sum(len(one.token_ids) for one in found) / max(sampled - swapped, 1e-9),
+            "score_seconds": scored - sampled,
+        }
+
+    def _enter(self, found: Round) -> None:
+        self._use(gather(self._host, self._job, found.groups()))
+        self._round = found
+
+    def _chosen(self, number: int) -> list[ScoredPrompt]:
+        """The prompts of a round: the next ones of an endless series of shuffled passes."""
+        count, size = len(self._prompts), self._generate.round_prompts
+        orders: dict[int, list[int]] = {}
+        chosen = []
+        for position in range(number * size, (number + 1) * size):
+            epoch, place = divmod(position, count)
+            if epoch not in orders:
+                orders[epoch] = shuffled(count, seed=self._job.seed, epoch=epoch)
+            chosen.append(self._prompts[orders[epoch][place]])
+        return chosen
+
+    def _sample(
+        self,
+        requests: Sequence[RolloutRequest],
+        policy: Policy,
+        temperature: float,
+        interrupt: Callable[[], None],
+    ) -> list[Completion]:
+        sampling = RolloutSampling(temperature, self._generate.max_tokens, frozenset(self._generate.stop_token_ids))
+        return self._host.rollouts.generate(requests, sampling, policy, interrupt=interrupt)
+
+    def _score(
+        self, prompts: Sequence[ScoredPrompt], found: Sequence[Completion], interrupt: Callable[[], None]
+    ) -> list[float]:
+        samples = [self._as_sample(prompt, completion) for prompt, completion in zip(prompts, found, strict=True)]
+        return self._reward.score(samples, interrupt)
+
+    def _as_sample(self, prompt: ScoredPrompt, completion: Completion) -> Sample:
+        codec = self._host.codec
+        return Sample(
+            prompt=codec.decode(prompt.token_ids, skip_special=False),
+            completion=codec.decode(completion.token_ids),
+            tokens=len(completion.token_ids),
+            truncated=completion.truncated,
+            answer=prompt.asked.answer,
+            metadata=prompt.asked.metadata,
+            said=without_thinking(codec, prompt.token_ids, completion.token_ids),
+        )
+
+    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Mean reward of the greedy answers to the held-out prompts, as ``eval_reward``."""
+        started = time.perf_counter()
+        requests = [RolloutRequest(prompt.token_ids, 0) for prompt in self._held_out]
+        with self._host.rollouts.policy(self._lora, interrupt) as policy:
+            found = self._sample(requests, policy, 0.0, interrupt)
+        rewards = self._score(self._held_out, found, interrupt)
+        return {"eval_reward": math.fsum(rewards) / len(rewards), "eval_seconds": time.perf_counter() - started}
+
+    # -- checkpoints
+
+    def state(self) -> RunState:
+        """See JobRun.state: with the rollouts of a round that is under way."""
+        state = super().state()
+        if self._round is None or self._finished >= (self._round.number + 1) * self._steps_per_round:
+            kept = {name: value for name, value in state.tensors.items() if not name.startswith("start.")}
+            return RunState(kept, state.data)
+        tensors, data = self._round.state()
+        return RunState(state.tensors | tensors, {**state.data, "round": data})
+
+    def load_state(self, state: RunState) -> int:
+        """See JobRun.load_state."""
+        step = super().load_state(state)
+        if "round" in state.data:
+            start = self._start
+            number = int(state.data["round"]["number"])
+            self._enter(Round.of_state(state.tensors, state.data["round"], self._chosen(number)))
+            self._start = start
+        return step
+
+
+def _tokenized(
+    host: PolicyHost, spec: GrpoJob, settings: GenerateSettings, given: Sequence[RolloutPrompt], field: str
+) -> list[ScoredPrompt]:
+    limit, vocab = host.max_train_tokens, host.model.config.vocab_size
+    prompts = []
+    for index, asked in enumerate(given):
+        with placed(f"generate.{field}[{index}]"):
+            tokens = asked.prompt_token_ids
+            if tokens is None:
+                text = asked.messages if asked.prompt is None else asked.prompt
+                tokens = prompt_tokens(host.codec, spec, text or "", asked.tools)
+            if max(tokens) >= vocab:
+                raise InvalidRequest(f"a token id is over the model's vocabulary of {vocab}")
+            if len(tokens) + settings.max_tokens > limit:
+                raise InvalidRequest(
+                    f"its {len(tokens)} tokens and max_tokens {settings.max_tokens} are over this engine's limit of "
+                    f"{limit} for training (max_train_tokens): shorten it, or lower max_tokens"
+                )
+            host.rollouts.check(len(tokens), settings.max_tokens)
+        prompts.append(ScoredPrompt(tuple(tokens), asked))
+    return prompts
+
+
+def _seed(job: int, number: int, place: int, member: int) -> int:
+    """Of one rollout: a function of the job's seed, the round and the rollout's place in it."""
+    digest = hashlib.sha256(f"{job}:{number}:{place}:{member}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

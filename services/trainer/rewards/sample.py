@@ -1,0 +1,52 @@
+"""What a reward looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.common.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion with its prompt, as text."""
+
+    prompt: str
+    """As the model read it, chat template included."""
+    completion: str
+    """Without special tokens."""
+    tokens: int
+    """Of the completion, with the one that ended it."""
+    truncated: bool = False
+    answer: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    said: str | None = None
+    """The completion without its thinking block, where that is something else."""
+
+    @property
+    def text(self) -> str:
+        """What is judged: what a user would read as the answer."""
+        return self.completion if self.said is None else self.said
+
+
+class Scorer(Protocol):
+    """One reward."""
+
+    def score(self, samples: Sequence[Sample], interrupt: Callable[[], None]) -> Sequence[float]:
+        """One finite number a sample. Raises Unavailable, and what ``interrupt`` raises."""
+        ...
+
+
+def without_thinking(codec: TextCodec, prompt: Sequence[int], completion: Sequence[int]) -> str | None:
+    """The text behind the completion's thinking block; None if there is no such block. It is empty if the completion
+    never left the block that it or its prompt opened: judged by its thoughts, a model could try every answer there."""
+    opened, closed = codec.token_id("<think>"), codec.token_id("</think>")
+    if opened is None or closed is None:
+        return None
+    if closed in completion:
+        last = len(completion) - 1 - list(reversed(completion)).index(closed)
+        return codec.decode(completion[last + 1 :])
+    before = next((token for token in reversed(prompt) if token in (opened, closed)), closed)
+    return "" if opened in completion or before == opened else None

@@ -1,0 +1,225 @@
+"""A rollout job from the queue to the engine: real Redis, real S3, the tiny model's engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.jobs import GrpoJob, Job, JobEvent, JobState
+from services.common.names import AdapterVersion
+from services.common.queue import JobQueue
+from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.settings import CommonSettings
+from services.common.store import ObjectStore
+from services.engine.wire import AdapterChoice
+from services.trainer.jobs import prepare_run
+from services.trainer.rewards import Webhooks
+from services.trainer.settings import TrainerSettings
+from services.trainer.worker import TrainerWorker
+from tests.integration.servers import RunningServer
+from tests.rollout_support import Pod, running_pod, wait_for
+from tests.unit.trainer.test_webhook import SECRET, ok, serving
+
+QUICK = {
+    "prompts": [f"Say {n}" for n in range(4)],
+    "rounds": 3,
+    "prompts_per_round": 2,
+    "completions": 4,
+    "max_tokens": 10,
+    "temperature": 3.0,
+    "reward": [{"type": "regex", "pattern": p} for p in ("e", "a", "[0-9]", "T")],
+}
+LONG = {**QUICK, "max_tokens": 200, "completions": 32, "temperature": 30.0}
+"""Seconds of sampling a round."""
+
+
+def job(adapter: str = "toy", **generate: Any) -> GrpoJob:
+    return GrpoJob.model_validate(
+        {"adapter": adapter, "learning_rate": 0.01, "lora": {"rank": 4}, "generate": QUICK | generate}
+    )
+
+
+@pytest.fixture
+def pod(registry: AdapterRegistry) -> Iterator[Pod]:
+    with running_pod(registry=registry) as pod:
+        yield pod
+        pod.settle()
+
+
+@pytest.fixture
+async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
+    queue = JobQueue(settings)
+    yield queue
+    await queue.aclose()
+
+
+Start = Callable[..., TrainerWorker]
+
+
+@pytest.fixture
+def start(
+    settings: CommonSettings, store: ObjectStore, registry: AdapterRegistry, pod: Pod, tmp_path: Path
+) -> Iterator[Start]:
+    workers: list[TrainerWorker] = []
+
+    def make(**host: Any) -> TrainerWorker:
+        trainer = TrainerSettings(
+            **settings.model_dump(),
+            job_heartbeat_seconds=0.2,
+            checkpoint_dir=tmp_path / "checkpoints",
+            trainer_drain_seconds=10,
+            adapter_sync_seconds=5,
+            job_max_attempts=2,
+        )
+        beside = dataclasses.replace(pod.host, **host)
+        workers.append(TrainerWorker(beside, trainer, store=store, registry=registry, prepare=prepare_run))
+        workers[-1].start()
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.drain()
+
+
+async def until(queue: JobQueue, job_id: str, condition: Callable[[Job], bool], timeout: float = 60) -> Job:
+    deadline = time.monotonic() + timeout
+    while not condition(job := await queue.get(job_id)):
+        assert time.monotonic() < deadline, job
+        await asyncio.sleep(0.02)
+    return job
+
+
+async def events(queue: JobQueue, job_id: str) -> list[JobEvent]:
+    return [event async for event in queue.events(job_id)]
+
+
+async def everything_said(queue: JobQueue, job_id: str) -> list[JobEvent]:
+    """So far, of a job that has not ended."""
+    found: list[JobEvent] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            async for event in queue.events(job_id):
+                found.append(event)
+    return found
+
+
+def undisturbed(pod: Pod, spec: GrpoJob) -> bytes:
+    run = prepare_run(spec, pod.host, None)
+    for index in range(run.total_steps):
+        run.step(index)
+    return run.lora.to_files("")[WEIGHTS]
+
+
+async def sampling(pod: Pod) -> None:
+    await asyncio.to_thread(wait_for, lambda: pod.engine.loop.status().counts.running > 0)
+
+
+async def test_from_submit_to_the_next_request(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    start()
+    spec = job(eval_prompts=["Say 9"], eval_every=1)
+    done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "toy@1"), done.reason
+    assert done.progress.step == done.progress.total_steps == 3
+    assert {"reward_mean", "eval_reward", "eval_reward_before", "sampler_trainer_kl"} <= done.metrics.keys()
+    found = await events(queue, done.id)
+    rewards = [event.data["reward_mean"] for event in found if event.kind == "progress" and "round" in event.data]
+    assert len(rewards) == 3
+    assert [event.data["step"] for event in found if event.kind == "eval"] == [1, 2, 3]
+    assert pod.slots_taken() == 0
+    # What was published is what trained, and is what answers now.
+    weights = registry.files(AdapterVersion("toy", 1))[WEIGHTS]
+    assert weights == await asyncio.to_thread(undisturbed, pod, spec)
+    assert pod.engine.adapters.snapshot().attached == "toy@1"
+    user = pod.user()
+    name = user.submit(tuple(pod.engine.codec.encode("Say 3")), adapter=AdapterChoice(attached=True))
+    assert await asyncio.to_thread(user.answer, name)
+    assert registry.versions("toy") == [registry.manifest(AdapterVersion("toy", 1))]
+
+
+async def test_cancelling_in_the_middle_of_a_rollout(queue: JobQueue, start: Start, pod: Pod) -> None:
+    start()
+    submitted = await queue.submit(job(**LONG))
+    await sampling(pod)
+    began = time.monotonic()
+    await queue.cancel(submitted.id)
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert done.state is JobState.CANCELLED
+    assert time.monotonic() - began < 5
+    await asyncio.to_thread(pod.settle)
+
+
+async def test_draining_in_the_middle_of_a_rollout(
+    queue: JobQueue, registry: AdapterRegistry, start: Start, pod: Pod
+) -> None:
+    """The job is handed back, not failed; another trainer ends it with the adapter of an undisturbed run."""
+    spec = job(**{**LONG, "completions": 6, "max_tokens": 60})
+    first = start()
+    submitted = await queue.submit(spec)
+    await until(queue, submitted.id, lambda job: job.progress.step >= 1)
+    await sampling(pod)
+    assert await asyncio.to_thread(first.drain)
+    handed_back = await queue.get(submitted.id)
+    assert handed_back.state is JobState.QUEUED
+    await asyncio.to_thread(pod.settle)
+    start()
+    done = await until(queue, submitted.id, lambda job: job.state.terminal)
+    assert done.state is JobState.SUCCEEDED, done.reason
+    assert any("resumed after step" in str(event.data) for event in await events(queue, done.id))
+    weights = registry.files(AdapterVersion("toy", 1))[WEIGHTS]
+    assert weights == await asyncio.to_thread(undisturbed, pod, spec)
+
+
+async def test_an_engine_that_drains_first_costs_the_job_no_attempt(queue: JobQueue, start: Start, pod: Pod) -> None:
+    worker = start()
+    submitted = await queue.submit(job(**LONG))
+    await sampling(pod)
+    worker.stop_soon()
+    pod.engine.loop.drain(0.0)
+    assert await asyncio.to_thread(worker.drain)
+    handed_back = await queue.get(submitted.id)
+    assert handed_back.state is JobState.QUEUED
+    assert handed_back.reason is None
+    said = [event.data for event in await everything_said(queue, submitted.id)]
+    assert not any("refused" in str(data) or "Unavailable" in str(data) for data in said)
+    await asyncio.to_thread(wait_for, lambda: pod.slots_taken() == 0)
+
+
+async def test_a_webhook_that_fails_fails_the_job_and_keeps_its_checkpoint(
+    queue: JobQueue, store: ObjectStore, start: Start, pod: Pod
+) -> None:
+    calls = 0
+
+    def answer(seen: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return ok([float(n % 3) for n in range(8)]) if calls == 1 else (500, {}, b"broken")
+
+    with serving(answer) as server:
+        start(webhooks=Webhooks(allowed=(server.url,), secret=SECRET, attempts=2))
+        spec = job(reward={"type": "webhook", "url": server.url})
+        done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    assert done.state is JobState.FAILED
+    assert "given up after 2 attempts" in (done.reason or "")
+    assert f"the webhook {server.url} failed 2 times, the last time because it answered with status 500" in (
+        done.reason or ""
+    )
+    assert calls == 1 + 2 * 2
+    assert store.list(f"jobs/{done.id}/checkpoints/")
+    assert done.metrics["reward_mean"] == pytest.approx(7 / 8)
+
+
+async def test_a_webhook_that_is_not_listed_fails_at_once(queue: JobQueue, start: Start, pod: Pod) -> None:
+    start()
+    spec = job(reward={"type": "webhook", "url": "http://169.254.169.254/latest"})
+    done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
+    assert (done.state, done.attempts) == (JobState.FAILED, 1)
+    assert "not covered by TEMPER_REWARD_WEBHOOKS" in (done.reason or "")
