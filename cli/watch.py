@@ -18,7 +18,8 @@ TERMINAL = ("succeeded", "failed", "cancelled")
 _PATIENCE = 60.0
 """Seconds that a watched server may be away (a restart) before the watch gives up."""
 _SHOWN = (
-    "loss", "reward_mean", "margin", "accuracy", "kl", "eval_loss", "token_accuracy", "grad_norm", "tokens_per_second"
+    "loss", "reward_mean", "margin", "accuracy", "kl", "eval_loss", "token_accuracy", "grad_norm", "tokens_per_second",
+    "merge_error_mean", "merge_error_max",
 )  # fmt: skip
 
 
