@@ -6,7 +6,7 @@ line a case, written to --out as it comes:
 
 - step_seconds: median wall time of a step, from the packed tokens to the applied update, the device waited for
 - tokens_per_second: documents · tokens / step_seconds
-- peak_gb: the most that was allocated, 10⁹ bytes, weights included
+- peak_gb: the most that the process held of the device, 10⁹ bytes: weights, what captured graphs keep, unused rests
 - mfu: 4 · (weights a token passes through) · tokens, plus the attention's products, per second, over 989 TFLOP/s: what
   a forward and the backward in the activations need at least; what is computed again does not count
 - parts: milliseconds of forward, head, backward and optimizer, on the device
@@ -187,7 +187,7 @@ def measure(trainer: Trainer, case: Case, recompute: Recompute, repeats: int) ->
         "recompute": recompute,
         "step_seconds": round(step, 4),
         "tokens_per_second": round(case.total / step),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "peak_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
         "mfu": round(model_flops(trainer.config, case) / step / _PEAK_FLOPS, 3),
         "parts": parts.milliseconds(),
         "losses": [round(loss, 3) for loss in losses[:3]],

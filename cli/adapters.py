@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +16,11 @@ from cli.session import connected
 from services.common.errors import InvalidRequest
 from services.common.names import parse_adapter_ref
 
-app = typer.Typer(name="adapters", help="List, attach, upload, download and roll back adapters.", no_args_is_help=True)
+app = typer.Typer(name="adapters", help="List, attach, move, merge and roll back adapters.", no_args_is_help=True)
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CONFIG, MANIFEST = "adapter_model.safetensors", "adapter_config.json", "manifest.json"
+_OF_THE_MOMENT = ("object", "id", "size_bytes", "current", "attached")
+"""Fields of a version that are not in its manifest."""
 Ref = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="An adapter, e.g. polite or polite@3.")]
 
 
@@ -40,6 +43,14 @@ def _when(seconds: float | str | None) -> str:
 def _metrics(metrics: dict[str, Any]) -> str:
     shown = [f"{key} {metrics[key]:.4g}" for key in ("loss", "eval_loss", "reward_mean", "kl") if key in metrics]
     return ", ".join(shown)
+
+
+def _origin(version: dict[str, Any]) -> str:
+    """What it was made from."""
+    lineage = version.get("lineage")
+    if lineage:
+        return " + ".join(f"{one['weight']:g}·{one['version']}" for one in lineage["parents"])
+    return str(version.get("parent") or "")
 
 
 @app.command("list")
@@ -73,13 +84,13 @@ def show(ref: Ref, url: Url = None, as_json: Json = False) -> None:
                 f"{one['name']}@{one['version']}",
                 " ".join(word for word in ("current", "attached") if one.get(word)),
                 _when(one.get("created_at")),
-                one.get("parent") or "",
+                _origin(one),
                 one.get("job_id") or "",
                 _metrics(one.get("metrics") or {}),
             ]
             for one in versions
         ]
-        columns = ["version", "", "created", "parent", "job", "metrics"]
+        columns = ["version", "", "created", "from", "job", "metrics"]
         output.table(versions, columns, rows, empty=f"{name} has no versions.")
 
     connected(url, as_json, work)
@@ -91,12 +102,12 @@ def attach(ref: Ref, url: Url = None, as_json: Json = False) -> None:
 
     def work(client: Client, output: Output) -> None:
         name, version = split(ref)
-        _attach(client, output, name, version)
+        attach_version(client, output, name, version)
 
     connected(url, as_json, work)
 
 
-def _attach(client: Client, output: Output, name: str, version: int | None) -> None:
+def attach_version(client: Client, output: Output, name: str, version: int | None) -> None:
     body = {} if version is None else {"version": version}
     answer = client.post(path("v1", "adapters", name, "attach"), body)
     output.result(answer, f"attached [green]{answer.get('attached')}[/]")
@@ -126,38 +137,6 @@ def detach(
 
 
 @app.command()
-def rollback(
-    name: Annotated[str | None, typer.Argument(help="The adapter; default: the attached one.")] = None,
-    to: Annotated[int | None, typer.Option(help="The version to go back to; default: the one before.", min=1)] = None,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Attach an earlier version of the attached adapter."""
-
-    def work(client: Client, output: Output) -> None:
-        attached = client.get("/v1/adapters").get("attached")
-        if attached is None:
-            raise CliError(
-                "nothing is attached: there is nothing to roll back; `temper adapters attach` chooses a version"
-            )
-        now, number = split(attached)
-        if name is not None and name != now:
-            raise CliError(f"{name} is not attached: {attached} is")
-        target = to
-        if target is None:
-            versions = client.get(path("v1", "adapters", now, "versions"))["data"]
-            earlier = [one["version"] for one in versions if one["version"] < (number or 0)]
-            if not earlier:
-                raise CliError(
-                    f"{attached} is the first version of {now}; `temper adapters detach` goes back to the base"
-                )
-            target = max(earlier)
-        _attach(client, output, now, target)
-
-    connected(url, as_json, work)
-
-
-@app.command()
 def upload(
     directory: Annotated[Path, typer.Argument(help=f"Directory with {WEIGHTS} and {CONFIG} (PEFT).")],
     name: Annotated[str, typer.Option(help="The adapter that gets a new version.")],
@@ -175,7 +154,7 @@ def upload(
                 raise CliError(f"{file} does not exist", ExitCode.USAGE)
         answer = client.upload("/v1/adapters", {"name": name}, files)
         if attach_it:
-            _attach(client, output, name, int(answer["version"]))
+            attach_version(client, output, name, int(answer["version"]))
         else:
             output.result(answer, f"published [green]{name}@{answer['version']}[/]")
 
@@ -189,7 +168,7 @@ def download(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Save a version's PEFT files."""
+    """Save a version's PEFT files and its manifest."""
 
     def work(client: Client, output: Output) -> None:
         name, version = split(ref)
@@ -199,9 +178,24 @@ def download(
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CliError(f"cannot write to {directory}: {error}", ExitCode.USAGE) from error
-        for part in (WEIGHTS, CONFIG):
-            client.download(path("v1", "adapters", name, "download"), directory / part, version=version, file=part)
-        answer = {"adapter": f"{name}@{version}", "directory": str(directory), "files": [WEIGHTS, CONFIG]}
+        save(client, name, version, directory)
+        answer = {"adapter": f"{name}@{version}", "directory": str(directory), "files": [WEIGHTS, CONFIG, MANIFEST]}
         output.result(answer, f"saved [green]{name}@{version}[/] in {directory}")
 
     connected(url, as_json, work)
+
+
+def save(client: Client, name: str, version: int | None, directory: Path) -> str:
+    """PEFT's files and the manifest of a version (default: the current one) into a directory that exists; returns
+    "name@n". The manifest says which base model they belong to and what their digests are."""
+    if version is None:
+        version = int(client.get(path("v1", "adapters", name))["current"])
+    for part in (WEIGHTS, CONFIG):
+        client.download(path("v1", "adapters", name, "download"), directory / part, version=version, file=part)
+    listed = client.get(path("v1", "adapters", name, "versions"))["data"]
+    manifest = next((one for one in listed if one["version"] == version), None)
+    if manifest is None:
+        raise CliError(f"{name}@{version} was removed meanwhile")
+    text = json.dumps({key: value for key, value in manifest.items() if key not in _OF_THE_MOMENT}, indent=1)
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
+    return f"{name}@{version}"

@@ -7,21 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from cli.output import CliError, ExitCode
+from services.common.job_records import SPEC
 from services.common.jobs import (
     JOBS,
     DpoExample,
     GrpoGroup,
-    JobSpec,
     KtoExample,
     ScoredCompletion,
     SftExample,
-    Spec,
 )
 
-_SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
 _EXAMPLES: Mapping[str, type[BaseModel]] = {"sft": SftExample, "dpo": DpoExample, "kto": KtoExample}
 """A line of the JSONL data of each kind whose data are examples."""
 
@@ -126,7 +124,7 @@ def apply_settings(job: dict[str, Any], settings: Sequence[str]) -> None:
 def check(job: Mapping[str, Any]) -> None:
     """Refuses what the server would refuse, naming the field."""
     try:
-        _SPEC.validate_python(job)
+        SPEC.validate_python(job)
     except ValidationError as error:
         raise CliError(f"the job is not valid: {_first(error, skip=1)}", ExitCode.USAGE) from error
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cli import adapters, train
+from cli import adapter_tools, adapters, train
 from cli.chat import chat
 from cli.options import Json
 from cli.output import Output
@@ -84,6 +84,14 @@ def demo(
 
 
 app.add_typer(train.app)
+for tool in (
+    adapter_tools.rollback,
+    adapter_tools.prune,
+    adapter_tools.merge,
+    adapter_tools.extract,
+    adapter_tools.convert,
+):
+    adapters.app.command()(tool)
 app.add_typer(adapters.app)
 
 

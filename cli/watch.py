@@ -29,6 +29,8 @@ _SHOWN = (
     "token_accuracy",
     "grad_norm",
     "tokens_per_second",
+    "merge_error_mean",
+    "merge_error_max",
 )
 
 

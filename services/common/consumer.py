@@ -27,8 +27,10 @@ from services.common.job_records import (
     job_id_of_entry,
     spec_json,
     text_sha,
+    versions_needed,
 )
 from services.common.jobs import Job, JobProgress, JobState, Spec
+from services.common.names import AdapterVersion
 from services.common.redis_client import BLOCK_SECONDS, call, connect
 from services.common.settings import CommonSettings
 
@@ -133,13 +135,18 @@ class JobConsumer:
         return call(lambda: self._redis.hget(scripts.job_key(claimed.id), "cancel")) == "1"
 
     def resolve_parent(self, claimed: ClaimedJob, parent: str | None) -> str | None:
-        """Records what training starts from, at the first attempt, and returns what was recorded. Raises JobLost."""
+        """Records what training starts from ("name@n", several with commas between them), at the first attempt, and
+        returns what was recorded. Raises JobLost."""
         return self._owned(scripts.PARENT, claimed, [], [claimed.fence, parent or ""]) or None
 
     def recorded_parent(self, claimed: ClaimedJob) -> tuple[bool, str | None]:
         """Whether an earlier attempt resolved the parent, and to what (None: a new adapter)."""
         parent: Any = call(lambda: self._redis.hget(scripts.job_key(claimed.id), "parent"))
         return parent is not None, parent or None
+
+    def versions_needed(self) -> set[AdapterVersion]:
+        """The adapter versions that unfinished jobs name."""
+        return versions_needed(self._run(scripts.UNFINISHED, [scripts.INDEX], []))
 
     def publishing(self, claimed: ClaimedJob) -> bool:
         """Says that the result is about to be published: from then on the job cannot be cancelled, so that a job with a

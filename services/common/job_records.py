@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
+from services.common.names import AdapterVersion, parse_adapter_ref
 
 SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
 """Parses and validates a spec of any kind."""
@@ -35,6 +37,8 @@ FIELDS = (
 )
 """What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
 
+_REF_LIMIT = 100
+"""Characters of "name@n" at most."""
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
@@ -98,6 +102,38 @@ def event_from_entry(entry_id: str, fields: Mapping[str, str]) -> JobEvent:
     return JobEvent.model_validate(
         {"id": entry_id, "kind": fields["kind"], "time": float(fields["time"]), "data": _json(fields["data"])}
     )
+
+
+def versions_needed(unfinished: Sequence[str]) -> set[AdapterVersion]:
+    """The versions that unfinished jobs name: in their specs (to start from, to merge, to compare with, where their
+    rollouts came from), and as what their first attempts resolved. Text that only looks like a version counts, too:
+    that keeps one too many.
+
+    Args:
+        unfinished: what scripts.UNFINISHED answers.
+    """
+    found: set[AdapterVersion] = set()
+    for spec, parent in zip(unfinished[::2], unfinished[1::2], strict=True):
+        waiting: list[Any] = [parent.split(","), json.loads(spec) if spec else None]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                waiting.extend(value.values())
+            elif isinstance(value, list):
+                waiting.extend(value)
+            elif isinstance(value, str) and (version := _version(value)) is not None:
+                found.add(version)
+    return found
+
+
+def _version(text: str) -> AdapterVersion | None:
+    if len(text) > _REF_LIMIT or "@" not in text:
+        return None
+    try:
+        name, number = parse_adapter_ref(text)
+    except InvalidRequest:
+        return None
+    return AdapterVersion(name, number) if number is not None else None
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

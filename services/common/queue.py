@@ -22,8 +22,10 @@ from services.common.job_records import (
     new_job_id,
     spec_json,
     text_sha,
+    versions_needed,
 )
 from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.names import AdapterVersion
 from services.common.redis_client import BLOCK_SECONDS, call_async, connect_async
 from services.common.settings import CommonSettings
 
@@ -38,6 +40,7 @@ _KEY_LIMIT = 256
 Jobs: TypeAlias = list[Job]
 MaybeJobs: TypeAlias = list[Job | None]
 Ids: TypeAlias = list[str]
+Versions: TypeAlias = set[AdapterVersion]
 Entries: TypeAlias = list[tuple[str, dict[str, str]]]
 
 
@@ -48,6 +51,7 @@ class JobQueue:
         self._redis = connect_async(settings)
         self._submit = self._redis.register_script(scripts.SUBMIT)
         self._cancel = self._redis.register_script(scripts.CANCEL)
+        self._unfinished = self._redis.register_script(scripts.UNFINISHED)
 
     async def aclose(self) -> None:
         await self._redis.aclose()
@@ -139,6 +143,11 @@ class JobQueue:
                 elif (state is None or job.state == state) and (adapter is None or job.adapter == adapter):
                     found.append(job)
         return found[:limit]
+
+    async def versions_needed(self) -> Versions:
+        """The adapter versions that unfinished jobs name."""
+        flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
+        return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
 
     async def cancel(self, job_id: str) -> Job:
         """Cancels a queued job at once and asks the owner of a running one to stop. Terminal jobs stay as they are.

@@ -293,3 +293,16 @@ end
 return 'OK'
 """
 )
+
+UNFINISHED = f"""
+-- KEYS index. Spec and parent ('' where there is none) of every queued or running job, flat.
+local found = {{}}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  local job = redis.call('HMGET', '{job_key("")}' .. id, 'state', 'spec', 'parent')
+  if job[1] == 'queued' or job[1] == 'running' then
+    table.insert(found, job[2] or '')
+    table.insert(found, job[3] or '')
+  end
+end
+return found
+"""

@@ -143,6 +143,7 @@ class CheckpointWriter:
     Args:
         allowed: False once the job is lost: a former owner must not touch its successor's checkpoints.
         saved: called with the step and "s3" or "disk".
+        stamp: adds what is not the run's own to the state of each checkpoint.
     """
 
     def __init__(
@@ -153,12 +154,14 @@ class CheckpointWriter:
         *,
         allowed: Callable[[], bool],
         saved: Callable[[int, str], None],
+        stamp: Callable[[RunState], RunState] = lambda state: state,
     ) -> None:
         self._checkpoints = checkpoints
         self._job_id = job_id
         self._spec_sha = spec_sha
         self._allowed = allowed
         self._saved = saved
+        self._stamp = stamp
         self._log = structlog.get_logger("checkpoint").bind(job=job_id)
         self._changed = threading.Condition()
         self._waiting: Checkpoint | None = None
@@ -170,6 +173,7 @@ class CheckpointWriter:
 
     def submit(self, checkpoint: Checkpoint) -> None:
         """Returns at once."""
+        checkpoint = Checkpoint(checkpoint.step, self._stamp(checkpoint.state))
         with self._changed:
             self._waiting = checkpoint
             self._changed.notify_all()

@@ -6,32 +6,14 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from services.common.errors import ModelNotFound, Overloaded, TemperError, Unavailable
+from services.common.errors import Overloaded, TemperError, Unavailable
 from services.common.events import AdapterEvents
 from services.common.events import EventKind as Nudge
 from services.common.job_records import finite
-from services.common.jobs import Spec
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.manifest import Lineage
+from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest
 from services.trainer.host import PolicyHost
-
-
-def resolve_parent(spec: Spec, registry: AdapterRegistry) -> AdapterVersion | None:
-    """What a job's training starts from; None: a new adapter.
-
-    Raises:
-        ModelNotFound: start_from names nothing.
-        InvalidRequest: start_from is malformed.
-    """
-    if spec.start_from is None:
-        try:
-            return registry.current(spec.adapter)
-        except ModelNotFound:
-            return None
-    if spec.start_from == BASE:
-        return None
-    name, number = parse_adapter_ref(spec.start_from)
-    return registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref
 
 
 class Publisher:
@@ -51,6 +33,7 @@ class Publisher:
         files: Mapping[str, bytes],
         *,
         parent: AdapterVersion | None,
+        lineage: Lineage | None = None,
         metrics: Mapping[str, float],
         fence: Callable[[], None],
     ) -> Manifest:
@@ -61,6 +44,7 @@ class Publisher:
             base_digest=self._host.base_digest,
             job_id=job_id,
             parent=str(parent) if parent is not None else None,
+            lineage=lineage,
             metrics=finite(metrics),
             fence=fence,
         )

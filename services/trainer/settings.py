@@ -41,6 +41,12 @@ class TrainerSettings(CommonSettings):
     """Of one request to a webhook that cannot be reached or answers with 429 or 5xx."""
     adapter_sync_seconds: float = Field(30.0, gt=0)
     """How long a finished job waits until the engine beside it serves the new version."""
+    adapter_versions_kept: int | None = Field(None, ge=1)
+    """After each publish, versions of the adapter beyond this many newest ones are removed, unless
+    TEMPER_ADAPTER_DAYS_KEPT, a pointer or an unfinished job keeps them; unset: all stay."""
+    adapter_days_kept: float | None = Field(None, ge=0)
+    """After each publish, versions of the adapter older than this are removed, unless TEMPER_ADAPTER_VERSIONS_KEPT, a
+    pointer or an unfinished job keeps them; unset: all stay."""
 
     @field_validator("reward_webhooks")
     @classmethod

@@ -11,34 +11,30 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from services.common.consumer import ClaimedJob, JobConsumer, JobLost
-from services.common.errors import (
-    AdapterRejected,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    TemperError,
-    Unavailable,
-)
+from services.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.events import AdapterEvents
 from services.common.job_records import spec_sha
-from services.common.jobs import JobProgress, Spec
-from services.common.names import AdapterVersion, parse_adapter_ref
+from services.common.jobs import JobProgress, MergeJob, Spec
+from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore
+from services.trainer.acceptance import Acceptance
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.publish import Publisher, resolve_parent
+from services.trainer.origins import Origin, Origins
+from services.trainer.publish import Publisher
 from services.trainer.session import Draining, JobCancelled, JobSession
 from services.trainer.settings import TrainerSettings
+from services.trainer.tidy import Tidier
 
 _IDLE_SECONDS = 1.0
 _BACKOFF_SECONDS = (0.25, 5.0)
@@ -54,7 +50,9 @@ T = TypeVar("T")
 class Prepare(Protocol):
     """services.trainer.jobs.prepare_run"""
 
-    def __call__(self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, /) -> JobRun: ...
+    def __call__(
+        self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ..., /
+    ) -> JobRun: ...
 
 
 class TrainerWorker:
@@ -91,6 +89,8 @@ class TrainerWorker:
         self._events = AdapterEvents(settings)
         self._checkpoints = CheckpointStore(store, settings.checkpoint_dir, keep=settings.checkpoints_kept)
         self._publisher = Publisher(registry, self._events, host, settings.adapter_sync_seconds)
+        self._origins = Origins(registry, self._consumer, host.base_digest)
+        self._tidier = Tidier(settings, registry, self._consumer)
         self._draining = threading.Event()
         self._deadline = float("inf")
         self._current: str | None = None
@@ -261,13 +261,15 @@ class TrainerWorker:
             cancellable=False,
         )
         session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
+        if removed := self._tidier.after_publish(spec.adapter):
+            session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
         return done.ref
 
     def _train(self, claimed: ClaimedJob, session: JobSession) -> Manifest:
         self._registry.check_new_name(claimed.spec.adapter)
-        parent = self._parent(claimed, session)
-        files = self._parent_files(parent, session) if parent is not None else None
-        run = self._prepare(claimed.spec, self._host, files)
+        origins = self._origins.read(claimed, lambda operation: self._until_back(session, operation))
+        run = self._prepared(claimed.spec, origins)
+        acceptance = Acceptance(claimed.spec)
         for note in run.notes:
             session.event("log", {"message": note})
         sha = spec_sha(claimed.spec)
@@ -275,24 +277,34 @@ class TrainerWorker:
         checkpoint = self._until_back(session, lambda: self._checkpoints.newest(claimed.id, sha))
         if checkpoint is not None:
             try:
+                acceptance.restore(checkpoint.state)
                 start = run.load_state(checkpoint.state)
                 session.event("log", {"message": f"resumed after step {start} of {run.total_steps}"})
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run = self._prepare(claimed.spec, self._host, files)
+                run, acceptance = self._prepared(claimed.spec, origins), Acceptance(claimed.spec)
+        if before := acceptance.begin(run, session.check):
+            session.event("eval", {"step": 0, **before})
         writer = CheckpointWriter(
             self._checkpoints,
             claimed.id,
             sha,
             allowed=lambda: not session.lost,
             saved=lambda step, where: session.event("checkpoint", {"step": step, "where": where}),
+            stamp=acceptance.stamp,
         )
         try:
             metrics = self._steps(claimed, session, run, writer, start)
-            return self._publish(claimed, session, run, writer, parent, metrics)
+            metrics |= acceptance.check(run, metrics if start < run.total_steps else None, session.check)
+            return self._publish(claimed, session, run, writer, origins, metrics)
         finally:
             writer.close()
+
+    def _prepared(self, spec: Spec, origins: Sequence[Origin]) -> JobRun:
+        if isinstance(spec, MergeJob):
+            return self._prepare(spec, self._host, None, origins)
+        return self._prepare(spec, self._host, origins[0].files if origins else None)
 
     def _steps(
         self, claimed: ClaimedJob, session: JobSession, run: JobRun, writer: CheckpointWriter, start: int
@@ -335,10 +347,12 @@ class TrainerWorker:
         session: JobSession,
         run: JobRun,
         writer: CheckpointWriter,
-        parent: AdapterVersion | None,
+        origins: Sequence[Origin],
         metrics: Mapping[str, float],
     ) -> Manifest:
         files = run.lora.to_files(self._settings.served_model_name)
+        lineage = run.lineage
+        parent = origins[0].version if origins and lineage is None else None
         total = run.total_steps
         try:
             if not self._until_back(session, lambda: self._consumer.publishing(claimed)):
@@ -346,7 +360,13 @@ class TrainerWorker:
             return self._until_back(
                 session,
                 lambda: self._publisher.publish(
-                    claimed.spec.adapter, claimed.id, files, parent=parent, metrics=metrics, fence=session.fence
+                    claimed.spec.adapter,
+                    claimed.id,
+                    files,
+                    parent=parent,
+                    lineage=lineage,
+                    metrics=metrics,
+                    fence=session.fence,
                 ),
                 # The work is done: keep it on disk, should this process end before the stores are back.
                 away=lambda: writer.submit(Checkpoint(total, run.state())),
@@ -356,28 +376,6 @@ class TrainerWorker:
             writer.submit(Checkpoint(total, run.state()))
             writer.flush(self._remaining())
             raise
-
-    def _parent(self, claimed: ClaimedJob, session: JobSession) -> AdapterVersion | None:
-        """What to start from: decided at the first attempt, kept at every later one."""
-        recorded, ref = self._until_back(session, lambda: self._consumer.recorded_parent(claimed))
-        if not recorded:
-            parent = self._until_back(session, lambda: resolve_parent(claimed.spec, self._registry))
-            text = str(parent) if parent is not None else None
-            ref = self._until_back(session, lambda: self._consumer.resolve_parent(claimed, text))
-        if ref is None:
-            return None
-        name, number = parse_adapter_ref(ref)
-        return AdapterVersion(name, number or 0)
-
-    def _parent_files(self, parent: AdapterVersion, session: JobSession) -> dict[str, bytes]:
-        manifest = self._until_back(session, lambda: self._registry.manifest(parent))
-        if manifest.base_digest != self._host.base_digest:
-            raise AdapterRejected(
-                f"cannot continue from {parent}: it belongs to base model {manifest.base_digest[:12]}, this engine "
-                f'serves {self._host.base_digest[:12]}; give start_from: "base" to start afresh',
-                param="start_from",
-            )
-        return self._until_back(session, lambda: self._registry.files(parent))
 
     def _until_back(
         self,

@@ -1,7 +1,8 @@
 """A small deterministic job and a host without a model, to test the life of jobs and not the mathematics.
 
 `python -m tests.integration.toy` runs a real worker process on them until SIGTERM. A job's metadata steers it:
-`sleep` (seconds a step), `steps`, `fail` (raise at this step), `refuse` (a TemperError from prepare).
+`sleep` (seconds a step), `steps`, `fail` (raise at this step), `refuse` (a TemperError from prepare), `evaluations`
+(a file that gets a line for each evaluation).
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.job_records import Spec
+from services.common.jobs import JobBase, MergeJob, Spec
+from services.common.manifest import Lineage, LineageParent
 from services.common.names import AdapterVersion
 from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
 from services.common.telemetry import configure_logging
 from services.trainer.jobs.base import RunState
+from services.trainer.origins import Origin
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 
@@ -59,10 +62,45 @@ class ToyLora:
         }
 
 
+class ToyMerge:
+    """The weighted sum of its sources' weights, one source a step."""
+
+    notes = ()
+
+    def __init__(self, spec: MergeJob, sources: Sequence[Origin]) -> None:
+        self._spec, self._sources = spec, sources
+        self.lora = ToyLora(torch.zeros(SIZE))
+        self.total_steps = len(sources)
+
+    @property
+    def lineage(self) -> Lineage:
+        parents = zip(self._sources, self._spec.sources, strict=True)
+        return Lineage(
+            method=self._spec.method,
+            parents=tuple(LineageParent(version=str(o.version), weight=s.weight, digest=o.digest) for o, s in parents),
+        )
+
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        return {}
+
+    def step(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        interrupt()
+        time.sleep(float(self._spec.metadata.get("sleep", "0")))
+        weights = torch.frombuffer(bytearray(self._sources[index].files[WEIGHTS]), dtype=torch.float32)
+        self.lora.weights = self.lora.weights + self._spec.sources[index].weight * weights
+        return {}
+
+    def state(self) -> RunState:
+        return RunState(tensors={"w": self.lora.weights.clone()}, data={})
+
+    def load_state(self, state: RunState) -> int:
+        raise InvalidRequest("toy merges start over")
+
+
 class ToyRun:
     """Momentum SGD towards zero with noise from a generator: any lost state changes every later bit."""
 
-    def __init__(self, spec: Spec, parent: Mapping[str, bytes] | None) -> None:
+    def __init__(self, spec: JobBase, parent: Mapping[str, bytes] | None) -> None:
         self._spec = spec
         self._generator = torch.Generator().manual_seed(spec.seed)
         if parent is None:
@@ -74,6 +112,19 @@ class ToyRun:
         self._step = 0
         self.total_steps = int(spec.metadata.get("steps", "12"))
         self.notes = ("toy data",)
+
+    lineage = None
+
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The loss and a score that grows as it falls, if the job holds anything out."""
+        if not self._spec.eval_metrics:
+            return {}
+        interrupt()
+        if file := self._spec.metadata.get("evaluations"):
+            with Path(file).open("a") as lines:
+                lines.write(f"{self._step}\n")
+        loss = float(self.lora.weights.square().mean())
+        return {"eval_loss": loss, "eval_token_accuracy": 1 / (1 + loss)}
 
     def step(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
         assert index == self._step
@@ -87,7 +138,8 @@ class ToyRun:
         self._momentum = 0.9 * self._momentum + gradient
         self.lora.weights = self.lora.weights - 0.05 * self._momentum
         self._step += 1
-        return {"loss": float(self.lora.weights.square().mean())}
+        metrics = {"loss": float(self.lora.weights.square().mean())}
+        return metrics | self.evaluate() if self._step == self.total_steps else metrics
 
     def state(self) -> RunState:
         tensors = {"w": self.lora.weights.clone(), "m": self._momentum.clone(), "rng": self._generator.get_state()}
@@ -100,13 +152,15 @@ class ToyRun:
         return self._step
 
 
-def prepare(spec: Spec, host: Any, parent: Mapping[str, bytes] | None) -> Any:
+def prepare(spec: Spec, host: Any, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ()) -> Any:
+    if isinstance(spec, MergeJob):
+        return ToyMerge(spec, sources)
     if "refuse" in spec.metadata:
         raise InvalidRequest(spec.metadata["refuse"])
     return ToyRun(spec, parent)
 
 
-def expected(spec: Spec, parent: Mapping[str, bytes] | None = None) -> tuple[bytes, list[float]]:
+def expected(spec: JobBase, parent: Mapping[str, bytes] | None = None) -> tuple[bytes, list[float]]:
     """The weights and the loss curve of a run that nothing disturbs."""
     run = ToyRun(spec.model_copy(update={"metadata": {**spec.metadata, "sleep": "0"}}), parent)
     losses = [run.step(index, lambda: None)["loss"] for index in range(run.total_steps)]

@@ -7,18 +7,22 @@ method; `spec` lists them.
 
 from __future__ import annotations
 
-from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, StrictModel
+from services.common.jobs.acceptance import Better, PublishIf
+from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, PublishingJob, StrictModel
 from services.common.jobs.dpo import DpoExample, DpoJob
 from services.common.jobs.examples import AskedExample, ExampleJob
 from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
 from services.common.jobs.kto import KtoExample, KtoJob
+from services.common.jobs.merge import MergeJob, MergeMethod, MergeSettings, MergeSource
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
 from services.common.jobs.sft import SftExample, SftJob
-from services.common.jobs.spec import JOBS, JobSpec, Spec
+from services.common.jobs.spec import JOBS, KINDS, JobSpec, Spec, TrainingSpec
 
 __all__ = [
     "JOBS",
+    "KINDS",
     "AskedExample",
+    "Better",
     "DpoExample",
     "DpoJob",
     "ExampleJob",
@@ -34,13 +38,20 @@ __all__ = [
     "KtoExample",
     "KtoJob",
     "LoraSettings",
+    "MergeJob",
+    "MergeMethod",
+    "MergeSettings",
+    "MergeSource",
     "Message",
     "OptimizerSettings",
+    "PublishIf",
+    "PublishingJob",
     "Reward",
     "ScoredCompletion",
     "SftExample",
     "SftJob",
     "Spec",
     "StrictModel",
+    "TrainingSpec",
     "check_spread",
 ]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from services.common.jobs.acceptance import Better, PublishIf, check_publish_if
+from services.common.jobs.strict import StrictModel as StrictModel
 from services.common.names import AdapterName
 
 Recompute = Literal["none", "selective", "full"]
-
-
-class StrictModel(BaseModel):
-    """Refuses unknown fields, NaN and infinity."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class Message(StrictModel):
@@ -58,11 +55,20 @@ class OptimizerSettings(StrictModel):
     max_grad_norm: float = Field(1.0, gt=0)
 
 
-class JobBase(StrictModel):
-    """Fields of every training job."""
+class PublishingJob(StrictModel):
+    """Fields of every job whose result is a version of an adapter."""
 
     adapter: AdapterName
     """The adapter that gets a new version."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between resumable checkpoints."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+
+class JobBase(PublishingJob):
+    """Fields of every training job."""
+
     start_from: str | None = None
     """"name" or "name@n" to continue from. Default: the adapter's own current version if it exists, else a new
     adapter. "base" starts afresh even if the adapter exists."""
@@ -85,10 +91,23 @@ class JobBase(StrictModel):
     time. None: "none"."""
     gradient_checkpointing: bool = False
     """Shorthand for recompute "full"."""
-    checkpoint_every: int = Field(10, ge=1)
-    """Optimizer steps between resumable checkpoints."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    metadata: dict[str, str] = Field(default_factory=dict)
+    publish_if: PublishIf | None = None
+    """Publish only if an evaluation improved; otherwise the job fails and nothing changes."""
+
+    @property
+    def eval_metrics(self) -> Mapping[str, Better]:
+        """What the job as it stands evaluates, and which way is better; publish_if may name these."""
+        return {}
+
+    @model_validator(mode="after")
+    def _publish_if_is_measured(self) -> JobBase:
+        check_publish_if(self.publish_if, self.eval_metrics, self.evaluation_way_out)
+        return self
+
+    @property
+    def evaluation_way_out(self) -> str:
+        """What to do about a job without evaluation."""
+        return "jobs of this kind compute no evaluation, so leave publish_if out"
 
     @model_validator(mode="after")
     def _one_recomputation(self) -> JobBase:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.jobs.acceptance import Better
 from services.common.jobs.examples import AskedExample, ExampleJob
 
 
@@ -24,6 +26,12 @@ class DpoExample(AskedExample):
 
 class DpoJob(ExampleJob[DpoExample]):
     """Direct preference optimisation."""
+
+    evaluated: ClassVar[Mapping[str, Better]] = {
+        "eval_loss": "lower",
+        "eval_accuracy": "higher",
+        "eval_margin": "higher",
+    }
 
     kind: Literal["dpo"] = "dpo"
     epochs: int = Field(1, ge=1, le=1000)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field, model_validator
 
+from services.common.jobs.acceptance import Better
 from services.common.jobs.base import JobBase, Message, StrictModel
 
 E = TypeVar("E", bound=StrictModel)
@@ -25,6 +26,19 @@ class ExampleJob(JobBase, Generic[E]):
     batch_size: int = Field(8, ge=1)
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
     shuffle: bool = True
+
+    evaluated: ClassVar[Mapping[str, Better]]
+    """Metrics of an evaluation, and which way is better; each method has its own."""
+
+    @property
+    def eval_metrics(self) -> Mapping[str, Better]:
+        """See JobBase."""
+        return self.evaluated if self.eval_examples or self.eval_fraction > 0 else {}
+
+    @property
+    def evaluation_way_out(self) -> str:
+        """See JobBase."""
+        return "give eval_examples, or hold some examples out with eval_fraction"
 
     def numbered_examples(self) -> Iterator[tuple[str, E]]:
         """Every example with its place in the job, "examples[3]"."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.jobs.acceptance import Better
 from services.common.jobs.examples import AskedExample, ExampleJob
 
 
@@ -19,6 +21,8 @@ class KtoExample(AskedExample):
 
 class KtoJob(ExampleJob[KtoExample]):
     """Kahneman-Tversky optimisation: preference learning from thumbs up and thumbs down."""
+
+    evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_margin": "higher"}
 
     kind: Literal["kto"] = "kto"
     epochs: int = Field(1, ge=1, le=1000)

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.common.jobs.base import StrictModel
-from services.common.jobs.spec import JOBS
+from services.common.jobs.spec import KINDS
+from services.common.jobs.strict import StrictModel
 
 
 class JobState(enum.StrEnum):
@@ -37,7 +37,7 @@ class Job(StrictModel):
     """A job as everybody sees it (HTTP, CLI, Redis hash)."""
 
     id: str
-    kind: str = Field(json_schema_extra={"enum": [*JOBS]})
+    kind: str = Field(json_schema_extra={"enum": [*KINDS]})
     adapter: str
     state: JobState
     created_at: float

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.jobs.acceptance import Better
 from services.common.jobs.base import Message, StrictModel
 from services.common.jobs.examples import ExampleJob
 
@@ -35,6 +37,8 @@ class SftExample(StrictModel):
 
 class SftJob(ExampleJob[SftExample]):
     """Supervised fine-tuning."""
+
+    evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_token_accuracy": "higher"}
 
     kind: Literal["sft"] = "sft"
     overlong: Literal["error", "drop", "truncate"] = "error"

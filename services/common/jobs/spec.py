@@ -1,4 +1,4 @@
-"""Every kind of training job. A method is added to ``Spec`` here; mypy then names each place that must know it."""
+"""Every kind of job. A method is added to ``TrainingSpec`` here; mypy then names each place that must know it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from pydantic import Field
 from services.common.jobs.dpo import DpoJob
 from services.common.jobs.grpo import GrpoJob
 from services.common.jobs.kto import KtoJob
+from services.common.jobs.merge import MergeJob
 from services.common.jobs.sft import SftJob
 
-Spec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob
+TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob
+"""A job that trains."""
+Spec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | MergeJob
 JobSpec = Annotated[Spec, Field(discriminator="kind")]
-JOBS: Mapping[str, type[Spec]] = {str(model.model_fields["kind"].default): model for model in get_args(Spec)}
-"""The request of each kind, by its name."""
+JOBS: Mapping[str, type[TrainingSpec]] = {
+    str(model.model_fields["kind"].default): model for model in get_args(TrainingSpec)
+}
+"""The request of each method, by its name."""
+KINDS: tuple[str, ...] = tuple(str(model.model_fields["kind"].default) for model in get_args(Spec))
+"""All that a job may be."""

@@ -250,8 +250,8 @@ def _in_memory_order(matrix: Tensor) -> Tensor:
     return matrix.t().contiguous().t() if matrix.device.type == "cpu" else matrix
 
 
-def _shard_files(path: Path) -> list[Path]:
-    """The files of the index if there is one, else every safetensors file.
+def shard_files(path: Path) -> list[Path]:
+    """A checkpoint's weights: the files of the index if there is one, else every safetensors file.
 
     Raises:
         CheckpointRejected: no files, or the index names one that is not there.
@@ -275,7 +275,7 @@ def _shard_files(path: Path) -> list[Path]:
 def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shard]]:
     """Canonical name → (name in the file, open shard); names of the mtp layer stay as they are."""
     found: dict[str, tuple[str, _Shard]] = {}
-    for file in _shard_files(path):
+    for file in shard_files(path):
         try:
             shard = stack.enter_context(safe_open(file, framework="pt"))
             names = list(shard.keys())
@@ -306,8 +306,8 @@ def checkpoint_digest(path: str | Path) -> str:
     total = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
     with ExitStack() as stack, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         tensors: dict[str, tuple[str, memoryview]] = {}
-        for file in _shard_files(directory):
-            for full_name, header, data in _raw_tensors(file, stack):
+        for file in shard_files(directory):
+            for full_name, header, data in raw_tensors(file, stack):
                 name = canonical_name(full_name)
                 if name is not None and not (name == "lm_head.weight" and config.tie_word_embeddings):
                     tensors[name] = (f"{name}\0{header['dtype']}\0{header['shape']}", data)
@@ -318,7 +318,7 @@ def checkpoint_digest(path: str | Path) -> str:
     return total.hexdigest()
 
 
-def _raw_tensors(file: Path, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any], memoryview]]:
+def raw_tensors(file: Path, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any], memoryview]]:
     """Each tensor's name, header entry and bytes; format: 8 bytes little-endian header size, JSON header, data
     (https://huggingface.co/docs/safetensors)."""
     try:

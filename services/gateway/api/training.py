@@ -10,7 +10,7 @@ from fastapi import Header, Query, Response
 
 from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.job_records import spec_sha
-from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, Spec
+from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
 from services.gateway.disconnect import cancel
@@ -27,7 +27,7 @@ IdempotencyKey = Annotated[
 ]
 
 
-def _submission(model: type[Spec]) -> Callable[..., Awaitable[dict[str, Any]]]:
+def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
     async def submit(
         response: Response, body: Any, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
     ) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _submission(model: type[Spec]) -> Callable[..., Awaitable[dict[str, Any]]]:
     return submit
 
 
-async def _submit(gateway: Gateway, sent: Spec, key: str | None, response: Response) -> dict[str, Any]:
+async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, response: Response) -> dict[str, Any]:
     # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
     # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
     sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job

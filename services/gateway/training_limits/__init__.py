@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import DpoJob, GrpoJob, JobBase, KtoJob, SftJob, Spec
+from services.common.jobs import DpoJob, GrpoJob, JobBase, KtoJob, SftJob, TrainingSpec
 from services.gateway.engines import ServedModel
 from services.gateway.prompts import check_template_kwargs
 from services.gateway.training_limits.common import check_free
@@ -19,7 +19,7 @@ from services.gateway.training_limits.kto import check_kto
 from services.gateway.training_limits.sft import check_sft
 
 
-def check_training_job(served: ServedModel, job: Spec) -> None:
+def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
     """Tokenizes every example. Blocking: call it in a thread.
 
     Raises:

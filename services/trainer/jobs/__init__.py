@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import DpoJob, GrpoJob, KtoJob, SftJob, Spec
+from services.common.jobs import DpoJob, GrpoJob, KtoJob, MergeJob, SftJob, Spec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun
+from services.trainer.origins import Origin
 
 
-def prepare_run(spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None) -> JobRun:
+def prepare_run(
+    spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ()
+) -> JobRun:
     """Tokenizes, validates and sizes a job; touches nothing that is being served.
 
     Args:
         spec: the job, with rollouts of completion ids already resolved to token ids by the gateway.
         host: the pod the job runs in.
         parent: files of the adapter version to continue from, None for a new adapter.
+        sources: of a merge, in the order of its sources.
 
     Raises:
         InvalidRequest: the data cannot be trained on; the message names the example or field.
@@ -29,8 +33,12 @@ def prepare_run(spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None
     from services.trainer.jobs.dpo import DpoRun
     from services.trainer.jobs.grpo import GrpoRun
     from services.trainer.jobs.kto import KtoRun
+    from services.trainer.jobs.merge import MergeRun
     from services.trainer.jobs.rollout import RolloutRun
     from services.trainer.jobs.sft import SftRun
+
+    if isinstance(spec, MergeJob):
+        return MergeRun(spec, host, sources)
 
     # A job that came straight from Redis has been seen by no gateway.
     if taken := sorted((RESERVED_KWARGS | {"self"}) & spec.chat_template_kwargs.keys()):

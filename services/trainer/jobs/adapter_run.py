@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import JobBase, LoraSettings
+from services.common.jobs import JobBase, LoraSettings, PublishingJob
+from services.common.manifest import Lineage
 from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
 from services.engine.model.training.forward import TrainableForward
 from services.trainer.data import Document, Microbatch, pack
@@ -69,7 +70,7 @@ def _check_agrees(given: LoraSettings, parent: BoundAdapter) -> None:
             )
 
 
-def spec_digest(spec: JobBase) -> str:
+def spec_digest(spec: PublishingJob) -> str:
     """Identifies the job whose checkpoint a state is."""
     return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
 
@@ -140,6 +141,16 @@ class AdapterRun(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         return self._notes
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Its parent says it all."""
+        return None
+
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.evaluate. Nothing is held out unless a job says otherwise."""
+        del interrupt
+        return {}
 
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from services.common.manifest import Lineage
     from services.engine.model.lora import LoraParams
 
 
@@ -44,6 +45,18 @@ class JobRun(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the prepared data (examples dropped, groups skipped): log events."""
+        ...
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """What the finished result was made of, if it was made without training."""
+        ...
+
+    def evaluate(self, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:
+        """Metrics of the adapter as it is on what is held out, with the prefix ``eval_``; {} if nothing is.
+
+        Of a job that evaluates, the last step evaluates, too.
+        """
         ...
 
     def step(self, index: int, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:

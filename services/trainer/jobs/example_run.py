@@ -91,7 +91,9 @@ class ExampleRun(AdapterRun):
         return (index + 1) % every == 0 or index + 1 == self.total_steps
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Metrics on the held-out examples, with the prefix ``eval_``."""
+        """Metrics on the held-out examples, with the prefix ``eval_``; {} without any."""
+        if not self._held_out:
+            return {}
         started = time.perf_counter()
         found = {f"eval_{name}": value for name, value in self._evaluate(interrupt).items()}
         return found | {"eval_seconds": time.perf_counter() - started}

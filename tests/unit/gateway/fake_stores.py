@@ -8,8 +8,9 @@ import time
 from collections.abc import AsyncIterator
 
 from services.common.errors import Conflict, NotFound, Unavailable
-from services.common.job_records import spec_sha
-from services.common.jobs import GrpoJob, Job, JobEvent, JobState, SftJob
+from services.common.job_records import spec_json, spec_sha, versions_needed
+from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.names import AdapterVersion
 from services.common.store import ObjectNotFound, PreconditionFailed, StoredObject
 
 
@@ -61,7 +62,7 @@ class MemoryQueue:
     """JobQueue's methods over a dictionary."""
 
     def __init__(self) -> None:
-        self.specs: dict[str, SftJob | GrpoJob] = {}
+        self.specs: dict[str, Spec] = {}
         self.jobs: dict[str, Job] = {}
         self.keys: dict[str, tuple[str, str]] = {}
         self.entries: dict[str, list[JobEvent]] = {}
@@ -86,9 +87,7 @@ class MemoryQueue:
             raise Conflict("the idempotency key was used with another request", param="idempotency_key")
         return self.jobs[known]
 
-    async def submit(
-        self, spec: SftJob | GrpoJob, *, idempotency_key: str | None = None, request_sha: str | None = None
-    ) -> Job:
+    async def submit(self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None) -> Job:
         sha = request_sha or spec_sha(spec)
         if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha)):
             return known
@@ -114,6 +113,11 @@ class MemoryQueue:
             self._event(job_id, 2, "progress", {"step": 1, "loss": 0.5}),
             self._event(job_id, 3, "state", {"state": "succeeded"}),
         ]
+
+    async def versions_needed(self) -> set[AdapterVersion]:
+        self._check()
+        unfinished = [self.specs[job.id] for job in self.jobs.values() if not job.state.terminal]
+        return versions_needed([part for spec in unfinished for part in (spec_json(spec), "")])
 
     async def get(self, job_id: str) -> Job:
         self._check()

@@ -351,3 +351,44 @@ def test_token_ids_outside_the_vocabulary(http: httpx.Client) -> None:
         group = {"prompt_token_ids": prompt, "completions": completions}
         error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "groups": [group]}))
         assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "condition", "words"),
+    [
+        ("sft", SFT, {"metric": "eval_loss"}, "eval_examples"),
+        ("sft", {**SFT, "eval_examples": SFT["examples"]}, {"metric": "eval_los"}, "eval_loss, eval_token_accuracy"),
+        ("dpo", DPO, {"metric": "eval_accuracy"}, "eval_fraction"),
+        ("kto", {**KTO, "eval_examples": KTO["examples"]}, {"metric": "eval_accuracy"}, "eval_loss, eval_margin"),
+        ("grpo", GRPO, {"metric": "eval_loss"}, "leave publish_if out"),
+    ],
+)
+def test_a_condition_that_nothing_measures_is_refused(
+    running: Running, http: httpx.Client, route: str, body: Any, condition: Any, words: str
+) -> None:
+    jobs = len(running.queue.jobs)
+    error = refusal(http.post(f"/v1/train/{route}", json={**body, "publish_if": condition}))
+    assert error["param"] == "publish_if"
+    assert condition["metric"] in error["message"]
+    assert words in error["message"]
+    assert len(running.queue.jobs) == jobs
+
+
+@pytest.mark.parametrize(
+    ("condition", "param"),
+    [
+        ({}, "publish_if.metric"),
+        ({"metric": "eval_loss", "min_gain": "NaN"}, "publish_if.min_gain"),
+        ({"metric": "eval_loss", "min_gian": 1}, "publish_if.min_gian"),
+    ],
+)
+def test_a_malformed_condition_is_refused(http: httpx.Client, condition: Any, param: str) -> None:
+    body = {**SFT, "eval_examples": SFT["examples"], "publish_if": condition}
+    assert refusal(http.post("/v1/train/sft", json=body))["param"] == param
+
+
+def test_a_condition_on_what_is_measured(running: Running, http: httpx.Client) -> None:
+    condition = {"metric": "eval_token_accuracy", "min_gain": 0.01}
+    answer = http.post("/v1/train/sft", json={**SFT, "eval_examples": SFT["examples"], "publish_if": condition})
+    assert answer.status_code == 202, answer.text
+    assert running.queue.specs[answer.json()["id"]].publish_if.min_gain == 0.01

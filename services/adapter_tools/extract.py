@@ -1,0 +1,280 @@
+"""A base checkpoint and an adapter into a checkpoint of its own, that transformers loads without PEFT.
+
+Tensor by tensor: those without an adapter are copied as bytes from the mapped file, the others are W + scale · B A,
+computed in float64 a few rows at a time. Names, order and everything beside the weights are the base checkpoint's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from services.adapter_tools.output import whole_directory
+from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
+from services.common.manifest import CONFIG, WEIGHTS
+from services.engine.model.config import ModelConfig
+from services.engine.model.loader import canonical_name, checkpoint_digest, raw_tensors, shard_files
+from services.engine.model.lora_binding import BoundAdapter, BoundTarget, bind_adapter
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with what is being done, bytes done and bytes in all."""
+Keep: TypeAlias = Literal["base", "float32"]
+RECORD = "temper_extract.json"
+_INDEX = "model.safetensors.index.json"
+_HIGHEST_RANK = 2**16
+_ENTRIES = 2**20
+"""Of a matrix that are in float64 at once."""
+_COPY_BYTES = 16 * 2**20
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_FILES = (".json", ".jinja", ".txt", ".model")
+"""Endings of what a checkpoint has beside its weights: configuration, tokenizer, template, licence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of the result."""
+
+    name: str
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    source: memoryview
+    """The base's bytes."""
+    source_dtype: str
+    target: BoundTarget | None
+
+    @property
+    def size(self) -> int:
+        return len(self.source) if self.dtype == self.source_dtype else 4 * math.prod(self.shape)
+
+
+@dataclass(slots=True)
+class Extraction:
+    """What was written."""
+
+    out: Path
+    base_digest: str
+    tensors: int = 0
+    adapted: int = 0
+    bytes: int = 0
+    shards: int = 0
+    lost: dict[str, float] = field(default_factory=dict)
+    """Layer → ‖what rounding to the checkpoint's dtype changed‖ / ‖the adapter's delta‖."""
+
+    def summary(self) -> dict[str, Any]:
+        """For people and JSON."""
+        worst = max(self.lost, key=lambda path: self.lost[path])
+        return {
+            "out": str(self.out),
+            "base_digest": self.base_digest,
+            "tensors": self.tensors,
+            "adapted_layers": self.adapted,
+            "bytes": self.bytes,
+            "shards": self.shards,
+            "rounding_max": self.lost[worst],
+            "rounding_mean": sum(self.lost.values()) / len(self.lost),
+            "rounding_worst_layer": worst,
+        }
+
+
+def extract(
+    base: Path,
+    files: Mapping[str, bytes],
+    out: Path,
+    *,
+    base_digest: str | None,
+    source: str,
+    dtype: Keep = "base",
+    max_shard_bytes: int = 5 * 10**9,
+    progress: Progress | None = None,
+) -> Extraction:
+    """Writes ``out`` with safetensors shards, their index, config.json and the tokenizer's files.
+
+    Args:
+        base: checkpoint directory that the adapter belongs to.
+        files: the adapter's, either form of keys.
+        base_digest: of the checkpoint that it was trained on; None: not known, only shapes are compared.
+        source: the adapter's name, for the record.
+        dtype: float32 keeps the whole delta where the base's own dtype would round it.
+        max_shard_bytes: a larger tensor is alone in its shard.
+
+    Raises:
+        AdapterRejected: the adapter does not bind, or belongs to another checkpoint.
+        CheckpointRejected: the base is incomplete or foreign.
+        InvalidRequest: the output is there already, or the disk is too small or not writable.
+    """
+    if max_shard_bytes < 2**20:
+        raise InvalidRequest(f"a shard of {max_shard_bytes} bytes is too small: 1 MiB at least", param="max_shard_size")
+    config = ModelConfig.from_directory(base)
+    bound = bind_adapter(files, config, max_rank=_HIGHEST_RANK)
+    report = progress or _silent
+    report("checking the base", 0, 0)
+    digest = checkpoint_digest(base)
+    if base_digest is not None and digest != base_digest:
+        raise AdapterRejected(
+            f"{source} belongs to another base model: its digest is {base_digest[:12]}, that of {base} is "
+            f"{digest[:12]}; name the checkpoint that it was trained on",
+            param="base",
+        )
+    with ExitStack() as stack:
+        entries = _entries(base, stack, config, bound, dtype)
+        shards = _shards(entries, max_shard_bytes)
+        total = sum(entry.size for entry in entries)
+        others = [path for path in sorted(base.iterdir()) if path.is_file() and _belongs(path)]
+        need = total + sum(path.stat().st_size for path in others) + 256 * len(entries) + 2**20
+        result = Extraction(out, digest, len(entries), len(bound.targets), total, len(shards))
+        with whole_directory(out, need) as scratch:
+            done = 0
+            weight_map: dict[str, str] = {}
+            for number, shard in enumerate(shards, start=1):
+                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                weight_map |= {entry.name: name for entry in shard}
+                with (scratch / name).open("wb") as file:
+                    file.write(_header(shard))
+                    for entry in shard:
+                        lost = _write(entry, file)
+                        if lost is not None:
+                            result.lost[_path(entry.name)] = lost
+                        done += entry.size
+                        report("writing", done, total)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_json(scratch / _INDEX, index)
+            for path in others:
+                if path.name != "config.json":
+                    shutil.copyfile(path, scratch / path.name)
+            _write_json(scratch / "config.json", _model_config(base, dtype))
+            _write_json(scratch / RECORD, {"adapter": source, **_record(result)})
+    return result
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    del stage, done, total
+
+
+def _belongs(path: Path) -> bool:
+    kept = path.suffix in _OTHER_FILES or path.name.upper().startswith(("LICENSE", "NOTICE"))
+    return kept and not path.name.endswith(".index.json") and path.name not in (CONFIG, WEIGHTS, RECORD)
+
+
+def _record(result: Extraction) -> dict[str, Any]:
+    return {key: value for key, value in result.summary().items() if key != "out"}
+
+
+def _entries(base: Path, stack: ExitStack, config: ModelConfig, bound: BoundAdapter, dtype: Keep) -> list[_Entry]:
+    """Every tensor of the base, in its order; each adapted layer must be found in its shape."""
+    entries: list[_Entry] = []
+    wanted = dict(bound.targets)
+    names: set[str] = set()
+    for file in shard_files(base):
+        for name, header, data in raw_tensors(file, stack):
+            if name in names:
+                raise CheckpointRejected(f"tensor {name} is in the checkpoint twice")
+            names.add(name)
+            kind, shape = str(header["dtype"]), tuple(header["shape"])
+            path = (canonical_name(name) or "").removesuffix(".weight")
+            target = wanted.pop(path, None)
+            if target is not None and (shape != (target.b.shape[0], target.a.shape[1]) or kind not in _DTYPES):
+                raise CheckpointRejected(
+                    f"tensor {name} is {kind} {list(shape)}, config.json and the adapter need a float matrix "
+                    f"{[target.b.shape[0], target.a.shape[1]]}"
+                )
+            widened = "F32" if dtype == "float32" and kind in ("F16", "BF16") else kind
+            entries.append(_Entry(name, widened, shape, data, kind, target))
+    present = {canonical_name(entry.name): entry.shape for entry in entries}
+    for path, expected in config.tensor_shapes().items():
+        if path not in present:
+            raise CheckpointRejected(f"tensor {path} is missing from the checkpoint {base}")
+        if present[path] != expected:
+            raise CheckpointRejected(
+                f"tensor {path} of {base} has shape {list(present[path])}, config.json asks for {list(expected)}"
+            )
+    return entries
+
+
+def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
+    shards: list[list[_Entry]] = []
+    size = 0
+    for entry in entries:
+        if not shards or size + entry.size > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.size
+    return shards
+
+
+def _header(shard: Sequence[_Entry]) -> bytes:
+    """github.com/huggingface/safetensors#format: the length, then JSON, padded so that the data is aligned."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in shard:
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + entry.size]}
+        at += entry.size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(entry: _Entry, file: BinaryIO) -> float | None:
+    """The tensor's bytes; returns the share of the delta that rounding changed, for an adapted one."""
+    if entry.target is not None:
+        return _write_adapted(entry, entry.target, file)
+    for start in range(0, len(entry.source), _COPY_BYTES):
+        part = entry.source[start : start + _COPY_BYTES]
+        file.write(part if entry.dtype == entry.source_dtype else _bytes(_tensor(part, entry).float()))
+    return None
+
+
+def _write_adapted(entry: _Entry, target: BoundTarget, file: BinaryIO) -> float:
+    a = target.a.double() * target.scale
+    rows, width = entry.shape
+    row_bytes = len(entry.source) // rows
+    step = max(1, _ENTRIES // width)
+    rounding = size = 0.0
+    for start in range(0, rows, step):
+        delta = target.b[start : start + step].double() @ a
+        part = entry.source[start * row_bytes : (start + step) * row_bytes]
+        exact = _tensor(part, entry).view(-1, width).double() + delta
+        stored = exact.to(_DTYPES[entry.dtype])
+        rounding += float((stored.double() - exact).square().sum())
+        size += float(delta.square().sum())
+        file.write(_bytes(stored))
+    return math.sqrt(rounding / size) if size > 0 else 0.0
+
+
+def _tensor(part: memoryview, entry: _Entry) -> Tensor:
+    """A copy: the mapped file may lie at any address."""
+    return torch.frombuffer(bytearray(part), dtype=_DTYPES[entry.source_dtype])
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    data: bytes = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def _path(name: str) -> str:
+    return (canonical_name(name) or name).removesuffix(".weight")
+
+
+def _model_config(base: Path, dtype: Keep) -> dict[str, Any]:
+    """config.json, with the dtype of the result."""
+    data: dict[str, Any] = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    if dtype == "float32":
+        for part in (data, data.get("text_config"), data.get("vision_config")):
+            for key in ("dtype", "torch_dtype"):
+                if isinstance(part, dict) and key in part:
+                    part[key] = "float32"
+    return data
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,106 @@
+"""What a version of an adapter is made of and where it came from: manifest.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.common.errors import AdapterRejected
+from services.common.names import AdapterVersion
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+class FileEntry(BaseModel):
+    """One file of a version: lower-case hex SHA-256 and size in bytes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sha256: str
+    size: int
+
+
+class LineageParent(BaseModel):
+    """A version that another one was made from."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: str
+    """"name@n"."""
+    weight: float
+    digest: str
+    """Of its weights: what it was, should it be removed."""
+
+
+class Lineage(BaseModel):
+    """How a version was made of several others, without training."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    method: str
+    """One of services.common.jobs.MergeMethod at the time."""
+    parents: tuple[LineageParent, ...]
+    rank: int | None = None
+    """The rank that was asked for; None: nothing was cut off."""
+    density: float | None = None
+    scale: float = 1.0
+    seed: int = 0
+    error_max: float | None = None
+    """Relative Frobenius error of the layer whose delta the rank changed most."""
+    error_mean: float | None = None
+    """The mean over the layers."""
+    worst_layer: str | None = None
+
+
+class Manifest(BaseModel):
+    """What a version is made of and where it came from."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    version: int
+    digest: str
+    """SHA-256 over the files' digests: the identity of the weights in cache keys."""
+    base_digest: str
+    """Digest of the base checkpoint that the adapter belongs to."""
+    files: dict[str, FileEntry]
+    rank: int | None = None
+    job_id: str | None = None
+    parent: str | None = None
+    """"name@n" that training started from."""
+    lineage: Lineage | None = None
+    """Of a version that was merged; parent is None then."""
+    created_at: float
+    """Unix seconds."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def ref(self) -> AdapterVersion:
+        return AdapterVersion(self.name, self.version)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size for entry in self.files.values())
+
+
+def files_digest(entries: Mapping[str, FileEntry]) -> str:
+    lines = "\n".join(f"{filename}:{entry.sha256}" for filename, entry in sorted(entries.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def stated_rank(files: Mapping[str, bytes]) -> int | None:
+    """Checks the set of files; the rank that adapter_config.json states. Raises AdapterRejected."""
+    if set(files) != {WEIGHTS, CONFIG}:
+        raise AdapterRejected(f"an adapter has exactly the files {WEIGHTS} and {CONFIG}, got {sorted(files)}")
+    try:
+        config = json.loads(files[CONFIG])
+    except ValueError as error:
+        raise AdapterRejected(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterRejected(f"{CONFIG} must be a JSON object")
+    rank = config.get("r")
+    return rank if isinstance(rank, int) else None

@@ -1,0 +1,172 @@
+"""Merging adapters as a job: a step is one layer of the model, so it reports, resumes and is cancelled like training.
+
+Everything is computed on the CPU, in this thread, without the compute gate: the engine's device is never asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from services.adapter_tools.low_rank import Factors
+from services.adapter_tools.merge import Merged, Weighted, merge_layer
+from services.common.errors import InvalidRequest
+from services.common.jobs import MergeJob
+from services.common.manifest import Lineage, LineageParent
+from services.engine.model.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
+from services.engine.model.lora_binding import name_targets
+from services.engine.model.lora_params import TrainableTarget
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.adapter_run import spec_digest
+from services.trainer.jobs.base import RunState
+from services.trainer.origins import Origin
+
+
+class MergeRun:
+    """A prepared merge; see JobRun."""
+
+    def __init__(self, spec: MergeJob, host: PolicyHost, sources: Sequence[Origin]) -> None:
+        """Binds every source strictly.
+
+        Raises:
+            InvalidRequest: the engine could not serve a result of this rank.
+            AdapterRejected: a source does not bind to the base model.
+        """
+        if len(sources) != len(spec.sources):
+            raise ValueError(f"{len(sources)} adapters given for {len(spec.sources)} sources")
+        self._spec = spec
+        self._config = host.model.config
+        self._origins = list(sources)
+        self._parents: list[BoundAdapter] = [
+            bind_adapter(source.files, self._config, max_rank=host.max_lora_rank) for source in sources
+        ]
+        paths = {path for parent in self._parents for path in parent.targets}
+        self._layers = [
+            [path for path in sorted(paths) if int(path.split(".")[1]) == layer]
+            for layer in sorted({int(path.split(".")[1]) for path in paths})
+        ]
+        self._merged: dict[str, Merged] = {}
+        self._check_rank(host.max_lora_rank)
+
+    def _check_rank(self, highest: int) -> None:
+        if self._spec.rank is not None:
+            if self._spec.rank > highest:
+                raise InvalidRequest(
+                    f"rank is {self._spec.rank}, but the engine serves adapters up to rank {highest} "
+                    "(TEMPER_MAX_LORA_RANK): choose a lower one",
+                    param="rank",
+                )
+            return
+        needed = max(sum(target.rank for target in self._targets(path)) for layer in self._layers for path in layer)
+        if needed > highest:
+            raise InvalidRequest(
+                f"the exact sum of these adapters has rank {needed}, but the engine serves adapters up to rank "
+                f"{highest} (TEMPER_MAX_LORA_RANK): give rank, and the nearest adapter of that rank is made",
+                param="rank",
+            )
+
+    @property
+    def total_steps(self) -> int:
+        """Layers that any source adapts."""
+        return len(self._layers)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is merged."""
+        parts = [
+            f"{source.weight:g} × {origin.version} (rank {parent.max_rank}, {len(parent.targets)} layers)"
+            for source, origin, parent in zip(self._spec.sources, self._origins, self._parents, strict=True)
+        ]
+        return (f"merging by {self._spec.method}: " + ", ".join(parts),)
+
+    @property
+    def lora(self) -> LoraParams:
+        """The layers that are merged so far. Their scale is 1: the weights are in the factors."""
+        targets = {
+            path: TrainableTarget(merged.a, merged.b, alpha=float(merged.a.shape[0]), scale=1.0)
+            for path, merged in self._merged.items()
+        }
+        return LoraParams(
+            targets,
+            use_rslora=False,
+            target_modules=name_targets(targets, self._config),
+            module_prefix=self._config.module_prefix,
+        )
+
+    @property
+    def lineage(self) -> Lineage:
+        """Parents, method and what the rank cut off."""
+        spec = self._spec
+        return Lineage(
+            method=spec.method,
+            parents=tuple(
+                LineageParent(version=str(origin.version), weight=source.weight, digest=origin.digest)
+                for source, origin in zip(spec.sources, self._origins, strict=True)
+            ),
+            rank=spec.rank,
+            density=spec.density,
+            scale=spec.scale,
+            seed=spec.seed,
+            error_max=max(merged.error for merged in self._merged.values()),
+            error_mean=sum(merged.error for merged in self._merged.values()) / len(self._merged),
+            worst_layer=max(self._merged, key=lambda path: self._merged[path].error),
+        )
+
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """A merge has nothing to evaluate on."""
+        del interrupt
+        return {}
+
+    @torch.no_grad()
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Merges one layer of the model; see JobRun.step."""
+        if not 0 <= index < self.total_steps:
+            raise ValueError(f"step {index} of {self.total_steps}")
+        done: dict[str, Merged] = {}
+        for path in self._layers[index]:
+            interrupt()
+            parents = [
+                Weighted(_factors(parent.targets[path]), source.weight, place)
+                for place, (parent, source) in enumerate(zip(self._parents, self._spec.sources, strict=True))
+                if path in parent.targets
+            ]
+            done[path] = merge_layer(path, parents, self._spec, self._spec.seed)
+        self._merged |= done
+        errors = [merged.error for merged in self._merged.values()]
+        return {
+            "merged_layers": float(len(errors)),
+            "merge_error_max": max(errors),
+            "merge_error_mean": sum(errors) / len(errors),
+        }
+
+    def state(self) -> RunState:
+        """See JobRun.state."""
+        tensors = {f"{path}.lora_A": merged.a.clone() for path, merged in self._merged.items()}
+        tensors |= {f"{path}.lora_B": merged.b.clone() for path, merged in self._merged.items()}
+        errors = {path: merged.error for path, merged in self._merged.items()}
+        return RunState(tensors, {"spec": spec_digest(self._spec), "errors": errors})
+
+    def load_state(self, state: RunState) -> int:
+        """See JobRun.load_state."""
+        if state.data.get("spec") != spec_digest(self._spec):
+            raise InvalidRequest("the checkpoint belongs to another job")
+        errors: dict[str, float] = state.data["errors"]
+        finished = 0
+        while finished < self.total_steps and all(path in errors for path in self._layers[finished]):
+            finished += 1
+        known = {path for layer in self._layers[:finished] for path in layer}
+        if known != errors.keys():
+            raise InvalidRequest("the checkpoint does not fit the layers of these adapters")
+        self._merged = {
+            path: Merged(state.tensors[f"{path}.lora_A"], state.tensors[f"{path}.lora_B"], error)
+            for path, error in errors.items()
+        }
+        return finished
+
+    def _targets(self, path: str) -> list[BoundTarget]:
+        return [parent.targets[path] for parent in self._parents if path in parent.targets]
+
+
+def _factors(target: BoundTarget) -> Factors:
+    return Factors(target.a.double(), target.b.double() * target.scale)

@@ -1,0 +1,98 @@
+"""What a job's result is made from: the version to continue, or the versions to merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from services.common.consumer import ClaimedJob, JobConsumer
+from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
+from services.common.jobs import MergeJob, Spec
+from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.registry import AdapterRegistry
+
+T = TypeVar("T")
+
+
+class Patiently(Protocol):
+    """Repeats an operation while a store is away."""
+
+    def __call__(self, operation: Callable[[], T], /) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One version that a job starts from."""
+
+    version: AdapterVersion
+    digest: str
+    """Of its weights."""
+    files: Mapping[str, bytes]
+
+
+class Origins:
+    """Decides what a job starts from at its first attempt, keeps to it at every later one, and reads the files."""
+
+    def __init__(self, registry: AdapterRegistry, consumer: JobConsumer, base_digest: str) -> None:
+        self._registry = registry
+        self._consumer = consumer
+        self._base_digest = base_digest
+
+    def read(self, claimed: ClaimedJob, patiently: Patiently) -> list[Origin]:
+        """In the order of a merge's sources; none for a new adapter.
+
+        Raises:
+            ModelNotFound, InvalidRequest: the job names a version that does not exist or is malformed.
+            AdapterRejected: it is corrupt, or belongs to another base model.
+        """
+        return [self._read(version, claimed.spec, patiently) for version in self._resolve(claimed, patiently)]
+
+    def _resolve(self, claimed: ClaimedJob, patiently: Patiently) -> list[AdapterVersion]:
+        recorded, refs = patiently(lambda: self._consumer.recorded_parent(claimed))
+        if not recorded:
+            found = patiently(lambda: resolve(claimed.spec, self._registry))
+            text = ",".join(str(version) for version in found)
+            refs = patiently(lambda: self._consumer.resolve_parent(claimed, text or None))
+        named = [parse_adapter_ref(ref) for ref in (refs or "").split(",") if ref]
+        return [AdapterVersion(name, number or 0) for name, number in named]
+
+    def _read(self, version: AdapterVersion, spec: Spec, patiently: Patiently) -> Origin:
+        manifest = patiently(lambda: self._registry.manifest(version))
+        if manifest.base_digest != self._base_digest:
+            merge = isinstance(spec, MergeJob)
+            way_out = "merge versions of one base model" if merge else 'give start_from: "base" to start afresh'
+            raise AdapterRejected(
+                f"cannot {'merge' if merge else 'continue from'} {version}: it belongs to base model "
+                f"{manifest.base_digest[:12]}, this engine serves {self._base_digest[:12]}; {way_out}",
+                param="sources" if merge else "start_from",
+            )
+        return Origin(version, manifest.digest, patiently(lambda: self._registry.files(version)))
+
+
+def resolve(spec: Spec, registry: AdapterRegistry) -> list[AdapterVersion]:
+    """The versions that a job names, as they are now.
+
+    Raises:
+        ModelNotFound: one of them does not exist.
+        InvalidRequest: a name is malformed, or two sources of a merge are the same version.
+    """
+    if isinstance(spec, MergeJob):
+        versions = [_existing(source.adapter, registry) for source in spec.sources]
+        for version in versions:
+            if versions.count(version) > 1:
+                raise InvalidRequest(
+                    f"{version} is among the sources more than once: add its weights up", param="sources"
+                )
+        return versions
+    if spec.start_from is None:
+        try:
+            return [registry.current(spec.adapter)]
+        except ModelNotFound:
+            return []
+    return [] if spec.start_from == BASE else [_existing(spec.start_from, registry)]
+
+
+def _existing(ref: str, registry: AdapterRegistry) -> AdapterVersion:
+    name, number = parse_adapter_ref(ref)
+    return registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref
