@@ -25,7 +25,7 @@ _AHEAD = 2
 _ENQUEUE_SECONDS = 0.0005
 """How long a step waits for a piece that is just being queued; one that takes longer runs beside it."""
 _WEIGHT = 0.2
-"""Of the newest step in the moving average of their times."""
+"""Of the newest step in the moving average of their times; what the expected time of pieces falls by."""
 
 
 class Mark(Protocol):
@@ -62,6 +62,8 @@ class _Work:
 
     begin: Mark
     end: Mark
+    expected: float = 0.0
+    """Seconds that it was taken for when it was queued."""
 
     def seconds(self) -> float:
         return self.end.seconds_since(self.begin)
@@ -103,7 +105,7 @@ class StreamGate:
         self._engine_tail: Mark | None = None
         self._trainer_tail: Mark | None = None
         self._piece_seconds: float | None = None
-        """Of the last piece that was measured: what one in the queue is taken for."""
+        """What a piece in the queue is taken for: the longest of late, falling off slowly; None: none was measured."""
         self._step_seconds: float | None = None
         self._credit = 0.0
         """Seconds of training that steps have left room for and that have not been queued yet."""
@@ -195,8 +197,8 @@ class StreamGate:
     def _end_piece(self) -> None:
         if self._queueing is not None:
             self._trainer_tail = self._trainer.mark()
-            self._pieces.append(_Work(self._queueing, self._trainer_tail))
-            self._credit -= self._piece_seconds or 0.0
+            self._pieces.append(_Work(self._queueing, self._trainer_tail, self._piece_seconds or 0.0))
+            self._credit -= self._pieces[-1].expected
             self._queueing = None
             self._changed.notify_all()
         self._measure()
@@ -212,10 +214,12 @@ class StreamGate:
     def _measure(self) -> None:
         """Takes note of what is done by now."""
         while self._pieces and self._pieces[0].end.passed():
-            seconds = self._pieces.popleft().seconds()
-            # It was taken for as long as the one before.
-            self._credit -= seconds - (self._piece_seconds or 0.0)
-            self._piece_seconds = seconds
+            piece = self._pieces.popleft()
+            seconds = piece.seconds()
+            self._credit -= seconds - piece.expected
+            # Pieces of a millisecond alternate with pieces of nearly nothing: a burst of the former must not be taken
+            # for the latter.
+            self._piece_seconds = max(seconds, (1 - _WEIGHT) * (self._piece_seconds or 0.0))
         while self._steps and self._steps[0].end.passed():
             seconds = self._steps.popleft().seconds()
             before = self._step_seconds
