@@ -10,6 +10,7 @@ from services.engine.adapters import AdapterManager
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.pod.gate import Gate
 from services.pod.rollouts import EngineRollouts
+from services.trainer.ledger import TrainingLedger
 from services.trainer.rewards.webhook import Webhooks
 
 
@@ -23,10 +24,15 @@ class PodHost:
     gate: Gate
     max_train_tokens: int
     max_lora_rank: int
-    train_memory_bytes: int
+    ledger: TrainingLedger
     adapters: AdapterManager
     rollouts: EngineRollouts
     webhooks: Webhooks
+
+    @property
+    def train_memory_bytes(self) -> int:
+        """What the memory plan leaves for training."""
+        return self.ledger.total
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now; returns once they are served and ``version`` is loaded.

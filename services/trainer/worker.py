@@ -33,12 +33,14 @@ from services.common.names import AdapterVersion, parse_adapter_ref
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
+from services.trainer.claims import JobClaims
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import Publisher, resolve_parent
 from services.trainer.session import Draining, JobCancelled, JobSession
 from services.trainer.settings import TrainerSettings
+from services.trainer.side import NoSideWork, Pauses, SideWork
 
 _IDLE_SECONDS = 1.0
 _BACKOFF_SECONDS = (0.25, 5.0)
@@ -64,6 +66,7 @@ class TrainerWorker:
         host: the engine beside it.
         prepare: makes a runnable job of a spec; a TemperError of it fails the job with its message.
         metrics: None: counted, but not exported.
+        side: what else this thread does, between jobs and in their pauses; None: nothing.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TrainerWorker:
         registry: AdapterRegistry,
         prepare: Prepare,
         metrics: TrainerMetrics | None = None,
+        side: SideWork | None = None,
     ) -> None:
         self._host = host
         self._settings = settings
@@ -95,6 +99,10 @@ class TrainerWorker:
         self._deadline = float("inf")
         self._current: str | None = None
         self._log = structlog.get_logger("trainer").bind(owner=owner)
+        self._side: SideWork = side if side is not None else NoSideWork()
+        self._awake = threading.Event()
+        self._side.bind(self._awake.set)
+        self._claims = JobClaims(self._consumer, self._session, draining=self._draining, wake=self._awake.set)
         self._thread = threading.Thread(target=self._loop, name="trainer", daemon=True)
 
     @property
@@ -115,6 +123,7 @@ class TrainerWorker:
         if not self._draining.is_set():
             self._deadline = time.monotonic() + self._settings.trainer_drain_seconds
             self._draining.set()
+            self._awake.set()
 
     def drain(self) -> bool:
         """Claims nothing more, has the running job checkpointed and handed back, and ends the thread.
@@ -131,42 +140,37 @@ class TrainerWorker:
         self._events.close()
         return True
 
-    # The thread.
-
-    def _loop(self) -> None:
-        away = False
-        tidied = False
-        while not self._draining.is_set():
-            try:
-                if not tidied:
-                    self._consumer.forget_dead_consumers()
-                    tidied = True
-                claimed = self._consumer.claim(_IDLE_SECONDS)
-                away = False
-            except Unavailable as error:
-                if not away:
-                    away = True
-                    self._log.warning("queue.away", error=error.message)
-                self._draining.wait(_IDLE_SECONDS)
-                continue
-            except Exception:  # a bug must not end the only trainer of this engine
-                self._log.exception("claim.failed")
-                self._draining.wait(_IDLE_SECONDS)
-                continue
-            if claimed is not None:
-                self._work(claimed)
-
-    def _work(self, claimed: ClaimedJob) -> None:
-        self._current = claimed.id
-        self._metrics.running.set(1)
-        log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
-        log.info("job.claimed", kind=claimed.spec.kind)
-        session = JobSession(
+    def _session(self, claimed: ClaimedJob) -> JobSession:
+        return JobSession(
             self._consumer,
             claimed,
             heartbeat_seconds=self._settings.job_heartbeat_seconds,
             draining=self._draining,
         )
+
+    # The thread.
+
+    def _loop(self) -> None:
+        claims = self._claims
+        claims.start()
+        while not self._draining.is_set():
+            self._awake.clear()
+            found = claims.take()
+            if found is not None:
+                self._work(*found)
+                claims.want()
+            elif not self._side.run_next():
+                self._side.sweep()
+                self._awake.wait(_IDLE_SECONDS)
+        claims.join()
+        if (found := claims.take()) is not None:
+            self._work(*found)  # which hands it back
+
+    def _work(self, claimed: ClaimedJob, session: JobSession) -> None:
+        self._current = claimed.id
+        self._metrics.running.set(1)
+        log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
+        log.info("job.claimed", kind=claimed.spec.kind)
         try:
             with session:
                 outcome = self._run_and_settle(claimed, session, log)
@@ -177,6 +181,7 @@ class TrainerWorker:
             log.exception("job.unsettled")
             outcome = "unsettled"
         finally:
+            self._host.ledger.release_job()
             self._current = None
             self._metrics.running.set(0)
         self._metrics.jobs.labels(outcome).inc()
@@ -267,7 +272,7 @@ class TrainerWorker:
         self._registry.check_new_name(claimed.spec.adapter)
         parent = self._parent(claimed, session)
         files = self._parent_files(parent, session) if parent is not None else None
-        run = self._prepare(claimed.spec, self._host, files)
+        run = self._until_back(session, lambda: self._prepare(claimed.spec, self._host, files))
         for note in run.notes:
             session.event("log", {"message": note})
         sha = spec_sha(claimed.spec)
@@ -304,11 +309,12 @@ class TrainerWorker:
         saved = start
         done = start
         session.report(JobProgress(step=start, total_steps=total), {})
+        pauses = Pauses(session.check, self._side)
         try:
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
-                newest = run.step(index, session.check)
+                newest = run.step(index, pauses)
                 took = time.monotonic() - began
                 done = index + 1
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
@@ -401,8 +407,17 @@ class TrainerWorker:
                     session.event("log", {"message": f"waiting: {error.message}"})
                     if away is not None:
                         away()
-            self._draining.wait(pause)
+            self._pause(pause)
             pause = min(2 * pause, longest)
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, and does what sessions ask for meanwhile."""
+        until = time.monotonic() + seconds
+        while not self._draining.is_set() and (left := until - time.monotonic()) > 0:
+            self._awake.clear()
+            if not self._side.run_next():
+                self._side.sweep()
+                self._awake.wait(left)
 
     def _remaining(self) -> float:
         return max(0.5, min(self._deadline - time.monotonic(), self._settings.trainer_drain_seconds) - 1.0)

@@ -1,0 +1,417 @@
+"""The sessions of one engine pod: opened, called and closed from any thread; computed by the trainer thread alone.
+
+A call goes through its session's line, then part by part through `run_next` (the trainer thread) and two threads for
+the object store. One call of a session at a time; sessions take turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import structlog
+from pydantic_core import to_json
+
+from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, Overloaded, TemperError, Unavailable
+from services.common.sessions import (
+    CALL,
+    Call,
+    Forward,
+    ForwardBackward,
+    OpenSession,
+    Save,
+    check_tokens,
+    future_id,
+    future_session,
+    session_id,
+    session_instance,
+)
+from services.trainer.host import PolicyHost
+from services.trainer.sessions.line import CallState, Line, LineLimits
+from services.trainer.sessions.programs import Compute, Occupant, call_program, open_program, shape_of
+from services.trainer.sessions.session import FutureView, Session, SessionEnded, describe, view_of
+from services.trainer.sessions.storage import SessionStorage
+from services.trainer.settings import TrainerSettings
+
+_STORE_THREADS = 2
+_TOMBSTONES = 256
+"""Ended sessions that are remembered, with why they ended."""
+_PENDING_CALLS_OF_TOKENS = 8
+"""Calls of the largest size that one session may have waiting."""
+
+
+class SessionDesk:
+    """Thread-safe. ``run_next`` belongs to the trainer thread.
+
+    Args:
+        instance: 12 hex digits, another for each engine process.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        host: PolicyHost,
+        settings: TrainerSettings,
+        storage: SessionStorage,
+        *,
+        instance: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.instance = instance
+        self._host = host
+        self._settings = settings
+        self._storage = storage
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._sessions: dict[str, Session] = {}
+        self._gone: OrderedDict[str, Session] = OrderedDict()
+        self._runnable: deque[Session] = deque()
+        self._threads = ThreadPoolExecutor(_STORE_THREADS, "session-store")
+        self._wake: Callable[[], None] = lambda: None
+        self._closed = False
+        self._log = structlog.get_logger("sessions")
+
+    # -- from any thread
+
+    def open(self, request: OpenSession) -> tuple[str, Future[None]]:
+        """Begins to open a session: its id, and a future that is done when it can be called.
+
+        Raises:
+            Overloaded: too many sessions are open here.
+            InvalidRequest: ttl_seconds is over the limit.
+            Unavailable: this engine shuts down.
+        """
+        ttl = self._settings.session_ttl_seconds if request.ttl_seconds is None else request.ttl_seconds
+        if ttl > self._settings.session_ttl_max_seconds:
+            raise InvalidRequest(
+                f"ttl_seconds is {ttl:g} and may be at most {self._settings.session_ttl_max_seconds:g} "
+                "(TEMPER_SESSION_TTL_MAX_SECONDS)",
+                param="ttl_seconds",
+            )
+        self.sweep()
+        with self._lock:
+            self._check_open()
+            if len(self._sessions) >= self._settings.sessions_max:
+                raise Overloaded(
+                    f"{len(self._sessions)} training sessions are open in this engine, of "
+                    f"{self._settings.sessions_max} (TEMPER_SESSIONS_MAX): delete one, or wait until an idle one expires",
+                    retry_after=10.0,
+                )
+            name = session_id(self.instance, secrets.token_hex(6))
+            occupant = Occupant(
+                name, self._host, self._storage, self._settings.served_model_name, shape_of(request, self._host)
+            )
+            line: Line[Call] = Line(
+                self._line_limits(), lambda seq: future_id(name, seq, secrets.token_hex(3)), self._clock
+            )
+            session = Session(occupant, request, line, ttl, time.time(), self._clock())
+            self._sessions[name] = session
+            session.program = open_program(occupant, request)
+            self._advance(session, None, None)
+        self._log.info("session.opening", session=name)
+        return name, session.opened
+
+    def submit(self, name: str, call_json: bytes) -> FutureView:
+        """Puts a call into a session's line. A repeated one gives the same future.
+
+        Raises:
+            InvalidRequest, pydantic.ValidationError: the call is malformed.
+            NotFound, Gone: there is no such session, or not any more.
+            Conflict, Overloaded: as Line.submit says.
+        """
+        call = CALL.validate_json(call_json)
+        info = self._host.model.config
+        check_tokens(
+            call,
+            vocab_size=info.vocab_size,
+            max_train_tokens=self._host.max_train_tokens,
+            max_call_tokens=self._settings.session_call_tokens,
+        )
+        if isinstance(call, Save) and call.name is not None:
+            self._storage.check_name(call.name)
+        digest = hashlib.sha256(to_json(call)).hexdigest()
+        tokens = call.num_tokens if isinstance(call, Forward | ForwardBackward) else 0
+        self.sweep()
+        with self._lock:
+            self._check_open()
+            session = self._find(name)
+            found = session.line.submit(call.seq, digest, call.kind, call, tokens)
+            session.used = self._clock()
+            if isinstance(found, str):
+                raise self._forgotten(found)
+            self._start_next(session)
+            return view_of(session, found)
+
+    def look(self, future: str) -> FutureView:
+        """Where a call is.
+
+        Raises:
+            NotFound: no session here has or had it.
+            Gone: its result is not kept any more, or its session ended before it did.
+        """
+        name = future_session(future)
+        if name is None:
+            raise NotFound(f"no such future: {future[:80]!r}", param="id")
+        self.sweep()
+        with self._lock:
+            session = self._sessions.get(name) or self._gone.get(name)
+            if session is None:
+                raise self._missing(name)
+            session.used = self._clock()
+            entry = session.line.find(future)
+            if entry is not None:
+                return view_of(session, entry)
+            if session.ended is not None:
+                raise Gone(session.ended.message, param="id")
+            if session.line.executed(future):
+                raise self._forgotten(future)
+            raise NotFound(f"no such future: {future[:80]!r}", param="id")
+
+    def watch(self, future: str, told: Callable[[], None]) -> bool:
+        """Has ``told`` called, by any thread, once the call has ended; False if it has already, or is unknown."""
+        name = future_session(future)
+        with self._lock:
+            session = self._sessions.get(name or "")
+            entry = session.line.find(future) if session is not None else None
+            if entry is None or entry.state is not CallState.PENDING:
+                return False
+            entry.watchers.append(told)
+            return True
+
+    def unwatch(self, future: str, told: Callable[[], None]) -> None:
+        """The watcher has gone."""
+        with self._lock:
+            session = self._sessions.get(future_session(future) or "")
+            entry = session.line.find(future) if session is not None else None
+            if entry is not None and told in entry.watchers:
+                entry.watchers.remove(told)
+
+    def get(self, name: str) -> dict[str, Any]:
+        """One session as its client sees it. Raises NotFound, Gone."""
+        self.sweep()
+        with self._lock:
+            session = self._find(name)
+            session.used = self._clock()
+            return self._described(session)
+
+    def open_sessions(self) -> list[dict[str, Any]]:
+        """Open sessions, oldest first. This keeps none of them alive."""
+        self.sweep()
+        with self._lock:
+            return [self._described(session) for session in self._sessions.values() if session.opened.done()]
+
+    def close(self, name: str) -> None:
+        """Ends a session; calls that have not ended fail. Raises NotFound, Gone."""
+        with self._lock:
+            session = self._find(name)
+            lost = Conflict(f"training session {name} was closed before this call had ended", param="id")
+            told = self._end(session, Gone(f"training session {name} was closed", param="id"), lost)
+        _tell(told)
+
+    def sweep(self) -> None:
+        """Drops idle sessions, fails calls that wait for one that never comes, forgets old results."""
+        told: list[Callable[[], None]] = []
+        with self._lock:
+            for session in [*self._sessions.values(), *self._gone.values()]:
+                told += session.line.sweep()
+            now = self._clock()
+            for session in list(self._sessions.values()):
+                idle = not session.line.pending and session.program is None
+                if idle and now - session.used >= session.ttl:
+                    reason = (
+                        f"training session {session.id} expired after {session.ttl:g} s without a call (ttl_seconds); "
+                        "its weights are gone, unless they were saved"
+                    )
+                    told += self._end(session, Gone(reason, param="id"), Gone(reason, param="id"))
+        _tell(told)
+
+    def shut_down(self) -> None:
+        """Ends all sessions; nothing more is taken. After this, run_next finds nothing."""
+        told: list[Callable[[], None]] = []
+        with self._lock:
+            self._closed = True
+            for session in list(self._sessions.values()):
+                reason = f"the engine shut down, and training session {session.id} ended with it"
+                told += self._end(session, Gone(reason, param="id"), Unavailable(reason))
+        _tell(told)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Open sessions, and how many there may be."""
+        return len(self._sessions), self._settings.sessions_max
+
+    # -- for the trainer thread
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called, by any thread, when there is something for run_next."""
+        self._wake = wake
+
+    @property
+    def ready(self) -> bool:
+        """Whether run_next would find something."""
+        return bool(self._runnable)
+
+    def run_next(self) -> bool:
+        """Computes the next part of the session whose turn it is; False if there is none."""
+        with self._lock:
+            session = self._runnable.popleft() if self._runnable else None
+            if session is None or session.part is None:
+                return session is not None
+            part, session.part = session.part, None
+            session.computing = True
+        result, error = None, None
+        try:
+            result = part.run()
+        except Exception as caught:  # whatever it is belongs to this call, and the trainer goes on
+            error = caught
+        with self._lock:
+            session.computing = False
+            if session.ended is not None:
+                self._release(session)
+                return True
+            told = self._advance(session, result, error)
+        _tell(told)
+        return True
+
+    # -- parts; the lock is held
+
+    def _described(self, session: Session) -> dict[str, Any]:
+        return describe(session, self._host.ledger.held().get(session.id), self._clock())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("this engine is shutting down", retry_after=5.0)
+
+    def _line_limits(self) -> LineLimits:
+        settings = self._settings
+        return LineLimits(
+            pending=settings.session_pending_calls,
+            pending_tokens=_PENDING_CALLS_OF_TOKENS * settings.session_call_tokens,
+            gap_seconds=settings.session_gap_seconds,
+            results=settings.session_results,
+            result_seconds=settings.session_result_seconds,
+        )
+
+    def _find(self, name: str) -> Session:
+        session = self._sessions.get(name)
+        if session is not None and session.opened.done():
+            return session
+        raise self._missing(name)
+
+    def _missing(self, name: str) -> TemperError:
+        gone = self._gone.get(name)
+        if gone is not None and gone.ended is not None:
+            return Gone(gone.ended.message, param="id")
+        instance = session_instance(name)
+        if instance is not None and instance != self.instance:
+            return Gone(
+                f"training session {name} was held by an engine process that has ended, and its weights went with it; "
+                "open a new one from a checkpoint or an adapter version",
+                param="id",
+            )
+        return NotFound(f"no such training session: {name[:80]!r}", param="id")
+
+    def _forgotten(self, future: str) -> Gone:
+        return Gone(
+            f"call {future} was executed, and its result is not kept any more (the newest "
+            f"{self._settings.session_results} are, for {self._settings.session_result_seconds:g} s)",
+            param="id",
+        )
+
+    def _start_next(self, session: Session) -> None:
+        if session.program is not None or session.ended is not None:
+            return
+        entry = session.line.begin()
+        if entry is None or entry.call is None:
+            return
+        session.entry = entry
+        session.program = call_program(session.occupant, entry.call, lambda: self._interrupt(session))
+        _tell(self._advance(session, None, None))
+
+    def _interrupt(self, session: Session) -> None:
+        if session.ended is not None:
+            raise SessionEnded
+
+    def _advance(self, session: Session, result: Any, error: BaseException | None) -> list[Callable[[], None]]:
+        """Sends a part's outcome to the session's program and places its next part. Returns whom to tell."""
+        program = session.program
+        if program is None:
+            raise RuntimeError(f"session {session.id} runs nothing")
+        try:
+            part = program.throw(error) if error is not None else program.send(result)
+        except StopIteration as done:
+            return self._finished(session, done.value, None)
+        except Exception as caught:  # of this call, whatever it is
+            return self._finished(session, None, caught)
+        if isinstance(part, Compute):
+            session.part = part
+            self._runnable.append(session)
+            self._wake()
+        else:
+            run = part.run
+            try:
+                self._threads.submit(self._fetch, session, run)
+            except RuntimeError as shut:  # the threads have ended with the desk
+                return self._finished(session, None, Unavailable(f"this engine is shutting down: {shut}"))
+        return []
+
+    def _fetch(self, session: Session, run: Callable[[], Any]) -> None:
+        """In a thread for the store; without the lock."""
+        result, error = None, None
+        try:
+            result = run()
+        except Exception as caught:
+            error = caught
+        with self._lock:
+            if session.ended is not None:
+                return
+            told = self._advance(session, result, error)
+        _tell(told)
+
+    def _finished(self, session: Session, result: Any, error: BaseException | None) -> list[Callable[[], None]]:
+        if error is not None and not isinstance(error, TemperError):
+            self._log.error("session.call_crashed", session=session.id, exc_info=error)
+        session.program, session.used = None, self._clock()
+        entry, session.entry = session.entry, None
+        if entry is None:  # it was the opening
+            if error is not None:
+                del self._sessions[session.id]
+                self._host.ledger.release_session(session.id)
+                return [lambda: session.opened.set_exception(error)]
+            self._log.info("session.opened", session=session.id)
+            return [lambda: session.opened.set_result(None)]
+        told = session.line.end(entry, to_json(result) if error is None else None, error)
+        self._start_next(session)
+        return told
+
+    def _end(self, session: Session, why: TemperError, lost: TemperError) -> list[Callable[[], None]]:
+        """The session is over: its calls fail with ``lost``, its memory is free as soon as it does not compute."""
+        session.ended = why
+        del self._sessions[session.id]
+        self._gone[session.id] = session
+        while len(self._gone) > _TOMBSTONES:
+            self._gone.popitem(last=False)
+        told = session.line.fail_all(lost)
+        if not session.opened.done():
+            told.append(lambda: session.opened.set_exception(why))
+        if not session.computing:
+            self._release(session)
+        self._log.info("session.ended", session=session.id, reason=why.message)
+        return told
+
+    def _release(self, session: Session) -> None:
+        session.program = session.entry = session.part = None
+        session.occupant.policy = None
+        self._host.ledger.release_session(session.id)
+
+
+def _tell(told: list[Callable[[], None]]) -> None:
+    for call in told:
+        call()
