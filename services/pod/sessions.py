@@ -56,9 +56,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         request: pb.ListSessionsRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> pb.ListSessionsResponse:
-        return pb.ListSessionsResponse(
-            session_json=[json.dumps(found).encode() for found in self._desk.open_sessions()]
-        )
+        found = self._desk.open_sessions()
+        return pb.ListSessionsResponse(session_json=[json.dumps(described).encode() for described in found])
 
     async def Close(self, request: pb.CloseSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
         try:

@@ -100,7 +100,8 @@ class SessionDesk:
             if len(self._sessions) >= self._settings.sessions_max:
                 raise Overloaded(
                     f"{len(self._sessions)} training sessions are open in this engine, of "
-                    f"{self._settings.sessions_max} (TEMPER_SESSIONS_MAX): delete one, or wait until an idle one expires",
+                    f"{self._settings.sessions_max} (TEMPER_SESSIONS_MAX): delete one, or wait until an idle one "
+                    "expires",
                     retry_after=10.0,
                 )
             name = session_id(self.instance, secrets.token_hex(6))

@@ -132,10 +132,11 @@ class SessionPolicy:
             with self._host.gate.training(), torch.set_grad_enabled(backward):
                 found = self._logprobs(batch, call.temperature)
                 part = token_loss(call.loss, call.loss_config, found, batch.weights, batch.advantages, batch.behaviour)
-                value = float(part.loss.detach())
-                if not math.isfinite(value):
+                total = float(part.loss.detach())
+                if not math.isfinite(total):
                     raise InvalidRequest(
-                        f"the loss is {value}: ratios of far-off log-probabilities overflow, or the weights have diverged (load an earlier checkpoint, lower the learning rate)",
+                        f"the loss is {total}: ratios of far-off log-probabilities overflow, or the weights have "
+                        "diverged (load an earlier checkpoint, lower the learning rate)",
                         param="data",
                     )
                 if backward:
