@@ -7,6 +7,7 @@ place in the session's line.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
@@ -20,6 +21,8 @@ Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"
 MAX_SEQ = 2**53 - 1
 MAX_DATA = 4096
 """Data of one call; how many tokens they may have together is the engine's setting."""
+MAX_SAMPLES = 1024
+"""Completions of one call."""
 _LOSS_FIELDS: dict[Loss, frozenset[str]] = {
     "cross_entropy": frozenset(),
     "importance_sampling": frozenset(),
@@ -267,7 +270,38 @@ class Load(_Call):
         return self
 
 
-Call: TypeAlias = ForwardBackward | Forward | OptimStep | Save | Load
+class Sample(_Call):
+    """Completions of the session's weights as they are now, by the engine: batched, behind users' requests."""
+
+    kind: Literal["sample"] = "sample"
+    prompts: list[Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]] = Field(
+        min_length=1, max_length=MAX_DATA
+    )
+    """Token ids, or text."""
+    prompt_format: Literal["chat", "raw"] = "raw"
+    """How a text is read: as it is, or as one user message."""
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    """Completions a prompt."""
+    max_tokens: int = Field(ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, le=100)
+    """0 is greedy."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """The same weights, prompts and seed give the same tokens."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    """Besides the model's own end tokens."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Sample:
+        if len(self.prompts) * self.n > MAX_SAMPLES:
+            raise _wrong(
+                f"{len(self.prompts)} prompts with {self.n} completions each are over the limit of {MAX_SAMPLES} a "
+                "call: split it",
+                "prompts",
+            )
+        return self
+
+
+Call: TypeAlias = ForwardBackward | Forward | OptimStep | Sample | Save | Load
 CALL: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="kind")])
 """Parses and validates a call of any kind."""
 
@@ -278,6 +312,11 @@ def check_tokens(call: Call, *, vocab_size: int, max_train_tokens: int, max_call
     Raises:
         InvalidRequest: a token id outside the vocabulary, a datum or the call too long.
     """
+    if isinstance(call, Sample):
+        _check_vocabulary("stop_token_ids", call.stop_token_ids, vocab_size)
+        for index, prompt in enumerate(call.prompts):
+            _check_vocabulary(f"prompts[{index}]", () if isinstance(prompt, str) else prompt, vocab_size)
+        return
     if not isinstance(call, ForwardBackward | Forward):
         return
     for index, datum in enumerate(call.data):
@@ -287,17 +326,20 @@ def check_tokens(call: Call, *, vocab_size: int, max_train_tokens: int, max_call
                 "(TEMPER_MAX_TRAIN_TOKENS): shorten it",
                 param=f"data[{index}].token_ids",
             )
-        for name, tokens in (("token_ids", datum.token_ids), ("targets", datum.targets or ())):
-            if vocab_size and tokens and (highest := max(tokens)) >= vocab_size:
-                raise InvalidRequest(
-                    f"data[{index}].{name} has the token id {highest}, and the vocabulary ends at {vocab_size - 1}",
-                    param=f"data[{index}].{name}",
-                )
+        _check_vocabulary(f"data[{index}].token_ids", datum.token_ids, vocab_size)
+        _check_vocabulary(f"data[{index}].targets", datum.targets or (), vocab_size)
     if max_call_tokens and call.num_tokens > max_call_tokens:
         raise InvalidRequest(
             f"the call has {call.num_tokens} tokens and one call may have {max_call_tokens} "
             "(TEMPER_SESSION_CALL_TOKENS): split it, gradients accumulate over calls",
             param="data",
+        )
+
+
+def _check_vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if vocab_size and tokens and (highest := max(tokens)) >= vocab_size:
+        raise InvalidRequest(
+            f"{field} has the token id {highest}, and the vocabulary ends at {vocab_size - 1}", param=field
         )
 
 

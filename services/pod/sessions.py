@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, TypeAlias
 
 import structlog
 from grpc import aio
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, TemperError
 from services.common.pb import sessions_pb2 as pb
@@ -57,7 +57,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         context: _Context,  # noqa: ARG002
     ) -> pb.ListSessionsResponse:
         found = self._desk.open_sessions()
-        return pb.ListSessionsResponse(session_json=[json.dumps(described).encode() for described in found])
+        return pb.ListSessionsResponse(session_json=[to_json(described) for described in found])
 
     async def Close(self, request: pb.CloseSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
         try:
@@ -109,7 +109,7 @@ def _parse(request_json: bytes) -> OpenSession:
 
 
 def _session(described: dict[str, Any]) -> pb.SessionAnswer:
-    return pb.SessionAnswer(session_json=json.dumps(described).encode())
+    return pb.SessionAnswer(session_json=to_json(described))
 
 
 def _future(view: FutureView) -> pb.Future:

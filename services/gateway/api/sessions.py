@@ -15,6 +15,7 @@ from services.common.sessions import (
     Load,
     OpenSession,
     OptimStep,
+    Sample,
     Save,
     check_tokens,
 )
@@ -85,6 +86,12 @@ async def forward(session_id: str, body: Forward, gateway: GatewayDep) -> Respon
 @routes.post("/v1/train/sessions/{session_id}/optim_step", status_code=202, response_class=Response)
 async def optim_step(session_id: str, body: OptimStep, gateway: GatewayDep) -> Response:
     """An AdamW step over the accumulated gradients."""
+    return await _submit(gateway, session_id, body)
+
+
+@routes.post("/v1/train/sessions/{session_id}/sample", status_code=202, response_class=Response)
+async def sample(session_id: str, body: Sample, gateway: GatewayDep) -> Response:
+    """Completions of the session's weights as they are when the call's turn comes."""
     return await _submit(gateway, session_id, body)
 
 

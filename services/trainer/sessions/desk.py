@@ -1,7 +1,7 @@
 """The sessions of one engine pod: opened, called and closed from any thread; computed by the trainer thread alone.
 
-A call goes through its session's line, then part by part through `run_next` (the trainer thread) and two threads for
-the object store. One call of a session at a time; sessions take turns.
+A call goes through its session's line, then part by part through `run_next` (the trainer thread) and other threads
+for what only waits. One call of a session at a time; sessions take turns.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.common.sessions import (
     Forward,
     ForwardBackward,
     OpenSession,
+    Sample,
     Save,
     check_tokens,
     future_id,
@@ -35,11 +36,11 @@ from services.common.sessions import (
 from services.trainer.host import PolicyHost
 from services.trainer.sessions.line import CallState, Line, LineLimits
 from services.trainer.sessions.programs import Compute, Occupant, call_program, open_program, shape_of
+from services.trainer.sessions.sampling import checked_prompts
 from services.trainer.sessions.session import FutureView, Session, SessionEnded, describe, view_of
 from services.trainer.sessions.storage import SessionStorage
 from services.trainer.settings import TrainerSettings
 
-_STORE_THREADS = 2
 _TOMBSTONES = 256
 """Ended sessions that are remembered, with why they ended."""
 _PENDING_CALLS_OF_TOKENS = 8
@@ -72,7 +73,7 @@ class SessionDesk:
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, Session] = OrderedDict()
         self._runnable: deque[Session] = deque()
-        self._threads = ThreadPoolExecutor(_STORE_THREADS, "session-store")
+        self._threads = ThreadPoolExecutor(max(1, settings.sessions_max), "session")
         self._wake: Callable[[], None] = lambda: None
         self._closed = False
         self._log = structlog.get_logger("sessions")
@@ -136,6 +137,8 @@ class SessionDesk:
         )
         if isinstance(call, Save) and call.name is not None:
             self._storage.check_name(call.name)
+        if isinstance(call, Sample):
+            checked_prompts(self._host, call)
         digest = hashlib.sha256(to_json(call)).hexdigest()
         tokens = call.num_tokens if isinstance(call, Forward | ForwardBackward) else 0
         self.sweep()

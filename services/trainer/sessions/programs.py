@@ -6,10 +6,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from services.common.sessions import Call, Forward, ForwardBackward, Load, OpenSession, OptimStep, Save
+from services.common.sessions import Call, Forward, ForwardBackward, Load, OpenSession, OptimStep, Sample, Save
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import chosen_microbatch_tokens, starting_adapter
 from services.trainer.sessions.policy import SessionPolicy, Shape, need_of
+from services.trainer.sessions.sampling import sample
 from services.trainer.sessions.storage import SessionStorage, Snapshot
 
 
@@ -22,7 +23,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A part that waits for the object store, for another thread."""
+    """A part that waits for the object store or for the engine's steps, for another thread."""
 
     run: Callable[[], Any]
 
@@ -73,6 +74,8 @@ def call_program(occupant: Occupant, call: Call, interrupt: Callable[[], None]) 
             result = yield Compute(lambda: occupant.present.score(call, interrupt))
         case OptimStep():
             result = yield Compute(lambda: occupant.present.step(call))
+        case Sample():
+            result = yield Fetch(lambda: sample(occupant.host, occupant.present.lora, call, interrupt))
         case Save():
             snapshot = yield Compute(lambda: _snapshot(occupant, with_optimizer=call.checkpoint is not None))
             result = yield Fetch(lambda: _save(occupant.storage, call, snapshot))
