@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -28,14 +29,15 @@ from services.common.errors import (
 )
 from services.common.events import AdapterEvents
 from services.common.job_records import spec_sha
-from services.common.jobs import JobProgress, Spec
+from services.common.jobs import JobProgress
 from services.common.names import AdapterVersion, parse_adapter_ref
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.claims import JobClaims
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.base import JobRun
+from services.trainer.jobs.base import JobRun, Prepare
+from services.trainer.ledger import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import Publisher, resolve_parent
 from services.trainer.session import Draining, JobCancelled, JobSession
@@ -51,12 +53,6 @@ _PASSING = (Unavailable, Overloaded, DeadlineExceeded)
 """Errors that another attempt may not meet again."""
 
 T = TypeVar("T")
-
-
-class Prepare(Protocol):
-    """services.trainer.jobs.prepare_run"""
-
-    def __call__(self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, /) -> JobRun: ...
 
 
 class TrainerWorker:
@@ -102,7 +98,10 @@ class TrainerWorker:
         self._side: SideWork = side if side is not None else NoSideWork()
         self._awake = threading.Event()
         self._side.bind(self._awake.set)
-        self._claims = JobClaims(self._consumer, self._session, draining=self._draining, wake=self._awake.set)
+        session = partial(
+            JobSession, self._consumer, heartbeat_seconds=settings.job_heartbeat_seconds, draining=self._draining
+        )
+        self._claims = JobClaims(self._consumer, session, draining=self._draining, wake=self._awake.set)
         self._thread = threading.Thread(target=self._loop, name="trainer", daemon=True)
 
     @property
@@ -139,14 +138,6 @@ class TrainerWorker:
         self._consumer.close()
         self._events.close()
         return True
-
-    def _session(self, claimed: ClaimedJob) -> JobSession:
-        return JobSession(
-            self._consumer,
-            claimed,
-            heartbeat_seconds=self._settings.job_heartbeat_seconds,
-            draining=self._draining,
-        )
 
     # The thread.
 
@@ -393,7 +384,7 @@ class TrainerWorker:
         away: Callable[[], None] | None = None,
         cancellable: bool = True,
     ) -> T:
-        """Repeats an operation while a store is away; heartbeats go on. Raises JobLost, JobCancelled, Draining."""
+        """Repeats an operation while a store is away, or memory taken. Raises JobLost, JobCancelled, Draining."""
         pause, longest = _BACKOFF_SECONDS
         first = True
         while True:
@@ -403,7 +394,8 @@ class TrainerWorker:
             except Unavailable as error:
                 if first:
                     first = False
-                    self._log.warning("store.away", error=error.message)
+                    event = "memory.taken" if isinstance(error, MemoryTaken) else "store.away"
+                    self._log.warning(event, error=error.message)
                     session.event("log", {"message": f"waiting: {error.message}"})
                     if away is not None:
                         away()

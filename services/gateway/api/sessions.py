@@ -38,7 +38,6 @@ _USER_CODES = frozenset(
         "model_not_found",
         "conflict",
         "adapter_rejected",
-        "deadline_exceeded",
     }
 )
 """A call that failed so fails again as it is; any other may succeed in a new session or later."""

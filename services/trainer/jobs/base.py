@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from services.common.jobs import Spec
+
 if TYPE_CHECKING:
     from services.engine.model.lora import LoraParams
+    from services.trainer.host import PolicyHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,9 @@ class JobRun(Protocol):
             InvalidRequest: the checkpoint belongs to another spec or shape.
         """
         ...
+
+
+class Prepare(Protocol):
+    """Makes a runnable job of a spec: services.trainer.jobs.prepare_run."""
+
+    def __call__(self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, /) -> JobRun: ...

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from pydantic_core import to_json
 
-from services.common.errors import Conflict, Gone, InvalidRequest, NotFound, Overloaded, TemperError, Unavailable
+from services.common.errors import Conflict, Gone, TemperError, Unavailable
 from services.common.sessions import (
     CALL,
     Call,
@@ -34,6 +34,7 @@ from services.common.sessions import (
     session_instance,
 )
 from services.trainer.host import PolicyHost
+from services.trainer.sessions import words
 from services.trainer.sessions.line import CallState, Line, LineLimits
 from services.trainer.sessions.programs import Compute, Occupant, call_program, open_program, shape_of
 from services.trainer.sessions.sampling import checked_prompts
@@ -90,21 +91,12 @@ class SessionDesk:
         """
         ttl = self._settings.session_ttl_seconds if request.ttl_seconds is None else request.ttl_seconds
         if ttl > self._settings.session_ttl_max_seconds:
-            raise InvalidRequest(
-                f"ttl_seconds is {ttl:g} and may be at most {self._settings.session_ttl_max_seconds:g} "
-                "(TEMPER_SESSION_TTL_MAX_SECONDS)",
-                param="ttl_seconds",
-            )
+            raise words.too_long_a_life(ttl, self._settings.session_ttl_max_seconds)
         self.sweep()
         with self._lock:
             self._check_open()
             if len(self._sessions) >= self._settings.sessions_max:
-                raise Overloaded(
-                    f"{len(self._sessions)} training sessions are open in this engine, of "
-                    f"{self._settings.sessions_max} (TEMPER_SESSIONS_MAX): delete one, or wait until an idle one "
-                    "expires",
-                    retry_after=10.0,
-                )
+                raise words.full(len(self._sessions), self._settings.sessions_max)
             name = session_id(self.instance, secrets.token_hex(6))
             occupant = Occupant(
                 name, self._host, self._storage, self._settings.served_model_name, shape_of(request, self._host)
@@ -161,7 +153,7 @@ class SessionDesk:
         """
         name = future_session(future)
         if name is None:
-            raise NotFound(f"no such future: {future[:80]!r}", param="id")
+            raise words.unknown_future(future)
         self.sweep()
         with self._lock:
             session = self._sessions.get(name) or self._gone.get(name)
@@ -175,7 +167,7 @@ class SessionDesk:
                 raise Gone(session.ended.message, param="id")
             if session.line.executed(future):
                 raise self._forgotten(future)
-            raise NotFound(f"no such future: {future[:80]!r}", param="id")
+            raise words.unknown_future(future)
 
     def watch(self, future: str, told: Callable[[], None]) -> bool:
         """Has ``told`` called, by any thread, once the call has ended; False if it has already, or is unknown."""
@@ -228,11 +220,8 @@ class SessionDesk:
             for session in list(self._sessions.values()):
                 idle = not session.line.pending and session.program is None
                 if idle and now - session.used >= session.ttl:
-                    reason = (
-                        f"training session {session.id} expired after {session.ttl:g} s without a call (ttl_seconds); "
-                        "its weights are gone, unless they were saved"
-                    )
-                    told += self._end(session, Gone(reason, param="id"), Gone(reason, param="id"))
+                    expired = words.expired(session.id, session.ttl)
+                    told += self._end(session, expired, expired)
         _tell(told)
 
     def shut_down(self) -> None:
@@ -315,19 +304,11 @@ class SessionDesk:
             return Gone(gone.ended.message, param="id")
         instance = session_instance(name)
         if instance is not None and instance != self.instance:
-            return Gone(
-                f"training session {name} was held by an engine process that has ended, and its weights went with it; "
-                "open a new one from a checkpoint or an adapter version",
-                param="id",
-            )
-        return NotFound(f"no such training session: {name[:80]!r}", param="id")
+            return words.of_another_process(name)
+        return words.unknown_session(name)
 
     def _forgotten(self, future: str) -> Gone:
-        return Gone(
-            f"call {future} was executed, and its result is not kept any more (the newest "
-            f"{self._settings.session_results} are, for {self._settings.session_result_seconds:g} s)",
-            param="id",
-        )
+        return words.forgotten(future, self._settings.session_results, self._settings.session_result_seconds)
 
     def _start_next(self, session: Session) -> None:
         if session.program is not None or session.ended is not None:

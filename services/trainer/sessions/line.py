@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from services.common.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, TemperError
+from services.common.errors import Conflict, InvalidRequest, Overloaded, TemperError
 
 T = TypeVar("T")
 _AHEAD = 10_000
@@ -181,7 +181,7 @@ class Line(Generic[T]):
             late = [e for e in self._waiting.values() if now - max(e.submitted, self._free_since) >= patience]
             for entry in late:
                 del self._waiting[entry.seq]
-                error = DeadlineExceeded(
+                error = Conflict(
                     f"seq {entry.seq} waited {patience:g} s for seq {self._next}, which never came: send that one, and "
                     f"then seq {entry.seq} again (it was not executed)",
                     param="seq",
