@@ -10,7 +10,7 @@ from grpc import aio
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from services.common.errors import InvalidRequest, TemperError
+from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import sessions_pb2 as pb
 from services.common.pb import sessions_pb2_grpc
 from services.common.sessions import OpenSession
@@ -40,8 +40,15 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def Open(self, request: pb.OpenSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
         try:
             name, opened = self._desk.open(_parse(request.request_json))
-            await asyncio.wait_for(asyncio.wrap_future(opened), _OPEN_SECONDS)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(opened), _OPEN_SECONDS)
+            except BaseException:  # also when the client has gone: nobody would know of the session
+                self._desk.abandon(name)
+                raise
             return _session(self._desk.get(name))
+        except TimeoutError:
+            busy = Unavailable(f"the trainer did not get to opening a session in {_OPEN_SECONDS:g} s", retry_after=10.0)
+            return pb.SessionAnswer(error=to_message(busy))
         except Exception as error:  # every error is an answer
             return pb.SessionAnswer(error=to_message(_logged(error)))
 

@@ -39,6 +39,7 @@ class Training:
         self._worker: TrainerWorker | None = None
         self._drained: bool | None = None
         self.sessions: SessionDesk | None = None
+        self._events: AdapterEvents | None = None
         if settings.trainer:
             host = PodHost(
                 model=engine.model,
@@ -57,16 +58,18 @@ class Training:
                 ),
                 webhooks=_webhooks(trainer),
             )
-            publisher = Publisher(registry, AdapterEvents(settings), host, trainer.adapter_sync_seconds)
+            self._events = AdapterEvents(settings)
+            publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
             storage = SessionStorage(store, registry, publisher, engine.base_digest)
-            self.sessions = SessionDesk(host, trainer, storage, instance=secrets.token_hex(6))
+            counters = TrainerMetrics(metrics)
+            self.sessions = SessionDesk(host, trainer, storage, instance=secrets.token_hex(6), metrics=counters)
             self._worker = TrainerWorker(
                 host,
                 trainer,
                 store=store,
                 registry=registry,
                 prepare=prepare_run,
-                metrics=TrainerMetrics(metrics),
+                metrics=counters,
                 side=self.sessions,
             )
 
@@ -98,6 +101,8 @@ class Training:
             return True
         if self._drained is None:  # a worker that was busy for so long is not waited for a second time
             self._drained = self._worker.drain()
+            if self._events is not None:
+                self._events.close()
         return self._drained
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -72,3 +73,11 @@ class Pauses:
             self._check()
         self._check()
         self._resumed = self._clock()
+
+
+def work_or_wait(side: SideWork, awake: threading.Event, seconds: float) -> None:
+    """Does a piece of side work, or waits so long for ``awake``, which the caller cleared before it looked for other
+    work."""
+    if not side.run_next():
+        side.sweep()
+        awake.wait(seconds)

@@ -42,7 +42,7 @@ from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import Publisher, resolve_parent
 from services.trainer.session import Draining, JobCancelled, JobSession
 from services.trainer.settings import TrainerSettings
-from services.trainer.side import NoSideWork, Pauses, SideWork
+from services.trainer.side import NoSideWork, Pauses, SideWork, work_or_wait
 
 _IDLE_SECONDS = 1.0
 _BACKOFF_SECONDS = (0.25, 5.0)
@@ -150,9 +150,8 @@ class TrainerWorker:
             if found is not None:
                 self._work(*found)
                 claims.want()
-            elif not self._side.run_next():
-                self._side.sweep()
-                self._awake.wait(_IDLE_SECONDS)
+            else:
+                work_or_wait(self._side, self._awake, _IDLE_SECONDS)
         claims.join()
         if (found := claims.take()) is not None:
             self._work(*found)  # which hands it back
@@ -403,13 +402,11 @@ class TrainerWorker:
             pause = min(2 * pause, longest)
 
     def _pause(self, seconds: float) -> None:
-        """Waits, and does what sessions ask for meanwhile."""
+        """Waits, and does side work meanwhile."""
         until = time.monotonic() + seconds
         while not self._draining.is_set() and (left := until - time.monotonic()) > 0:
             self._awake.clear()
-            if not self._side.run_next():
-                self._side.sweep()
-                self._awake.wait(left)
+            work_or_wait(self._side, self._awake, left)
 
     def _remaining(self) -> float:
         return max(0.5, min(self._deadline - time.monotonic(), self._settings.trainer_drain_seconds) - 1.0)

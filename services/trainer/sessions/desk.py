@@ -10,12 +10,13 @@ import hashlib
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
+from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 
 from services.common.errors import Conflict, Gone, TemperError, Unavailable
@@ -34,18 +35,18 @@ from services.common.sessions import (
     session_instance,
 )
 from services.trainer.host import PolicyHost
+from services.trainer.metrics import TrainerMetrics
 from services.trainer.sessions import words
-from services.trainer.sessions.line import CallState, Line, LineLimits
-from services.trainer.sessions.programs import Compute, Occupant, call_program, open_program, shape_of
+from services.trainer.sessions.driver import Driver, Told, tell
+from services.trainer.sessions.line import CallState, Line
+from services.trainer.sessions.programs import Occupant, call_program, open_program, shape_of
 from services.trainer.sessions.sampling import checked_prompts
-from services.trainer.sessions.session import FutureView, Session, SessionEnded, describe, view_of
+from services.trainer.sessions.session import FutureView, Session, SessionEnded, describe, line_limits, view_of
 from services.trainer.sessions.storage import SessionStorage
 from services.trainer.settings import TrainerSettings
 
 _TOMBSTONES = 256
 """Ended sessions that are remembered, with why they ended."""
-_PENDING_CALLS_OF_TOKENS = 8
-"""Calls of the largest size that one session may have waiting."""
 
 
 class SessionDesk:
@@ -53,6 +54,7 @@ class SessionDesk:
 
     Args:
         instance: 12 hex digits, another for each engine process.
+        metrics: None: counted, but not exported.
         clock: monotonic seconds.
     """
 
@@ -63,6 +65,7 @@ class SessionDesk:
         storage: SessionStorage,
         *,
         instance: str,
+        metrics: TrainerMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.instance = instance
@@ -70,12 +73,11 @@ class SessionDesk:
         self._settings = settings
         self._storage = storage
         self._clock = clock
+        self._metrics = metrics or TrainerMetrics(CollectorRegistry())
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, Session] = OrderedDict()
-        self._runnable: deque[Session] = deque()
-        self._threads = ThreadPoolExecutor(max(1, settings.sessions_max), "session")
-        self._wake: Callable[[], None] = lambda: None
+        self._driver = Driver(self._lock, settings.sessions_max, ended=self._finished, released=self._release)
         self._closed = False
         self._log = structlog.get_logger("sessions")
 
@@ -102,12 +104,13 @@ class SessionDesk:
                 name, self._host, self._storage, self._settings.served_model_name, shape_of(request, self._host)
             )
             line: Line[Call] = Line(
-                self._line_limits(), lambda seq: future_id(name, seq, secrets.token_hex(3)), self._clock
+                line_limits(self._settings), lambda seq: future_id(name, seq, secrets.token_hex(3)), self._clock
             )
             session = Session(occupant, request, line, ttl, time.time(), self._clock())
+            session.opened.set_running_or_notify_cancel()  # it cannot be cancelled by whoever waits for it
             self._sessions[name] = session
-            session.program = open_program(occupant, request)
-            self._advance(session, None, None)
+            told = self._driver.start(session, open_program(occupant, request))
+        tell(told)
         self._log.info("session.opening", session=name)
         return name, session.opened
 
@@ -141,8 +144,10 @@ class SessionDesk:
             session.used = self._clock()
             if isinstance(found, str):
                 raise self._forgotten(found)
-            self._start_next(session)
-            return view_of(session, found)
+            told = self._start_next(session)
+            view = view_of(session, found)
+        tell(told)
+        return view
 
     def look(self, future: str) -> FutureView:
         """Where a call is.
@@ -208,11 +213,21 @@ class SessionDesk:
             session = self._find(name)
             lost = Conflict(f"training session {name} was closed before this call had ended", param="id")
             told = self._end(session, Gone(f"training session {name} was closed", param="id"), lost)
-        _tell(told)
+        tell(told)
+
+    def abandon(self, name: str) -> None:
+        """Nobody waits for this session to open any more; none is fine."""
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is None:
+                return
+            why = Gone(f"training session {name} was given up while it opened", param="id")
+            told = self._end(session, why, why)
+        tell(told)
 
     def sweep(self) -> None:
         """Drops idle sessions, fails calls that wait for one that never comes, forgets old results."""
-        told: list[Callable[[], None]] = []
+        told: Told = []
         with self._lock:
             for session in [*self._sessions.values(), *self._gone.values()]:
                 told += session.line.sweep()
@@ -222,18 +237,18 @@ class SessionDesk:
                 if idle and now - session.used >= session.ttl:
                     expired = words.expired(session.id, session.ttl)
                     told += self._end(session, expired, expired)
-        _tell(told)
+        tell(told)
 
     def shut_down(self) -> None:
         """Ends all sessions; nothing more is taken. After this, run_next finds nothing."""
-        told: list[Callable[[], None]] = []
+        told: Told = []
         with self._lock:
             self._closed = True
             for session in list(self._sessions.values()):
                 reason = f"the engine shut down, and training session {session.id} ended with it"
                 told += self._end(session, Gone(reason, param="id"), Unavailable(reason))
-        _tell(told)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        tell(told)
+        self._driver.shut_down()
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -244,34 +259,16 @@ class SessionDesk:
 
     def bind(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, by any thread, when there is something for run_next."""
-        self._wake = wake
+        self._driver.bind(wake)
 
     @property
     def ready(self) -> bool:
         """Whether run_next would find something."""
-        return bool(self._runnable)
+        return self._driver.ready
 
     def run_next(self) -> bool:
         """Computes the next part of the session whose turn it is; False if there is none."""
-        with self._lock:
-            session = self._runnable.popleft() if self._runnable else None
-            if session is None or session.part is None:
-                return session is not None
-            part, session.part = session.part, None
-            session.computing = True
-        result, error = None, None
-        try:
-            result = part.run()
-        except Exception as caught:  # whatever it is belongs to this call, and the trainer goes on
-            error = caught
-        with self._lock:
-            session.computing = False
-            if session.ended is not None:
-                self._release(session)
-                return True
-            told = self._advance(session, result, error)
-        _tell(told)
-        return True
+        return self._driver.run_next()
 
     # -- parts; the lock is held
 
@@ -281,16 +278,6 @@ class SessionDesk:
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("this engine is shutting down", retry_after=5.0)
-
-    def _line_limits(self) -> LineLimits:
-        settings = self._settings
-        return LineLimits(
-            pending=settings.session_pending_calls,
-            pending_tokens=_PENDING_CALLS_OF_TOKENS * settings.session_call_tokens,
-            gap_seconds=settings.session_gap_seconds,
-            results=settings.session_results,
-            result_seconds=settings.session_result_seconds,
-        )
 
     def _find(self, name: str) -> Session:
         session = self._sessions.get(name)
@@ -310,57 +297,26 @@ class SessionDesk:
     def _forgotten(self, future: str) -> Gone:
         return words.forgotten(future, self._settings.session_results, self._settings.session_result_seconds)
 
-    def _start_next(self, session: Session) -> None:
+    def _start_next(self, session: Session) -> Told:
         if session.program is not None or session.ended is not None:
-            return
+            return []
         entry = session.line.begin()
         if entry is None or entry.call is None:
-            return
+            return []
         session.entry = entry
-        session.program = call_program(session.occupant, entry.call, lambda: self._interrupt(session))
-        _tell(self._advance(session, None, None))
+        program = call_program(session.occupant, entry.call, lambda: self._interrupt(session))
+        return self._driver.start(session, program)
 
     def _interrupt(self, session: Session) -> None:
         if session.ended is not None:
             raise SessionEnded
 
-    def _advance(self, session: Session, result: Any, error: BaseException | None) -> list[Callable[[], None]]:
-        """Sends a part's outcome to the session's program and places its next part. Returns whom to tell."""
-        program = session.program
-        if program is None:
-            raise RuntimeError(f"session {session.id} runs nothing")
+    def _finished(self, session: Session, result: Any, error: BaseException | None) -> Told:
+        result_json = None
         try:
-            part = program.throw(error) if error is not None else program.send(result)
-        except StopIteration as done:
-            return self._finished(session, done.value, None)
-        except Exception as caught:  # of this call, whatever it is
-            return self._finished(session, None, caught)
-        if isinstance(part, Compute):
-            session.part = part
-            self._runnable.append(session)
-            self._wake()
-        else:
-            run = part.run
-            try:
-                self._threads.submit(self._fetch, session, run)
-            except RuntimeError as shut:  # the threads have ended with the desk
-                return self._finished(session, None, Unavailable(f"this engine is shutting down: {shut}"))
-        return []
-
-    def _fetch(self, session: Session, run: Callable[[], Any]) -> None:
-        """In a thread for the store; without the lock."""
-        result, error = None, None
-        try:
-            result = run()
-        except Exception as caught:
+            result_json = to_json(result, inf_nan_mode="null") if error is None else None
+        except Exception as caught:  # of this call alone
             error = caught
-        with self._lock:
-            if session.ended is not None:
-                return
-            told = self._advance(session, result, error)
-        _tell(told)
-
-    def _finished(self, session: Session, result: Any, error: BaseException | None) -> list[Callable[[], None]]:
         if error is not None and not isinstance(error, TemperError):
             self._log.error("session.call_crashed", session=session.id, exc_info=error)
         session.program, session.used = None, self._clock()
@@ -370,13 +326,15 @@ class SessionDesk:
                 del self._sessions[session.id]
                 self._host.ledger.release_session(session.id)
                 return [lambda: session.opened.set_exception(error)]
+            self._metrics.sessions.set(len(self._sessions))
             self._log.info("session.opened", session=session.id)
             return [lambda: session.opened.set_result(None)]
-        told = session.line.end(entry, to_json(result) if error is None else None, error)
-        self._start_next(session)
-        return told
+        told = session.line.end(entry, result_json, error)
+        self._metrics.session_calls.labels(entry.kind, entry.state).inc()
+        self._metrics.session_call_seconds.labels(entry.kind).observe(entry.ended - entry.submitted)
+        return told + self._start_next(session)
 
-    def _end(self, session: Session, why: TemperError, lost: TemperError) -> list[Callable[[], None]]:
+    def _end(self, session: Session, why: TemperError, lost: TemperError) -> Told:
         """The session is over: its calls fail with ``lost``, its memory is free as soon as it does not compute."""
         session.ended = why
         del self._sessions[session.id]
@@ -388,6 +346,7 @@ class SessionDesk:
             told.append(lambda: session.opened.set_exception(why))
         if not session.computing:
             self._release(session)
+        self._metrics.sessions.set(len(self._sessions))
         self._log.info("session.ended", session=session.id, reason=why.message)
         return told
 
@@ -395,8 +354,3 @@ class SessionDesk:
         session.program = session.entry = session.part = None
         session.occupant.policy = None
         self._host.ledger.release_session(session.id)
-
-
-def _tell(told: list[Callable[[], None]]) -> None:
-    for call in told:
-        call()

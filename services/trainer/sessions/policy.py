@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -132,11 +131,12 @@ class SessionPolicy:
             with self._host.gate.training(), torch.set_grad_enabled(backward):
                 found = self._logprobs(batch, call.temperature)
                 part = token_loss(call.loss, call.loss_config, found, batch.weights, batch.advantages, batch.behaviour)
-                total = float(part.loss.detach())
-                if not math.isfinite(total):
+                values = torch.stack([part.loss.detach(), *part.sums.values()])
+                if not bool(torch.isfinite(values).all()):
                     raise InvalidRequest(
-                        f"the loss is {total}: ratios of far-off log-probabilities overflow, or the weights have "
-                        "diverged (load an earlier checkpoint, lower the learning rate)",
+                        f"the loss is {float(values[0])} and the sums of its ratios {values[1:].tolist()}: ratios of "
+                        "far-off log-probabilities overflow, or the weights have diverged (load an earlier checkpoint, "
+                        "lower the learning rate)",
                         param="data",
                     )
                 if backward:

@@ -10,8 +10,12 @@ from typing import Any
 from services.common.errors import TemperError
 from services.common.sessions import Call, OpenSession
 from services.trainer.ledger import Need
-from services.trainer.sessions.line import CallState, Entry, Line
+from services.trainer.sessions.line import CallState, Entry, Line, LineLimits
 from services.trainer.sessions.programs import Compute, Occupant, Program
+from services.trainer.settings import TrainerSettings
+
+_PENDING_CALLS_OF_TOKENS = 8
+"""Calls of the largest size that one session may have waiting."""
 
 
 class SessionEnded(Exception):
@@ -59,6 +63,17 @@ class Session:
     @property
     def id(self) -> str:
         return self.occupant.id
+
+
+def line_limits(settings: TrainerSettings) -> LineLimits:
+    """Of one session's line."""
+    return LineLimits(
+        pending=settings.session_pending_calls,
+        pending_tokens=_PENDING_CALLS_OF_TOKENS * settings.session_call_tokens,
+        gap_seconds=settings.session_gap_seconds,
+        results=settings.session_results,
+        result_seconds=settings.session_result_seconds,
+    )
 
 
 def view_of(session: Session, entry: Entry[Call]) -> FutureView:

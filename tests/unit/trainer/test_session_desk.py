@@ -435,3 +435,46 @@ def test_a_bug_in_one_call_is_that_calls_alone(office: Office, monkeypatch: pyte
         office.run(session, "forward", 1, data=DATA)
     monkeypatch.undo()
     assert office.run(session, "forward", 2, data=DATA)["loss"] > 0
+
+
+def test_ratios_that_overflow_are_refused_although_the_loss_is_clipped(office: Office) -> None:
+    session = office.open(lora={"rank": 4})
+    far = {"token_ids": [5, 6, 7], "advantages": [0, 1, 1], "logprobs": [0, -1e4, -1e4]}
+    for seq, loss in enumerate(("ppo", "cispo"), 1):
+        with pytest.raises(InvalidRequest, match="overflow"):
+            office.run(session, "forward_backward", seq, loss=loss, data=[far])
+
+
+def test_a_session_that_nobody_waits_for_is_given_up(office: Office) -> None:
+    name, opened = office.desk.open(OpenSession(lora={"rank": 4}))  # type: ignore[arg-type]
+    assert not opened.cancel(), "whoever waits cannot break it"
+    office.desk.abandon(name)
+    office.compute()
+    with pytest.raises(Gone, match="given up"):
+        opened.result(0)
+    assert office.host.ledger.held() == {}
+    assert office.desk.counts[0] == 0
+    office.desk.abandon(name)
+
+
+def test_a_watcher_that_fails_does_not_stop_the_trainer(office: Office) -> None:
+    session = office.open(lora={"rank": 4})
+    view = office.send(session, "forward", 1, data=DATA)
+    assert office.desk.watch(view.id, lambda: 1 // 0)
+    office.compute()
+    assert office.desk.look(view.id).state is CallState.DONE
+    assert office.run(session, "forward", 2, data=DATA)["loss"] > 0
+
+
+def test_what_ended_is_counted(host: TrainingHost) -> None:
+    office = Office(host)
+    session = office.open(lora={"rank": 4})
+    office.run(session, "forward", 1, data=DATA)
+    with pytest.raises(InvalidRequest):
+        office.run(session, "optim_step", 2)
+    metrics = office.desk._metrics
+    assert metrics.session_calls.labels("forward", "done")._value.get() == 1
+    assert metrics.session_calls.labels("optim_step", "failed")._value.get() == 1
+    assert metrics.sessions._value.get() == 1
+    office.desk.close(session)
+    assert metrics.sessions._value.get() == 0
