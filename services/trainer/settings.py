@@ -50,7 +50,7 @@ class TrainerSettings(CommonSettings):
     session_ttl_max_seconds: float = Field(86400.0, gt=0)
     """The longest idle time that a session may ask for."""
     session_call_tokens: int = Field(65536, ge=2)
-    """Most tokens of one call of a session: how long a job and other sessions may wait for it."""
+    """Most tokens of one call of a session."""
     session_pending_calls: int = Field(64, ge=1)
     """Calls of one session that may wait for those before them."""
     session_gap_seconds: float = Field(30.0, gt=0)

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.e2e import jobs
 from tests.stack import Stack
 
@@ -113,6 +115,24 @@ def test_sampling_repeats_with_its_seed(http: httpx.Client) -> None:
     )
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prompts[0]"
+
+
+def test_closing_ends_what_is_being_sampled(http: httpx.Client, stack: Stack) -> None:
+    session = Client(http, lora={"rank": 8})
+    sampling = session.send("sample", prompts=["On and on"], n=8, max_tokens=4000, temperature=2.0)
+    deadline = time.monotonic() + 30
+    while http.get(f"/v1/train/futures/{sampling}").json().get("queue", {}).get("state") != "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert http.delete(f"/v1/train/sessions/{session.id}").status_code == 200
+    found = session.ended(sampling)
+    assert (found["state"], found["error"]["category"]) == ("failed", "user")
+    assert "was closed before this call had ended" in found["error"]["message"]
+    with grpc.insecure_channel(stack.engine_address) as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        while stub.GetStatus(engine_pb2.GetStatusRequest()).running:
+            assert time.monotonic() < deadline, "the engine still generates"
+            time.sleep(0.1)
 
 
 def test_a_job_and_a_session_run_side_by_side(http: httpx.Client) -> None:

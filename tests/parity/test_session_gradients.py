@@ -98,6 +98,15 @@ def policy_of(host: TrainingHost, files: dict[str, bytes], *, tokens: int = 64, 
     return SessionPolicy(host, starting_adapter(LoraSettings(), host, files), Shape(tokens, checkpointing))
 
 
+def score(policy: SessionPolicy, call: Forward | ForwardBackward) -> dict[str, Any]:
+    """The whole call, part by part."""
+    scoring = policy.begin(call)
+    result = None
+    while result is None:
+        result = scoring.next_part()
+    return result
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("with_targets", [False, True], ids=["next tokens", "targets"])
 @pytest.mark.parametrize(("loss", "config"), LOSSES.values(), ids=LOSSES.keys())
@@ -111,7 +120,7 @@ def test_gradients_accumulated_over_two_calls(
     for seq in (1, 2):
         data = sequences(model, loss, with_targets=with_targets, temperature=temperature, seed=seq)
         call = ForwardBackward(seq=seq, loss=loss, data=data, loss_config=config, temperature=temperature)
-        result = policy.score(call, lambda: None)
+        result = score(policy, call)
         wanted = 0.0
         for datum, found in zip(data, result["logprobs"], strict=True):
             logp = reference_logprobs(model, datum, temperature)
@@ -133,9 +142,9 @@ def test_forward_leaves_gradients_alone(tmp_path: Path) -> None:
     data = sequences(model, "cross_entropy", with_targets=False, temperature=1.0, seed=1)
     once, twice = policy_of(host, files), policy_of(host, files)
     backward = ForwardBackward(seq=1, loss="cross_entropy", data=data)
-    first = once.score(backward, lambda: None)
-    twice.score(backward, lambda: None)
-    again = twice.score(Forward(seq=2, data=data), lambda: None)
+    first = score(once, backward)
+    score(twice, backward)
+    again = score(twice, Forward(seq=2, data=data))
     assert again == first
     for left, right in zip(once.lora.parameters(), twice.lora.parameters(), strict=True):
         assert left.grad is not None
@@ -149,7 +158,7 @@ def test_how_a_call_is_packed_changes_nothing(tmp_path: Path) -> None:
     found = []
     for tokens in (16, 64, 1024):
         policy = policy_of(host, files, tokens=tokens)
-        policy.score(ForwardBackward(seq=1, loss="ppo", data=data), lambda: None)
+        score(policy, ForwardBackward(seq=1, loss="ppo", data=data))
         found.append(gradients(policy.lora))
     for other in found[1:]:
         for name, gradient in found[0].items():
@@ -183,7 +192,7 @@ def test_optim_step_is_torchs_adamw(tmp_path: Path, settings: dict[str, Any]) ->
     )
     for round_ in range(3):
         data = sequences(model, "cross_entropy", with_targets=False, temperature=1.0, seed=round_)
-        policy.score(ForwardBackward(seq=1, loss="cross_entropy", data=data), lambda: None)
+        score(policy, ForwardBackward(seq=1, loss="cross_entropy", data=data))
         for copy, parameter in zip(copies, policy.lora.parameters(), strict=True):
             assert parameter.grad is not None
             copy.grad = parameter.grad.clone()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.sessions import Forward, ForwardBackward, OptimStep
@@ -16,8 +14,7 @@ from services.trainer.host import PolicyHost
 from services.trainer.ledger import Need
 from services.trainer.memory import estimate
 from services.trainer.optimizer import MasterOptimizer
-from services.trainer.sessions.losses import token_loss
-from services.trainer.sessions.scoring import ScoredBatch, scored_batches, spread
+from services.trainer.sessions.forward import Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +55,34 @@ class SessionPolicy:
         self._broken: str | None = None
         """Why accumulated gradients were dropped, until an optim_step has said so."""
 
-    def score(self, call: Forward | ForwardBackward, interrupt: Callable[[], None]) -> dict[str, Any]:
-        """Runs one forward, or forward_backward; takes the host's gate itself, microbatch by microbatch.
-
-        Args:
-            interrupt: called between microbatches; may raise.
-
-        Returns:
-            ``loss`` (the sum), ``num_tokens`` read, ``scored_tokens``, ``metrics``, and ``logprobs`` of each datum.
+    def begin(self, call: Forward | ForwardBackward) -> Scoring:
+        """A forward or forward_backward, to be computed part by part. When a part of a forward_backward fails, whatever
+        the reason, no gradient is left.
 
         Raises:
-            InvalidRequest: the loss is not finite. After a forward_backward that failed, whatever the reason, no
-                gradient is left.
             DoesNotFit: a datum is too long for what is left of the memory.
         """
-        if isinstance(call, Forward):
-            return self._score(call, interrupt, backward=False)
-        try:
-            return self._score(call, interrupt, backward=True)
-        except BaseException as error:
+
+        def failed(error: BaseException) -> None:
             self.optimizer.zero_grad()
             self._broken = f"forward_backward seq {call.seq} failed"
             if isinstance(error, torch.OutOfMemoryError):
                 raise Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}") from error
+
+        try:
+            if call.longest > self._shape.microbatch_tokens:
+                self._check_longest(call)
+            return Scoring(
+                self._host,
+                self.lora,
+                call,
+                microbatch_tokens=self._shape.microbatch_tokens,
+                checkpointing=self._shape.gradient_checkpointing,
+                failed=failed,
+            )
+        except BaseException as error:
+            if isinstance(call, ForwardBackward):
+                failed(error)
             raise
 
     def step(self, call: OptimStep) -> dict[str, Any]:
@@ -111,69 +113,6 @@ class SessionPolicy:
                 self.optimizer.zero_grad()
         self.steps += 1
         return {"step": self.steps, "grad_norm": norm, "learning_rate": call.learning_rate}
-
-    def forget_gradients(self) -> None:
-        """As after a load."""
-        self.optimizer.zero_grad()
-        self._broken = None
-
-    def _score(
-        self, call: Forward | ForwardBackward, interrupt: Callable[[], None], *, backward: bool
-    ) -> dict[str, Any]:
-        if call.longest > self._shape.microbatch_tokens:
-            self._check_longest(call)
-        device = self._host.model.device
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        sums: dict[str, Tensor] = {}
-        logprobs: dict[int, list[float]] = {}
-        for batch in scored_batches(call.data, self._shape.microbatch_tokens, device):
-            interrupt()
-            with self._host.gate.training(), torch.set_grad_enabled(backward):
-                found = self._logprobs(batch, call.temperature)
-                part = token_loss(call.loss, call.loss_config, found, batch.weights, batch.advantages, batch.behaviour)
-                values = torch.stack([part.loss.detach(), *part.sums.values()])
-                if not bool(torch.isfinite(values).all()):
-                    raise InvalidRequest(
-                        f"the loss is {float(values[0])} and the sums of its ratios {values[1:].tolist()}: ratios of "
-                        "far-off log-probabilities overflow, or the weights have diverged (load an earlier checkpoint, "
-                        "lower the learning rate)",
-                        param="data",
-                    )
-                if backward:
-                    # On this thread: the one that holds the gate and gives way.
-                    with torch.autograd.set_multithreading_enabled(False):
-                        torch.autograd.backward(part.loss)
-                loss += part.loss.detach()
-                for name, value in part.sums.items():
-                    sums[name] = sums.get(name, torch.zeros((), device=device)) + value
-                self._collect(batch, found.detach(), logprobs)
-        scored = sum(len(values) for values in logprobs.values())
-        return {
-            "loss": float(loss),
-            "num_tokens": sum(len(datum.inputs) for datum in call.data),
-            "scored_tokens": scored,
-            "metrics": {name: float(value) / scored for name, value in sums.items()},
-            "logprobs": [spread(datum, logprobs[index]) for index, datum in enumerate(call.data)],
-        }
-
-    def _logprobs(self, batch: ScoredBatch, temperature: float) -> Tensor:
-        """[N] float32, with gradient to the adapter where gradients are on."""
-        hidden = self._host.model.forward_train(
-            batch.microbatch.token_ids,
-            batch.microbatch.lengths,
-            self.lora,
-            checkpointing=self._shape.gradient_checkpointing and torch.is_grad_enabled(),
-            give_way=self._host.gate.give_way,
-        )
-        rows = hidden.index_select(0, batch.microbatch.rows)
-        return self._host.model.token_logprobs(rows, batch.targets, temperature)
-
-    def _collect(self, batch: ScoredBatch, logprobs: Tensor, into: dict[int, list[float]]) -> None:
-        values = logprobs.tolist()
-        start = 0
-        for document in batch.microbatch.documents:
-            into[document.source] = values[start : start + document.num_trained]
-            start += document.num_trained
 
     def _check_longest(self, call: Forward | ForwardBackward) -> None:
         longest = max(range(len(call.data)), key=lambda index: len(call.data[index].token_ids))

@@ -68,10 +68,17 @@ def open_program(occupant: Occupant, request: OpenSession) -> Program:
 
 
 def call_program(occupant: Occupant, call: Call, interrupt: Callable[[], None]) -> Program:
-    """One call of an open session."""
+    """One call of an open session.
+
+    Args:
+        interrupt: for parts that take long; raises once the session has ended.
+    """
     match call:
         case Forward() | ForwardBackward():
-            result = yield Compute(lambda: occupant.present.score(call, interrupt))
+            scoring = yield Compute(lambda: occupant.present.begin(call))
+            result = None
+            while result is None:
+                result = yield Compute(scoring.next_part)
         case OptimStep():
             result = yield Compute(lambda: occupant.present.step(call))
         case Sample():

@@ -269,6 +269,7 @@ def test_closed_while_it_computes(host: TrainingHost) -> None:
     host.gate.training = slow  # type: ignore[method-assign]
     data = [{"token_ids": list(range(10, 20))}] * 5
     view = office.send(session, "forward_backward", 1, loss="cross_entropy", data=data)
+    assert office.desk.run_next()  # packs it
     trainer = threading.Thread(target=office.desk.run_next)
     trainer.start()
     assert inside.wait(10)
@@ -430,7 +431,7 @@ def test_the_base_models_name_cannot_be_published(office: Office) -> None:
 def test_a_bug_in_one_call_is_that_calls_alone(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     session = office.open(lora={"rank": 4})
     policy = office.desk._sessions[session].occupant.present
-    monkeypatch.setattr(policy, "_score", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(policy, "begin", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         office.run(session, "forward", 1, data=DATA)
     monkeypatch.undo()
@@ -478,3 +479,28 @@ def test_what_ended_is_counted(host: TrainingHost) -> None:
     assert metrics.sessions._value.get() == 1
     office.desk.close(session)
     assert metrics.sessions._value.get() == 0
+
+
+def test_a_long_call_lets_other_sessions_in_between_microbatches(office: Office) -> None:
+    long = office.open(lora={"rank": 2}, max_tokens_per_microbatch=16)
+    short = office.open(lora={"rank": 2})
+    whole = office.send(long, "forward_backward", 1, loss="cross_entropy", data=[{"token_ids": [5] * 17}] * 20)
+    quick = office.send(short, "forward", 1, data=DATA)
+    for _ in range(6):
+        office.desk.run_next()
+    assert office.desk.look(quick.id).state is CallState.DONE
+    assert office.desk.look(whole.id).running
+    office.compute()
+    assert office.desk.look(whole.id).state is CallState.DONE
+
+
+def test_a_backward_that_fails_half_way_leaves_nothing(office: Office) -> None:
+    session = office.open(lora={"rank": 2}, max_tokens_per_microbatch=4)
+    good = {"token_ids": [5, 6, 7, 8, 9], "advantages": [0, 1, 1, 1, 1], "logprobs": [0, -1, -1, -1, -1]}
+    far = {"token_ids": [5, 6, 7], "advantages": [0, 1, 1], "logprobs": [0, -1e4, -1e4]}
+    with pytest.raises(InvalidRequest, match="overflow"):
+        office.run(session, "forward_backward", 1, loss="importance_sampling", data=[good, good, far])
+    parameters = office.desk._sessions[session].occupant.present.lora.parameters()
+    assert all(parameter.grad is None for parameter in parameters)
+    with pytest.raises(InvalidRequest, match="forward_backward seq 1 failed"):
+        office.run(session, "optim_step", 2)
