@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_valid
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import LoraSettings, StrictModel
+from services.common.jobs.base import LoraSettings, Recompute, StrictModel
 from services.common.names import AdapterName, check_adapter_name, parse_adapter_ref
 
 Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
@@ -81,7 +81,9 @@ class OpenSession(SessionModel):
     default."""
     max_tokens_per_microbatch: int | None = Field(None, ge=1)
     """Short data are packed up to this many tokens a forward and backward. None: 2048 on a GPU, 512 on a CPU."""
-    gradient_checkpointing: bool = False
+    recompute: Recompute = "none"
+    """What the backward computes again instead of keeping it: "none" is fastest, "selective" and "full" need less
+    memory."""
     metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
 
     @model_validator(mode="after")

@@ -1,7 +1,8 @@
 """Who holds how much of the memory that the plan leaves for training: the running job and the open sessions.
 
 Adapters, gradients and optimizer states stay for as long as their owner lives and add up. Working memory (activations,
-logits) does not: one thread computes, and frees what it used before another owner's turn.
+logits) does not: one thread computes, and frees what it used before another owner's turn. On a GPU steps are captured,
+and what a graph works in stays its owner's, so there everything adds up.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from services.common.errors import DoesNotFit, Unavailable
+from services.trainer.memory import TrainingMemory
 
 _JOB = "the running job"
 
@@ -26,6 +28,12 @@ class Need:
     """Masters, gradients, optimizer."""
     working: int
     """At the peak of a microbatch."""
+
+    @classmethod
+    def of(cls, memory: TrainingMemory, *, captured: bool) -> Need:
+        """Of an estimate. Where steps are captured as CUDA graphs, their owner keeps what they compute in."""
+        resident = memory.total if captured else memory.adapter
+        return cls(resident, memory.total - resident)
 
     def __post_init__(self) -> None:
         if self.resident < 0 or self.working < 0:
@@ -84,7 +92,7 @@ class TrainingLedger:
                     f"the session needs {_mib(need.resident)} for adapter, gradients and optimizer and "
                     f"{_mib(need.working)} to compute, and the memory plan leaves {_mib(self.total)} for training, of "
                     f"which {_held(others)}: choose a lower lora.rank, fewer lora.target_modules, a lower "
-                    "max_tokens_per_microbatch or gradient_checkpointing, or close another session",
+                    'max_tokens_per_microbatch or recompute "full", or close another session',
                     param="lora.rank",
                 )
             self._needs[session_id] = need
@@ -101,7 +109,7 @@ class TrainingLedger:
                 raise DoesNotFit(
                     f"{what} needs {_mib(working)} to compute, and the memory plan leaves {_mib(self.total)} for "
                     f"training, of which {_held(self._needs)}: shorten it, or open the session with "
-                    "gradient_checkpointing",
+                    'recompute "full"',
                     param=param,
                 )
 

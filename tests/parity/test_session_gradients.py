@@ -94,8 +94,8 @@ def prepared(tmp_path: Path, **config: Any) -> tuple[TrainingHost, dict[str, byt
     return host, files, peft_reference(checkpoint, files, tmp_path / "adapter")
 
 
-def policy_of(host: TrainingHost, files: dict[str, bytes], *, tokens: int = 64, checkpointing: bool = False) -> Any:
-    return SessionPolicy(host, starting_adapter(LoraSettings(), host, files), Shape(tokens, checkpointing))
+def policy_of(host: TrainingHost, files: dict[str, bytes], *, tokens: int = 64, recompute: Any = "none") -> Any:
+    return SessionPolicy(host, starting_adapter(LoraSettings(), host, files), Shape(tokens, recompute))
 
 
 def score(policy: SessionPolicy, call: Forward | ForwardBackward) -> dict[str, Any]:
@@ -107,15 +107,15 @@ def score(policy: SessionPolicy, call: Forward | ForwardBackward) -> dict[str, A
     return result
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("with_targets", [False, True], ids=["next tokens", "targets"])
 @pytest.mark.parametrize(("loss", "config"), LOSSES.values(), ids=LOSSES.keys())
 def test_gradients_accumulated_over_two_calls(
-    tmp_path: Path, loss: Any, config: LossConfig, with_targets: bool, checkpointing: bool
+    tmp_path: Path, loss: Any, config: LossConfig, with_targets: bool, recompute: Any
 ) -> None:
     host, files, model = prepared(tmp_path)
     temperature = 0.8 if with_targets else 1.0
-    policy = policy_of(host, files, checkpointing=checkpointing)
+    policy = policy_of(host, files, recompute=recompute)
     model.zero_grad()
     for seq in (1, 2):
         data = sequences(model, loss, with_targets=with_targets, temperature=temperature, seed=seq)
@@ -206,4 +206,5 @@ def test_optim_step_is_torchs_adamw(tmp_path: Path, settings: dict[str, Any]) ->
         assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         for copy, parameter in zip(copies, policy.lora.parameters(), strict=True):
             assert torch.allclose(parameter, copy, rtol=1e-6, atol=1e-8)
-            assert parameter.grad is None
+            assert parameter.grad is not None
+            assert not parameter.grad.any(), "and is forgotten"

@@ -123,7 +123,7 @@ class AdapterRun(ABC):
             ),
             host.train_memory_bytes,
         )
-        host.ledger.reserve_job(Need(resident=memory.adapter, working=memory.total - memory.adapter))
+        host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
         self._spec = spec
         self._host = host
         self._lora = lora

@@ -10,6 +10,7 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.sessions import Forward, ForwardBackward
 from services.engine.model.lora import LoraParams
+from services.engine.model.training.forward import TrainableForward
 from services.trainer.host import PolicyHost
 from services.trainer.sessions.losses import token_loss
 from services.trainer.sessions.scoring import ScoredBatch, scored_batches, spread
@@ -26,9 +27,8 @@ class Scoring:
     """What is left of a call. Gradients go to the adapter's masters as they are made.
 
     Args:
-        call: forward_backward makes gradients, forward does not.
+        forward: makes gradients; None: a forward without.
         microbatch_tokens: inputs that short data are packed up to.
-        checkpointing: compute each layer again in the backward.
         failed: see Failed; called before a part raises.
     """
 
@@ -36,17 +36,17 @@ class Scoring:
         self,
         host: PolicyHost,
         lora: LoraParams,
+        forward: TrainableForward | None,
         call: Forward | ForwardBackward,
         *,
         microbatch_tokens: int,
-        checkpointing: bool,
         failed: Failed,
     ) -> None:
         self._host = host
         self._lora = lora
         self._call = call
-        self._backward = isinstance(call, ForwardBackward)
-        self._checkpointing = checkpointing and self._backward
+        self._forward = forward
+        self._backward = forward is not None
         self._failed = failed
         self._batches = scored_batches(call.data, microbatch_tokens, host.model.device)[::-1]
         self._loss = torch.zeros((), dtype=torch.float64, device=host.model.device)
@@ -74,13 +74,11 @@ class Scoring:
 
     def _microbatch(self, batch: ScoredBatch) -> None:
         call = self._call
-        hidden = self._host.model.forward_train(
-            batch.microbatch.token_ids,
-            batch.microbatch.lengths,
-            self._lora,
-            checkpointing=self._checkpointing,
-            give_way=self._host.gate.give_way,
-        )
+        tokens, lengths, give_way = batch.microbatch.token_ids, batch.microbatch.lengths, self._host.gate.give_way
+        if self._forward is not None:
+            hidden = self._forward(tokens, lengths, give_way)
+        else:
+            hidden = self._host.model.forward_train(tokens, lengths, self._lora, recompute="none", give_way=give_way)
         rows = hidden.index_select(0, batch.microbatch.rows)
         logprobs = self._host.model.token_logprobs(rows, batch.targets, call.temperature)
         part = token_loss(call.loss, call.loss_config, logprobs, batch.weights, batch.advantages, batch.behaviour)

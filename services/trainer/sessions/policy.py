@@ -10,9 +10,11 @@ import torch
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.sessions import Forward, ForwardBackward, OptimStep
 from services.engine.model.lora import LoraParams
+from services.engine.model.training.forward import TrainableForward
+from services.engine.model.training.recompute import Recompute
 from services.trainer.host import PolicyHost
 from services.trainer.ledger import Need
-from services.trainer.memory import estimate
+from services.trainer.memory import Workload, estimate
 from services.trainer.optimizer import MasterOptimizer
 from services.trainer.sessions.forward import Scoring
 
@@ -22,20 +24,21 @@ class Shape:
     """How a session computes."""
 
     microbatch_tokens: int
-    gradient_checkpointing: bool
+    recompute: Recompute
 
 
 def need_of(host: PolicyHost, lora: LoraParams, shape: Shape, tokens: int | None = None) -> Need:
     """Bytes of a session with this adapter whose largest microbatch has ``tokens`` inputs (None: as it packs)."""
-    memory = estimate(
-        host.model.config,
+    fused = host.model.device.type == "cuda"
+    work = Workload(
         adapter_numbers=lora.num_parameters(),
         rank=lora.rank,
         tokens=shape.microbatch_tokens if tokens is None else tokens,
         itemsize=host.model.dtype.itemsize,
-        checkpointing=shape.gradient_checkpointing,
+        recompute=shape.recompute,
+        fused=fused,
     )
-    return Need(resident=memory.adapter, working=memory.total - memory.adapter)
+    return Need.of(estimate(host.model.config, work), captured=fused)
 
 
 class SessionPolicy:
@@ -50,8 +53,12 @@ class SessionPolicy:
         self._host = host
         self._shape = shape
         self.lora = lora
-        self.optimizer = MasterOptimizer(lora.parameters())
+        lora.link_gradients()
+        self.optimizer = MasterOptimizer([lora.flat_a, lora.flat_b])
         self.steps = steps
+        self._forward = TrainableForward(host.model, lora, shape.recompute)
+        self._accumulated = False
+        """Whether there is a gradient to apply."""
         self._broken: str | None = None
         """Why accumulated gradients were dropped, until an optim_step has said so."""
 
@@ -64,7 +71,7 @@ class SessionPolicy:
         """
 
         def failed(error: BaseException) -> None:
-            self.optimizer.zero_grad()
+            self._forget_gradients()
             self._broken = f"forward_backward seq {call.seq} failed"
             if isinstance(error, torch.OutOfMemoryError):
                 raise Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}") from error
@@ -72,14 +79,16 @@ class SessionPolicy:
         try:
             if call.longest > self._shape.microbatch_tokens:
                 self._check_longest(call)
-            return Scoring(
+            scoring = Scoring(
                 self._host,
                 self.lora,
+                self._forward if isinstance(call, ForwardBackward) else None,
                 call,
                 microbatch_tokens=self._shape.microbatch_tokens,
-                checkpointing=self._shape.gradient_checkpointing,
                 failed=failed,
             )
+            self._accumulated = self._accumulated or isinstance(call, ForwardBackward)
+            return scoring
         except BaseException as error:
             if isinstance(call, ForwardBackward):
                 failed(error)
@@ -93,12 +102,12 @@ class SessionPolicy:
         """
         if self._broken is not None:
             reason, self._broken = self._broken, None
-            self.optimizer.zero_grad()
+            self._forget_gradients()
             raise InvalidRequest(
                 f"nothing was applied: {reason}, and the gradients accumulated before it were dropped with it; send "
                 "the forward_backward calls of this step again"
             )
-        if not self.optimizer.has_gradients:
+        if not self._accumulated:
             raise InvalidRequest("there is no gradient to apply: call forward_backward before optim_step")
         with self._host.gate.training():
             try:
@@ -110,13 +119,19 @@ class SessionPolicy:
                     max_grad_norm=call.max_grad_norm,
                 )
             finally:
-                self.optimizer.zero_grad()
+                self._forget_gradients()
         self.steps += 1
         return {"step": self.steps, "grad_norm": norm, "learning_rate": call.learning_rate}
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self._accumulated = False
 
     def _check_longest(self, call: Forward | ForwardBackward) -> None:
         longest = max(range(len(call.data)), key=lambda index: len(call.data[index].token_ids))
         count = len(call.data[longest].inputs)
-        need = need_of(self._host, self.lora, self._shape, count)
+        need, usual = need_of(self._host, self.lora, self._shape, count), need_of(self._host, self.lora, self._shape)
+        # What it is more than the session has reserved to stay (on a GPU), and to compute.
+        extra = need.working + need.resident - usual.resident
         what = f"data[{longest}] with {count} tokens"
-        self._host.ledger.check_working(need.working, what=what, param=f"data[{longest}].token_ids")
+        self._host.ledger.check_working(extra, what=what, param=f"data[{longest}].token_ids")

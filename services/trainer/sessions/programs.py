@@ -55,7 +55,7 @@ class Occupant:
 
 def shape_of(request: OpenSession, host: PolicyHost) -> Shape:
     """How the session computes."""
-    return Shape(chosen_microbatch_tokens(request.max_tokens_per_microbatch, host), request.gradient_checkpointing)
+    return Shape(chosen_microbatch_tokens(request.max_tokens_per_microbatch, host), request.recompute)
 
 
 def open_program(occupant: Occupant, request: OpenSession) -> Program:
@@ -125,9 +125,9 @@ def _take_up(occupant: Occupant, snapshot: Snapshot | None, request: OpenSession
     """
     host = occupant.host
     lora = starting_adapter(request.lora, host, snapshot.files if snapshot is not None else None)
-    policy = SessionPolicy(host, lora, occupant.shape, steps=snapshot.steps if snapshot is not None else 0)
     host.ledger.reserve_session(occupant.id, need_of(host, lora, occupant.shape))
     try:
+        policy = SessionPolicy(host, lora, occupant.shape, steps=snapshot.steps if snapshot is not None else 0)
         if snapshot is not None:
             policy.optimizer.load_state(snapshot.optimizer)
     except BaseException:

@@ -111,7 +111,7 @@ def describe(session: Session, held: Need | None, now: float) -> dict[str, Any]:
         "pending": session.line.pending,
         "adapter": str(occupant.parent) if occupant.parent is not None else None,
         "max_tokens_per_microbatch": occupant.shape.microbatch_tokens,
-        "gradient_checkpointing": occupant.shape.gradient_checkpointing,
+        "recompute": occupant.shape.recompute,
         "memory_bytes": {"resident": held.resident, "working": held.working} if held is not None else None,
         "metadata": session.request.metadata,
     }

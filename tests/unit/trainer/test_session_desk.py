@@ -501,6 +501,6 @@ def test_a_backward_that_fails_half_way_leaves_nothing(office: Office) -> None:
     with pytest.raises(InvalidRequest, match="overflow"):
         office.run(session, "forward_backward", 1, loss="importance_sampling", data=[good, good, far])
     parameters = office.desk._sessions[session].occupant.present.lora.parameters()
-    assert all(parameter.grad is None for parameter in parameters)
+    assert not any(parameter.grad.any() for parameter in parameters if parameter.grad is not None)
     with pytest.raises(InvalidRequest, match="forward_backward seq 1 failed"):
         office.run(session, "optim_step", 2)
