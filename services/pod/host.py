@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
@@ -24,15 +24,15 @@ class PodHost:
     gate: Gate
     max_train_tokens: int
     max_lora_rank: int
-    ledger: TrainingLedger
+    train_memory_bytes: int
     adapters: AdapterManager
     rollouts: EngineRollouts
     webhooks: Webhooks
+    ledger: TrainingLedger = field(init=False)
+    """Who holds how much of train_memory_bytes."""
 
-    @property
-    def train_memory_bytes(self) -> int:
-        """What the memory plan leaves for training."""
-        return self.ledger.total
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes))
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now; returns once they are served and ``version`` is loaded.

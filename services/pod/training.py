@@ -14,7 +14,6 @@ from services.pod.engine import Engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs import prepare_run
-from services.trainer.ledger import TrainingLedger
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.publish import Publisher
 from services.trainer.rewards.webhook import Webhooks
@@ -48,7 +47,7 @@ class Training:
                 gate=engine.gate,
                 max_train_tokens=settings.max_train_tokens,
                 max_lora_rank=settings.max_lora_rank,
-                ledger=TrainingLedger(engine.memory.training),
+                train_memory_bytes=engine.memory.training,
                 adapters=engine.adapters,
                 rollouts=EngineRollouts(
                     engine.loop,
