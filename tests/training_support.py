@@ -17,6 +17,7 @@ from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.trainer.ledger import TrainingLedger
 
 CPU = torch.device("cpu")
 
@@ -85,6 +86,7 @@ class TrainingHost:
         self.max_train_tokens = max_train_tokens
         self.max_lora_rank = 32
         self.train_memory_bytes = train_memory_bytes
+        self.ledger = TrainingLedger(train_memory_bytes)
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """There is nothing to sync."""

@@ -49,6 +49,12 @@ class NotFound(TemperError):
     code = "not_found"
 
 
+class Gone(NotFound):
+    """What the request names existed and does not any more; the message says what happened to it."""
+
+    code = "gone"
+
+
 class ModelNotFound(NotFound):
     """No such model, adapter or adapter version."""
 

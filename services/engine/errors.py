@@ -10,10 +10,13 @@ from services.common.pb import engine_pb2 as pb
 _KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode.ValueType, grpc.StatusCode], ...] = (
     # Subclasses before their bases.
     (errors.ContextLengthExceeded, pb.ERROR_CODE_CONTEXT_LENGTH_EXCEEDED, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.DoesNotFit, pb.ERROR_CODE_DOES_NOT_FIT, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.InvalidRequest, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.PayloadTooLarge, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.Conflict, pb.ERROR_CODE_INVALID_REQUEST, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.NotFound, pb.ERROR_CODE_MODEL_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+    (errors.Conflict, pb.ERROR_CODE_CONFLICT, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.Gone, pb.ERROR_CODE_GONE, grpc.StatusCode.NOT_FOUND),
+    (errors.ModelNotFound, pb.ERROR_CODE_MODEL_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+    (errors.NotFound, pb.ERROR_CODE_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     (errors.AdapterRejected, pb.ERROR_CODE_ADAPTER_REJECTED, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.Overloaded, pb.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.Unavailable, pb.ERROR_CODE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),

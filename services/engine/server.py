@@ -52,6 +52,8 @@ class Serving:
     max_waiting: int
     job_id: Callable[[], str]
     """The running training job, empty when idle."""
+    sessions: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
+    """Of training: this process's instance id, open sessions and how many there may be."""
 
 
 class _Stream:
@@ -202,6 +204,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         status = serving.loop.status()
         counts = status.counts
         adapters = serving.adapters.snapshot()
+        instance, sessions_open, sessions_max = serving.sessions()
         return pb.EngineStatus(
             running=counts.running,
             waiting=counts.waiting + status.waiting_for_adapters,
@@ -215,6 +218,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             loaded_adapters=[loaded.pin.version for loaded in adapters.loaded],
             attached_adapter=adapters.attached,
             max_waiting=serving.max_waiting,
+            instance=instance,
+            sessions_open=sessions_open,
+            sessions_max=sessions_max,
         )
 
     async def GetRollouts(  # noqa: N802

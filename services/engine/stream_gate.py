@@ -25,7 +25,9 @@ _AHEAD = 2
 _ENQUEUE_SECONDS = 0.0005
 """How long a step waits for a piece that is just being queued; one that takes longer runs beside it."""
 _WEIGHT = 0.2
-"""Of the newest step in the moving average of their times; what the expected time of pieces falls by."""
+"""Of the newest step in the moving average of their times."""
+_FORGETTING = 0.02
+"""What the expected time of a piece falls by with every shorter one."""
 
 
 class Mark(Protocol):
@@ -107,6 +109,8 @@ class StreamGate:
         self._piece_seconds: float | None = None
         """What a piece in the queue is taken for: the longest of late, falling off slowly; None: none was measured."""
         self._step_seconds: float | None = None
+        self._grant = 0.0
+        """What the last launch brought; no more is ever saved up."""
         self._credit = 0.0
         """Seconds of training that steps have left room for and that have not been queued yet."""
 
@@ -137,9 +141,9 @@ class StreamGate:
                 self._engine_tail = self._engine.mark()
                 self._steps.append(_Work(begin, self._engine_tail))
                 self._measure()
-                step = self._step_seconds or 0.0
-                grant = max(self.tpot_goal_seconds - step, self._share * step)
-                self._credit = min(self._credit + grant, grant)
+                if (step := self._step_seconds) is not None:
+                    self._grant = max(self.tpot_goal_seconds - step, self._share * step)
+                    self._credit = min(self._credit + self._grant, self._grant)
                 self._changed.notify_all()
 
     def engine_idle(self) -> None:
@@ -216,10 +220,10 @@ class StreamGate:
         while self._pieces and self._pieces[0].end.passed():
             piece = self._pieces.popleft()
             seconds = piece.seconds()
-            self._credit -= seconds - piece.expected
+            self._credit = min(self._credit + piece.expected - seconds, self._grant)
             # Pieces of a millisecond alternate with pieces of nearly nothing: a burst of the former must not be taken
             # for the latter.
-            self._piece_seconds = max(seconds, (1 - _WEIGHT) * (self._piece_seconds or 0.0))
+            self._piece_seconds = max(seconds, (1 - _FORGETTING) * (self._piece_seconds or 0.0))
         while self._steps and self._steps[0].end.passed():
             seconds = self._steps.popleft().seconds()
             before = self._step_seconds

@@ -11,7 +11,7 @@ import structlog
 from grpc import aio
 
 from services.common.errors import AdapterRejected, TemperError, Unavailable
-from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc
+from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
 from services.gateway.errors import engine_error
 from services.gateway.inbox import EngineLost, Inbox
 
@@ -55,6 +55,10 @@ class EngineClient:
         self.model: engine_pb2.Model | None = None
         self.status: engine_pb2.EngineStatus | None = None
         self.last_error = "not connected yet"
+        self.instance = ""
+        """Of the engine's process, as last heard: training sessions are named after it."""
+        self.away_since: float | None = None
+        """Loop time at which the connection was lost; None: it never was there, or it is."""
         self._interval = status_interval
         self._on_model = on_model
         self._on_change = on_change
@@ -101,6 +105,10 @@ class EngineClient:
             self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
 
     # -- calls
+
+    def sessions(self) -> sessions_pb2_grpc.SessionsAsyncStub:
+        """The engine's training sessions."""
+        return sessions_pb2_grpc.SessionsStub(self._open_channel())
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Fetches the tokenizer files."""
@@ -208,10 +216,11 @@ class EngineClient:
         model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
         await self._on_model(self, model)
         self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=5)
+        self.instance = self.status.instance
         call = stub.Stream()
         await call.wait_for_connection()
         outgoing: asyncio.Queue[engine_pb2.ClientFrame] = asyncio.Queue()
-        self._outgoing = outgoing
+        self._outgoing, self.away_since = outgoing, None
         self.last_error = "the connection was closed"
         log.info("engine connected", engine=self.address, model=model.name, digest=model.digest[:12])
         self._on_change()
@@ -269,6 +278,7 @@ class EngineClient:
         for index, inbox in orphans.values():
             inbox.put(index, EngineLost(self.last_error))
         if was_connected:
+            self.away_since = asyncio.get_running_loop().time()
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))
         self._on_change()
 

@@ -23,6 +23,8 @@ from services.common.errors import (
     Conflict,
     ContextLengthExceeded,
     DeadlineExceeded,
+    DoesNotFit,
+    Gone,
     InvalidRequest,
     ModelNotFound,
     NotFound,
@@ -38,6 +40,7 @@ log = structlog.get_logger(__name__)
 _STATUS: tuple[tuple[type[TemperError], int], ...] = (
     (InvalidRequest, 400),
     (PayloadTooLarge, 413),
+    (Gone, 410),
     (NotFound, 404),
     (Conflict, 409),
     (AdapterRejected, 422),
@@ -50,6 +53,10 @@ _HTTP_CODES = {401: "unauthorized", 404: "not_found", 405: "method_not_allowed",
 _FROM_ENGINE: Mapping[int, type[TemperError]] = {
     engine_pb2.ERROR_CODE_ADAPTER_REJECTED: AdapterRejected,
     engine_pb2.ERROR_CODE_DEADLINE_EXCEEDED: DeadlineExceeded,
+    engine_pb2.ERROR_CODE_NOT_FOUND: NotFound,
+    engine_pb2.ERROR_CODE_CONFLICT: Conflict,
+    engine_pb2.ERROR_CODE_GONE: Gone,
+    engine_pb2.ERROR_CODE_DOES_NOT_FIT: DoesNotFit,
 }
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went away; only logs and metrics see it."""

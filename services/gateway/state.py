@@ -15,6 +15,7 @@ from services.common.registry import AdapterRegistry
 from services.gateway.engines import EnginePool
 from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.sessions import SessionRouter
 from services.gateway.settings import GatewaySettings
 
 P = ParamSpec("P")
@@ -50,6 +51,8 @@ class Gateway:
         self.registry = registry
         self.queue = queue
         self.metrics = metrics
+        self.sessions = SessionRouter(engines.clients, settings.engine_retry_seconds)
+        """Training sessions, each in one of the engines."""
         self.admission = Admission(settings.max_in_flight)
         self.stopping = asyncio.Event()
         """Set by SIGTERM: readiness is off and followers of job events are sent home."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
@@ -10,6 +10,7 @@ from services.engine.adapters import AdapterManager
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.pod.gate import Gate
 from services.pod.rollouts import EngineRollouts
+from services.trainer.ledger import TrainingLedger
 from services.trainer.rewards.webhook import Webhooks
 
 
@@ -27,6 +28,11 @@ class PodHost:
     adapters: AdapterManager
     rollouts: EngineRollouts
     webhooks: Webhooks
+    ledger: TrainingLedger = field(init=False)
+    """Who holds how much of train_memory_bytes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes))
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now; returns once they are served and ``version`` is loaded.

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import Unavailable
 from services.common.events import AdapterEvents
+from services.common.pb import sessions_pb2_grpc
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
 from services.common.telemetry import start_metrics_server
@@ -22,6 +23,7 @@ from services.engine.metrics import EngineMetrics, StateCollector
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.sessions import SessionsService
 from services.pod.training import Training
 from services.trainer.settings import TrainerSettings
 
@@ -83,8 +85,11 @@ async def _serve(
         engine.description,
         settings.max_waiting,
         training.job_id,
+        training.session_counts,
     )
     server = make_server(serving, health.servicer, settings.max_message_bytes)
+    if training.sessions is not None:
+        sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
     port = bind(server, settings.grpc_host, settings.grpc_port)
     metrics.registry.register(
         StateCollector(

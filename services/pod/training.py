@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+
 from prometheus_client import CollectorRegistry
 
+from services.common.events import AdapterEvents
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
 from services.engine.settings import EngineSettings
@@ -12,7 +15,10 @@ from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs import prepare_run
 from services.trainer.metrics import TrainerMetrics
+from services.trainer.publish import Publisher
 from services.trainer.rewards.webhook import Webhooks
+from services.trainer.sessions.desk import SessionDesk
+from services.trainer.sessions.storage import SessionStorage
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 
@@ -31,6 +37,8 @@ class Training:
     ) -> None:
         self._worker: TrainerWorker | None = None
         self._drained: bool | None = None
+        self.sessions: SessionDesk | None = None
+        self._events: AdapterEvents | None = None
         if settings.trainer:
             host = PodHost(
                 model=engine.model,
@@ -49,18 +57,30 @@ class Training:
                 ),
                 webhooks=_webhooks(trainer),
             )
+            self._events = AdapterEvents(settings)
+            publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
+            storage = SessionStorage(store, registry, publisher, engine.base_digest)
+            counters = TrainerMetrics(metrics)
+            self.sessions = SessionDesk(host, trainer, storage, instance=secrets.token_hex(6), metrics=counters)
             self._worker = TrainerWorker(
                 host,
                 trainer,
                 store=store,
                 registry=registry,
                 prepare=prepare_run,
-                metrics=TrainerMetrics(metrics),
+                metrics=counters,
+                side=self.sessions,
             )
 
     def job_id(self) -> str:
         """The running job, empty when idle."""
         return (self._worker.current_job or "") if self._worker is not None else ""
+
+    def session_counts(self) -> tuple[str, int, int]:
+        """This process's instance id, open sessions and how many there may be."""
+        if self.sessions is None:
+            return "", 0, 0
+        return self.sessions.instance, *self.sessions.counts
 
     def start(self) -> None:
         if self._worker is not None:
@@ -72,11 +92,16 @@ class Training:
             self._worker.stop_soon()
 
     def drain(self) -> bool:
-        """Has the running job checkpointed and requeued and ends the thread; False if it was still busy."""
+        """Ends the sessions, has the running job checkpointed and requeued and ends the thread; False if it was still
+        busy."""
+        if self.sessions is not None:
+            self.sessions.shut_down()
         if self._worker is None:
             return True
         if self._drained is None:  # a worker that was busy for so long is not waited for a second time
             self._drained = self._worker.drain()
+            if self._events is not None:
+                self._events.close()
         return self._drained
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.trainer.ledger import TrainingLedger
 from services.trainer.rewards.webhook import Webhooks
 from services.trainer.rollouts import RolloutSource
 
@@ -64,6 +65,11 @@ class PolicyHost(Protocol):
     @property
     def webhooks(self) -> Webhooks:
         """Where jobs may have their rollouts scored."""
+        ...
+
+    @property
+    def ledger(self) -> TrainingLedger:
+        """Who holds how much of that."""
         ...
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:

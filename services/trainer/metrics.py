@@ -18,3 +18,17 @@ class TrainerMetrics:
         self.step_seconds = Histogram(
             "temper_trainer_step_seconds", "Wall time of an optimizer step.", buckets=_STEP_BUCKETS, registry=registry
         )
+        self.sessions = Gauge("temper_trainer_sessions", "Training sessions that are open here.", registry=registry)
+        self.session_calls = Counter(
+            "temper_trainer_session_calls_total",
+            "Calls of training sessions that have ended.",
+            ["operation", "outcome"],
+            registry=registry,
+        )
+        self.session_call_seconds = Histogram(
+            "temper_trainer_session_call_seconds",
+            "From a call's submission to its end.",
+            ["operation"],
+            buckets=_STEP_BUCKETS,
+            registry=registry,
+        )

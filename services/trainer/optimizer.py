@@ -31,63 +31,56 @@ def learning_rate(settings: OptimizerSettings, peak: float, step: int, total_ste
             assert_never(settings.schedule)
 
 
-class AdapterOptimizer:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101; torch's implementation).
+class MasterOptimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101; torch's implementation) whose settings come with each step.
 
     Args:
         parameters: float32 tensors that require grad, always in the same order.
-        settings: the job's.
-        peak: the job's learning rate.
-        total_steps: of the whole job, for the schedule.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], settings: OptimizerSettings, *, peak: float, total_steps: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._settings = settings
-        self._peak = peak
-        self._total_steps = total_steps
         self._fused = self._parameters[0].is_cuda
         """One kernel for everything; it keeps its step counts on the device."""
-        self._adamw = torch.optim.AdamW(
-            self._parameters,
-            lr=peak,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            foreach=not self._fused,
-            fused=self._fused,
-        )
+        self._adamw = torch.optim.AdamW(self._parameters, foreach=not self._fused, fused=self._fused)
 
     def zero_grad(self) -> None:
         """Forgets accumulated gradients, also those of an interrupted step; where they lie stays the same."""
         self._adamw.zero_grad(set_to_none=False)
 
-    def step(self, index: int) -> dict[str, float]:
-        """Clips the accumulated gradients to ``max_grad_norm`` (global L2 norm) and applies them.
+    def apply(
+        self,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+        what: str = "the step",
+    ) -> float:
+        """Clips the accumulated gradients to ``max_grad_norm`` (global L2 norm; None: not) and applies them.
 
         Returns:
-            ``grad_norm`` before clipping, and ``learning_rate``.
+            The norm before clipping.
 
         Raises:
-            InvalidRequest: the gradient is not finite; nothing has been applied.
+            InvalidRequest: the gradient is not finite; nothing has been applied. ``what`` names the step in the
+                message.
         """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = float(nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             raise InvalidRequest(
-                f"training diverged at step {index}: the gradient norm is {norm}; lower the learning rate",
+                f"training diverged at {what}: the gradient norm is {norm}; lower the learning rate",
                 param="learning_rate",
             )
-        nn.utils.clip_grads_with_norm_(
-            self._parameters, self._settings.max_grad_norm, torch.tensor(norm, device=self._parameters[0].device)
-        )
-        rate = learning_rate(self._settings, self._peak, index, self._total_steps)
+        if max_grad_norm is not None:
+            total = torch.tensor(norm, device=self._parameters[0].device)
+            nn.utils.clip_grads_with_norm_(self._parameters, max_grad_norm, total)
         for group in self._adamw.param_groups:
-            group["lr"] = rate
+            group |= {"lr": learning_rate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._adamw.step()
-        return {"grad_norm": norm, "learning_rate": rate}
+        return norm
 
     def state(self) -> dict[str, Tensor]:
         """Moments and step counts as copies on the CPU, named "<parameter index>.<name>"."""
@@ -118,3 +111,42 @@ class AdapterOptimizer:
                 name: value.to("cpu" if name == "step" and not self._fused else parameter.device, copy=True)
                 for name, value in values.items()
             }
+
+
+class AdapterOptimizer(MasterOptimizer):
+    """A job's: one set of settings, and a schedule.
+
+    Args:
+        parameters: float32 tensors that require grad, always in the same order.
+        settings: the job's.
+        peak: the job's learning rate.
+        total_steps: of the whole job, for the schedule.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], settings: OptimizerSettings, *, peak: float, total_steps: int
+    ) -> None:
+        super().__init__(parameters)
+        self._settings = settings
+        self._peak = peak
+        self._total_steps = total_steps
+
+    def step(self, index: int) -> dict[str, float]:
+        """Clips the accumulated gradients to ``max_grad_norm`` (global L2 norm) and applies them.
+
+        Returns:
+            ``grad_norm`` before clipping, and ``learning_rate``.
+
+        Raises:
+            InvalidRequest: the gradient is not finite; nothing has been applied.
+        """
+        rate = learning_rate(self._settings, self._peak, index, self._total_steps)
+        norm = self.apply(
+            learning_rate=rate,
+            betas=(self._settings.beta1, self._settings.beta2),
+            eps=self._settings.eps,
+            weight_decay=self._settings.weight_decay,
+            max_grad_norm=self._settings.max_grad_norm,
+            what=f"step {index}",
+        )
+        return {"grad_norm": norm, "learning_rate": rate}

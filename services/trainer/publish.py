@@ -29,7 +29,7 @@ class Publisher:
     def publish(
         self,
         adapter: str,
-        job_id: str,
+        job_id: str | None,
         files: Mapping[str, bytes],
         *,
         parent: AdapterVersion | None,

@@ -34,7 +34,7 @@ class Draining(Exception):
 
 
 class JobSession:
-    """Context manager: heartbeats run inside it.
+    """Context manager: heartbeats run from ``start``, or from entering it, until it is left.
 
     Args:
         draining: set when the process shuts down.
@@ -57,8 +57,13 @@ class JobSession:
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="job-session", daemon=True)
 
+    def start(self) -> None:
+        """Begins to say that the owner is alive."""
+        if self._thread.ident is None:
+            self._thread.start()
+
     def __enter__(self) -> JobSession:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

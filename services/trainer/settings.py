@@ -48,6 +48,24 @@ class TrainerSettings(CommonSettings):
     """After each publish, versions of the adapter older than this are removed, unless TEMPER_ADAPTER_VERSIONS_KEPT, a
     pointer or an unfinished job keeps them; unset: all stay."""
 
+    # Training sessions.
+    sessions_max: int = Field(4, ge=0)
+    """Training sessions open at once in this engine; 0: none."""
+    session_ttl_seconds: float = Field(900.0, gt=0)
+    """Idle time after which a session is dropped, where it does not say so itself."""
+    session_ttl_max_seconds: float = Field(86400.0, gt=0)
+    """The longest idle time that a session may ask for."""
+    session_call_tokens: int = Field(65536, ge=2)
+    """Most tokens of one call of a session."""
+    session_pending_calls: int = Field(64, ge=1)
+    """Calls of one session that may wait for those before them."""
+    session_gap_seconds: float = Field(30.0, gt=0)
+    """How long a call waits for one before it that never comes."""
+    session_results: int = Field(256, ge=1)
+    """Newest results of a session that are kept for polling."""
+    session_result_seconds: float = Field(900.0, gt=0)
+    """How long a result is kept."""
+
     @field_validator("reward_webhooks")
     @classmethod
     def _are_urls(cls, value: str) -> str:

@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -27,13 +28,16 @@ from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore
 from services.trainer.acceptance import Acceptance
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
+from services.trainer.claims import JobClaims
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.base import JobRun
+from services.trainer.jobs.base import JobRun, Prepare
+from services.trainer.ledger import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.origins import Origin, Origins
 from services.trainer.publish import Publisher
 from services.trainer.session import Draining, JobCancelled, JobSession
 from services.trainer.settings import TrainerSettings
+from services.trainer.side import NoSideWork, Pauses, SideWork, work_or_wait
 from services.trainer.tidy import Tidier
 
 _IDLE_SECONDS = 1.0
@@ -47,14 +51,6 @@ _PASSING = (Unavailable, Overloaded, DeadlineExceeded)
 T = TypeVar("T")
 
 
-class Prepare(Protocol):
-    """services.trainer.jobs.prepare_run"""
-
-    def __call__(
-        self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ..., /
-    ) -> JobRun: ...
-
-
 class TrainerWorker:
     """Runs jobs beside an engine, one after another, in a thread of its own.
 
@@ -62,6 +58,7 @@ class TrainerWorker:
         host: the engine beside it.
         prepare: makes a runnable job of a spec; a TemperError of it fails the job with its message.
         metrics: None: counted, but not exported.
+        side: what else this thread does, between jobs and in their pauses; None: nothing.
     """
 
     def __init__(
@@ -73,6 +70,7 @@ class TrainerWorker:
         registry: AdapterRegistry,
         prepare: Prepare,
         metrics: TrainerMetrics | None = None,
+        side: SideWork | None = None,
     ) -> None:
         self._host = host
         self._settings = settings
@@ -95,6 +93,13 @@ class TrainerWorker:
         self._deadline = float("inf")
         self._current: str | None = None
         self._log = structlog.get_logger("trainer").bind(owner=owner)
+        self._side: SideWork = side if side is not None else NoSideWork()
+        self._awake = threading.Event()
+        self._side.bind(self._awake.set)
+        session = partial(
+            JobSession, self._consumer, heartbeat_seconds=settings.job_heartbeat_seconds, draining=self._draining
+        )
+        self._claims = JobClaims(self._consumer, session, draining=self._draining, wake=self._awake.set)
         self._thread = threading.Thread(target=self._loop, name="trainer", daemon=True)
 
     @property
@@ -115,6 +120,7 @@ class TrainerWorker:
         if not self._draining.is_set():
             self._deadline = time.monotonic() + self._settings.trainer_drain_seconds
             self._draining.set()
+            self._awake.set()
 
     def drain(self) -> bool:
         """Claims nothing more, has the running job checkpointed and handed back, and ends the thread.
@@ -134,39 +140,25 @@ class TrainerWorker:
     # The thread.
 
     def _loop(self) -> None:
-        away = False
-        tidied = False
+        claims = self._claims
+        claims.start()
         while not self._draining.is_set():
-            try:
-                if not tidied:
-                    self._consumer.forget_dead_consumers()
-                    tidied = True
-                claimed = self._consumer.claim(_IDLE_SECONDS)
-                away = False
-            except Unavailable as error:
-                if not away:
-                    away = True
-                    self._log.warning("queue.away", error=error.message)
-                self._draining.wait(_IDLE_SECONDS)
-                continue
-            except Exception:  # a bug must not end the only trainer of this engine
-                self._log.exception("claim.failed")
-                self._draining.wait(_IDLE_SECONDS)
-                continue
-            if claimed is not None:
-                self._work(claimed)
+            self._awake.clear()
+            found = claims.take()
+            if found is not None:
+                self._work(*found)
+                claims.want()
+            else:
+                work_or_wait(self._side, self._awake, _IDLE_SECONDS)
+        claims.join()
+        if (found := claims.take()) is not None:
+            self._work(*found)  # which hands it back
 
-    def _work(self, claimed: ClaimedJob) -> None:
+    def _work(self, claimed: ClaimedJob, session: JobSession) -> None:
         self._current = claimed.id
         self._metrics.running.set(1)
         log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
         log.info("job.claimed", kind=claimed.spec.kind)
-        session = JobSession(
-            self._consumer,
-            claimed,
-            heartbeat_seconds=self._settings.job_heartbeat_seconds,
-            draining=self._draining,
-        )
         try:
             with session:
                 outcome = self._run_and_settle(claimed, session, log)
@@ -177,6 +169,7 @@ class TrainerWorker:
             log.exception("job.unsettled")
             outcome = "unsettled"
         finally:
+            self._host.ledger.release_job()
             self._current = None
             self._metrics.running.set(0)
         self._metrics.jobs.labels(outcome).inc()
@@ -268,7 +261,7 @@ class TrainerWorker:
     def _train(self, claimed: ClaimedJob, session: JobSession) -> Manifest:
         self._registry.check_new_name(claimed.spec.adapter)
         origins = self._origins.read(claimed, lambda operation: self._until_back(session, operation))
-        run = self._prepared(claimed.spec, origins)
+        run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
         acceptance = Acceptance(claimed.spec)
         for note in run.notes:
             session.event("log", {"message": note})
@@ -316,11 +309,12 @@ class TrainerWorker:
         saved = start
         done = start
         session.report(JobProgress(step=start, total_steps=total), {})
+        pauses = Pauses(session.check, self._side)
         try:
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
-                newest = run.step(index, session.check)
+                newest = run.step(index, pauses)
                 took = time.monotonic() - began
                 done = index + 1
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
@@ -385,7 +379,7 @@ class TrainerWorker:
         away: Callable[[], None] | None = None,
         cancellable: bool = True,
     ) -> T:
-        """Repeats an operation while a store is away; heartbeats go on. Raises JobLost, JobCancelled, Draining."""
+        """Repeats an operation while a store is away, or memory taken. Raises JobLost, JobCancelled, Draining."""
         pause, longest = _BACKOFF_SECONDS
         first = True
         while True:
@@ -395,12 +389,20 @@ class TrainerWorker:
             except Unavailable as error:
                 if first:
                     first = False
-                    self._log.warning("store.away", error=error.message)
+                    event = "memory.taken" if isinstance(error, MemoryTaken) else "store.away"
+                    self._log.warning(event, error=error.message)
                     session.event("log", {"message": f"waiting: {error.message}"})
                     if away is not None:
                         away()
-            self._draining.wait(pause)
+            self._pause(pause)
             pause = min(2 * pause, longest)
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, and does side work meanwhile."""
+        until = time.monotonic() + seconds
+        while not self._draining.is_set() and (left := until - time.monotonic()) > 0:
+            self._awake.clear()
+            work_or_wait(self._side, self._awake, left)
 
     def _remaining(self) -> float:
         return max(0.5, min(self._deadline - time.monotonic(), self._settings.trainer_drain_seconds) - 1.0)

@@ -27,6 +27,7 @@ from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
 from services.common.telemetry import configure_logging
 from services.trainer.jobs.base import RunState
+from services.trainer.ledger import TrainingLedger
 from services.trainer.origins import Origin
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
@@ -42,6 +43,7 @@ class ToyHost:
 
     def __init__(self, crash_marker: Path | None = None) -> None:
         self.synced: list[AdapterVersion | None] = []
+        self.ledger = TrainingLedger(0)
         self._crash_marker = crash_marker
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:

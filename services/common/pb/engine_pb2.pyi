@@ -34,6 +34,12 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_UNAVAILABLE: _ErrorCode.ValueType  # 6
     ERROR_CODE_DEADLINE_EXCEEDED: _ErrorCode.ValueType  # 7
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 8
+    ERROR_CODE_NOT_FOUND: _ErrorCode.ValueType  # 9
+    """Something other than a model or adapter version."""
+    ERROR_CODE_CONFLICT: _ErrorCode.ValueType  # 10
+    ERROR_CODE_GONE: _ErrorCode.ValueType  # 11
+    """It existed, and the message says what happened to it."""
+    ERROR_CODE_DOES_NOT_FIT: _ErrorCode.ValueType  # 12
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -46,6 +52,12 @@ ERROR_CODE_OVERLOADED: ErrorCode.ValueType  # 5
 ERROR_CODE_UNAVAILABLE: ErrorCode.ValueType  # 6
 ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode.ValueType  # 7
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 8
+ERROR_CODE_NOT_FOUND: ErrorCode.ValueType  # 9
+"""Something other than a model or adapter version."""
+ERROR_CODE_CONFLICT: ErrorCode.ValueType  # 10
+ERROR_CODE_GONE: ErrorCode.ValueType  # 11
+"""It existed, and the message says what happened to it."""
+ERROR_CODE_DOES_NOT_FIT: ErrorCode.ValueType  # 12
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _FinishReason:
@@ -590,6 +602,9 @@ class EngineStatus(_message.Message):
     LOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     ATTACHED_ADAPTER_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    SESSIONS_OPEN_FIELD_NUMBER: _builtins.int
+    SESSIONS_MAX_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     blocks_used: _builtins.int
@@ -604,6 +619,10 @@ class EngineStatus(_message.Message):
     attached_adapter: _builtins.str
     """Version attached to the base model's name, empty when none."""
     max_waiting: _builtins.int
+    instance: _builtins.str
+    """Another for each process: the ids of training sessions begin with it. Empty when the engine trains nothing."""
+    sessions_open: _builtins.int
+    sessions_max: _builtins.int
     @_builtins.property
     def loaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Versions in adapter slots."""
@@ -623,10 +642,13 @@ class EngineStatus(_message.Message):
         loaded_adapters: _abc.Iterable[_builtins.str] | None = ...,
         attached_adapter: _builtins.str = ...,
         max_waiting: _builtins.int = ...,
+        instance: _builtins.str = ...,
+        sessions_open: _builtins.int = ...,
+        sessions_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "running", b"running", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_adapter", b"attached_adapter", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "instance", b"instance", "job_id", b"job_id", "loaded_adapters", b"loaded_adapters", "max_waiting", b"max_waiting", "running", b"running", "sessions_max", b"sessions_max", "sessions_open", b"sessions_open", "slots_total", b"slots_total", "slots_used", b"slots_used", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

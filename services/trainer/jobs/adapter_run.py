@@ -19,6 +19,7 @@ from services.engine.model.training.forward import TrainableForward
 from services.trainer.data import Document, Microbatch, pack
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
+from services.trainer.ledger import Need
 from services.trainer.memory import Workload, check_fits
 from services.trainer.optimizer import AdapterOptimizer
 
@@ -30,13 +31,18 @@ longer than the default goal for the time per output token."""
 
 def microbatch_tokens(spec: JobBase, host: PolicyHost) -> int:
     """Tokens that documents are packed up to."""
-    if spec.max_tokens_per_microbatch is not None:
-        return spec.max_tokens_per_microbatch
+    return chosen_microbatch_tokens(spec.max_tokens_per_microbatch, host)
+
+
+def chosen_microbatch_tokens(given: int | None, host: PolicyHost) -> int:
+    """What was given, or what suits the device."""
+    if given is not None:
+        return given
     return _MICROBATCH_TOKENS.get(host.model.device.type, _MICROBATCH_TOKENS_ELSEWHERE)
 
 
-def starting_adapter(spec: JobBase, host: PolicyHost, parent: Mapping[str, bytes] | None) -> LoraParams:
-    """A new adapter of the job's shape, or the parent's to continue.
+def starting_adapter(lora: LoraSettings, host: PolicyHost, parent: Mapping[str, bytes] | None) -> LoraParams:
+    """A new adapter of this shape, or the parent's to continue.
 
     Raises:
         InvalidRequest: the engine could not serve the rank, or a lora field that was given explicitly contradicts
@@ -44,14 +50,14 @@ def starting_adapter(spec: JobBase, host: PolicyHost, parent: Mapping[str, bytes
         AdapterRejected: the parent does not bind to this base model.
     """
     if parent is None:
-        if spec.lora.rank > host.max_lora_rank:
+        if lora.rank > host.max_lora_rank:
             raise InvalidRequest(
-                f"lora.rank is {spec.lora.rank}, but the engine serves adapters up to rank {host.max_lora_rank}",
+                f"lora.rank is {lora.rank}, but the engine serves adapters up to rank {host.max_lora_rank}",
                 param="lora.rank",
             )
-        return LoraParams.create(host.model.config, spec.lora, device=host.model.device)
+        return LoraParams.create(host.model.config, lora, device=host.model.device)
     bound = bind_adapter(parent, host.model.config, max_rank=host.max_lora_rank)
-    _check_agrees(spec.lora, bound)
+    _check_agrees(lora, bound)
     return LoraParams.from_bound(bound, device=host.model.device)
 
 
@@ -91,6 +97,7 @@ class AdapterRun(ABC):
 
     Raises:
         DoesNotFit: the host's memory plan leaves too little.
+        MemoryTaken: it would fit, but not beside the open sessions.
         InvalidRequest, AdapterRejected: see `starting_adapter`.
     """
 
@@ -104,8 +111,8 @@ class AdapterRun(ABC):
         largest: int,
         notes: Sequence[str],
     ) -> None:
-        lora = starting_adapter(spec, host, parent)
-        check_fits(
+        lora = starting_adapter(spec.lora, host, parent)
+        memory = check_fits(
             host.model.config,
             Workload(
                 adapter_numbers=lora.num_parameters(),
@@ -117,6 +124,7 @@ class AdapterRun(ABC):
             ),
             host.train_memory_bytes,
         )
+        host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
         self._spec = spec
         self._host = host
         self._lora = lora

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from services.common.jobs import Spec
+
 if TYPE_CHECKING:
     from services.common.manifest import Lineage
     from services.engine.model.lora import LoraParams
+    from services.trainer.host import PolicyHost
+    from services.trainer.origins import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +84,11 @@ class JobRun(Protocol):
             InvalidRequest: the checkpoint belongs to another spec or shape.
         """
         ...
+
+
+class Prepare(Protocol):
+    """Makes a runnable job of a spec: services.trainer.jobs.prepare_run."""
+
+    def __call__(
+        self, spec: Spec, host: PolicyHost, parent: Mapping[str, bytes] | None, sources: Sequence[Origin] = ..., /
+    ) -> JobRun: ...

@@ -182,6 +182,9 @@ def test_without_credit_the_trainer_waits_for_the_next_step() -> None:
     stage = Stage()
     stage.step(2.0)
     thread = stage.train(3, 50.0)
+    assert stage.settled() == 0, "nobody knows yet what a step takes"
+    stage.device.advance(2.0)
+    stage.step(2.0)
     assert stage.settled() == 1
     stage.device.advance(60.0)
     stage.step(2.0)

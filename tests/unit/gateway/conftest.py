@@ -112,6 +112,9 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.requests.clear()
     engine.aborts.clear()
     engine.rollouts.clear()
+    engine.sessions.opened.clear()
+    engine.sessions.futures.clear()
+    engine.sessions.refuses, engine.sessions.holds = None, False
     _shared.store.objects.clear()
     _shared.registry._pointer_cache = {}
     _shared.store.down = _shared.queue.down = False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import grpc
 from grpc import aio
 
-from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc
+from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
+from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec, tokenizer_files
 
 Send = Callable[[engine_pb2.Update], Awaitable[None]]
@@ -98,6 +100,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         self.syncs = 0
         self.running: dict[str, asyncio.Task[None]] = {}
         self.port = 0
+        self.sessions = FakeSessions(secrets.token_hex(6))
         self._server: aio.Server | None = None
         self._streams: set[asyncio.Queue[engine_pb2.EngineFrame | None]] = set()
 
@@ -111,6 +114,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         self._server = aio.server()
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdaptersServicer_to_server(self, self._server)
+        sessions_pb2_grpc.add_SessionsServicer_to_server(self.sessions, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
 
@@ -187,6 +191,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             draining=self.draining,
             attached_adapter=self.attached,
             loaded_adapters=[self.attached] if self.attached else [],
+            instance=self.sessions.instance,
+            sessions_open=len(self.sessions.opened),
+            sessions_max=4,
         )
 
     async def GetRollouts(self, request, context) -> engine_pb2.GetRolloutsResponse:  # noqa: N802

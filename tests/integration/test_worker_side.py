@@ -1,0 +1,178 @@
+"""A trainer that does other work besides jobs: with real Redis and S3, and a job's pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.jobs import JobState, SftJob
+from services.common.queue import JobQueue
+from services.common.registry import AdapterRegistry
+from services.common.settings import CommonSettings
+from services.common.store import ObjectStore
+from services.trainer.settings import TrainerSettings
+from services.trainer.worker import TrainerWorker
+from tests.integration.servers import RunningServer
+from tests.integration.toy import ToyHost, prepare
+
+RECLAIM = 1.5
+
+
+class Side:
+    """Pieces of work that a test hands in."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Callable[[], None]] = []
+        self.wake: Callable[[], None] = lambda: None
+        self.threads: set[str] = set()
+        self.swept = 0
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def add(self, piece: Callable[[], None]) -> None:
+        self.pieces.append(piece)
+        self.wake()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.pieces)
+
+    def run_next(self) -> bool:
+        if not self.pieces:
+            return False
+        self.threads.add(threading.current_thread().name)
+        self.pieces.pop(0)()
+        return True
+
+    def sweep(self) -> None:
+        self.swept += 1
+
+
+def worker_of(settings: CommonSettings, tmp_path: Path, side: Side) -> TrainerWorker:
+    trainer = TrainerSettings(
+        **settings.model_dump(),
+        job_reclaim_seconds=RECLAIM,
+        job_heartbeat_seconds=0.2,
+        checkpoint_dir=tmp_path / "checkpoints",
+        trainer_drain_seconds=10,
+    )
+    store = ObjectStore(trainer)
+    registry = AdapterRegistry(store, trainer.served_model_name)
+    return TrainerWorker(
+        ToyHost(),  # type: ignore[arg-type]
+        trainer,
+        store=store,
+        registry=registry,
+        prepare=prepare,
+        side=side,
+    )
+
+
+def spec(**metadata: str) -> SftJob:
+    return SftJob.model_validate(
+        {"adapter": "math", "examples": [{"prompt": "1+1", "completion": "2"}], "metadata": metadata}
+    )
+
+
+async def ended(queue: JobQueue, job_id: str) -> JobState:
+    async for _ in queue.events(job_id):
+        pass
+    return (await queue.get(job_id)).state
+
+
+def took(side: Side) -> float:
+    """Seconds until a piece of work has been done."""
+    done = threading.Event()
+    began = time.monotonic()
+    side.add(done.set)
+    assert done.wait(20)
+    return time.monotonic() - began
+
+
+@pytest.mark.usefixtures("valkey", "store")
+def test_an_idle_trainer_is_woken_at_once(settings: CommonSettings, tmp_path: Path) -> None:
+    side = Side()
+    worker = worker_of(settings, tmp_path, side)
+    worker.start()
+    time.sleep(0.5)
+    waits = sorted(took(side) for _ in range(20))
+    assert waits[10] < 0.05, waits
+    assert side.threads == {"trainer"}
+    time.sleep(1.5)
+    assert side.swept > 0
+    assert worker.drain()
+
+
+async def test_side_work_runs_in_the_pauses_of_a_job(
+    valkey: RunningServer, store: ObjectStore, settings: CommonSettings, tmp_path: Path
+) -> None:
+    side, queue = Side(), JobQueue(settings)
+    worker = worker_of(settings, tmp_path, side)
+    worker.start()
+    job = await queue.submit(spec(sleep="1.0", steps="4"))
+    deadline = time.monotonic() + 20
+    while (await queue.get(job.id)).progress.total_steps == 0:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    waits = [took(side) for _ in range(8)]
+    assert max(waits) < 0.9, "a piece waits for a tenth of a step, not for a step"
+    assert (await queue.get(job.id)).state == JobState.RUNNING
+    assert await ended(queue, job.id) == JobState.SUCCEEDED
+    assert side.threads == {"trainer"}
+    assert worker.drain()
+    await queue.aclose()
+
+
+async def test_a_claimed_job_outlives_long_side_work(
+    valkey: RunningServer, store: ObjectStore, settings: CommonSettings, tmp_path: Path
+) -> None:
+    side, queue = Side(), JobQueue(settings)
+    workers = [worker_of(settings, tmp_path, side), worker_of(settings, tmp_path, Side())]
+    workers[0].start()
+    go_on = threading.Event()
+    side.add(lambda: go_on.wait(30) and None)
+    job = await queue.submit(spec(steps="3"))
+    deadline = time.monotonic() + 20
+    while (await queue.get(job.id)).state != JobState.RUNNING:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    workers[1].start()  # which would take it over, if its owner were silent
+    await asyncio.sleep(2 * RECLAIM)
+    go_on.set()
+    assert await ended(queue, job.id) == JobState.SUCCEEDED
+    assert (await queue.get(job.id)).attempts == 1
+    assert all(worker.drain() for worker in workers)
+    await queue.aclose()
+
+
+async def test_a_job_claimed_while_the_trainer_drains_is_handed_back(
+    valkey: RunningServer, store: ObjectStore, settings: CommonSettings, tmp_path: Path
+) -> None:
+    side, queue = Side(), JobQueue(settings)
+    worker = worker_of(settings, tmp_path, side)
+    worker.start()
+    go_on = threading.Event()
+    side.add(lambda: go_on.wait(30) and None)
+    job = await queue.submit(spec(steps="3"))
+    deadline = time.monotonic() + 20
+    while (await queue.get(job.id)).state != JobState.RUNNING:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    draining = threading.Thread(target=worker.drain)
+    draining.start()
+    await asyncio.sleep(0.3)
+    go_on.set()
+    await asyncio.to_thread(draining.join, 20)
+    assert not worker.alive
+    assert (await queue.get(job.id)).state == JobState.QUEUED
+    successor = worker_of(settings, tmp_path, Side())
+    successor.start()
+    assert await ended(queue, job.id) == JobState.SUCCEEDED
+    assert successor.drain()
+    await queue.aclose()

@@ -1,0 +1,96 @@
+"""Training sessions that compute nothing: calls end at once with an echo, or when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+from services.common.pb import engine_pb2, sessions_pb2_grpc
+from services.common.pb import sessions_pb2 as pb
+from services.common.sessions import CALL, OpenSession, future_id, session_id
+
+
+def refused(code: engine_pb2.ErrorCode, message: str, param: str = "") -> engine_pb2.Error:
+    return engine_pb2.Error(code=code, message=message, param=param)
+
+
+class FakeSessions(sessions_pb2_grpc.SessionsServicer):
+    """temper.v1.Sessions of one engine process."""
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self.opened: dict[str, OpenSession] = {}
+        self.futures: dict[str, pb.Future] = {}
+        self.refuses: engine_pb2.Error | None = None
+        self.holds = False
+        """Calls stay pending until `finish`."""
+        self.changed = asyncio.Event()
+
+    def finish(self, error: engine_pb2.Error | None = None) -> None:
+        """Ends every pending call."""
+        for future in self.futures.values():
+            if future.state == pb.FUTURE_STATE_PENDING:
+                _end(future, error)
+        self.changed.set()
+
+    async def Open(self, request, context) -> pb.SessionAnswer:  # noqa: N802
+        if self.refuses is not None:
+            return pb.SessionAnswer(error=self.refuses)
+        name = session_id(self.instance, f"{len(self.opened):012x}")
+        self.opened[name] = OpenSession.model_validate_json(request.request_json)
+        return self._session(name)
+
+    async def Get(self, request, context) -> pb.SessionAnswer:  # noqa: N802
+        return self._session(request.id)
+
+    async def List(self, request, context) -> pb.ListSessionsResponse:  # noqa: N802
+        return pb.ListSessionsResponse(session_json=[self._session(name).session_json for name in self.opened])
+
+    async def Close(self, request, context) -> pb.SessionAnswer:  # noqa: N802
+        answer = self._session(request.id)
+        self.opened.pop(request.id, None)
+        return answer
+
+    async def Submit(self, request, context) -> pb.FutureAnswer:  # noqa: N802
+        if request.session not in self.opened:
+            return pb.FutureAnswer(error=self._unknown(request.session))
+        call = CALL.validate_json(request.call_json)
+        future = pb.Future(
+            id=future_id(request.session, call.seq, "abcdef"),
+            session=request.session,
+            seq=call.seq,
+            operation=call.kind,
+            state=pb.FUTURE_STATE_PENDING,
+            ahead=2,
+        )
+        self.futures[future.id] = future
+        if not self.holds:
+            _end(future, None)
+        return pb.FutureAnswer(future=future)
+
+    async def Wait(self, request, context) -> pb.FutureAnswer:  # noqa: N802
+        future = self.futures.get(request.id)
+        if future is None:
+            return pb.FutureAnswer(error=refused(engine_pb2.ERROR_CODE_NOT_FOUND, f"no such future {request.id}", "id"))
+        if future.state == pb.FUTURE_STATE_PENDING and request.wait_ms:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), request.wait_ms / 1000)
+        return pb.FutureAnswer(future=future)
+
+    def _session(self, name: str) -> pb.SessionAnswer:
+        if name not in self.opened:
+            return pb.SessionAnswer(error=self._unknown(name))
+        return pb.SessionAnswer(session_json=json.dumps({"id": name, "object": "train.session"}).encode())
+
+    def _unknown(self, name: str) -> engine_pb2.Error:
+        return refused(engine_pb2.ERROR_CODE_NOT_FOUND, f"no such training session {name}", "id")
+
+
+def _end(future: pb.Future, error: engine_pb2.Error | None) -> None:
+    if error is None:
+        future.state = pb.FUTURE_STATE_DONE
+        future.result_json = json.dumps({"echo": future.operation}).encode()
+    else:
+        future.state = pb.FUTURE_STATE_FAILED
+        future.error.CopyFrom(error)
