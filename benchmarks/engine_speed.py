@@ -80,7 +80,7 @@ class EngineUnderTest:
             ),
             ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=[]),
             BaseOnly(),
-            SliceGate(settings.tpot_goal_ms / 1000),
+            SliceGate(settings.tpot_slo_ms / 1000),
             RolloutMemory(0, 1.0),
         )
         self._loop.start()

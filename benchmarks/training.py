@@ -158,8 +158,8 @@ class Trainer:
                 hidden = self._forward(recompute)(tokens, [case.tokens] * case.documents, give_way)
             with parts.timed("head"):
                 hidden = hidden.index_select(0, rows)
-                logprobs = self.model.token_logprobs(hidden, tokens[rows + 1], give_way=give_way)
-                loss = negative_log_likelihood(logprobs, len(rows))
+                scores = self.model.token_scores(hidden, tokens[rows + 1], give_way=give_way)
+                loss = negative_log_likelihood(scores.logprobs, len(rows))
             with parts.timed("backward"):
                 torch.autograd.backward(loss)
         with self._gate.training(), parts.timed("optimizer"):

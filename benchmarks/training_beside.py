@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--streams", default="0,8,64")
     parser.add_argument("--case", type=Case.parse, default=Case(1, 2048))
     parser.add_argument("--recompute", choices=get_args(Recompute), default="none")
-    parser.add_argument("--goal-ms", default="6", help="TEMPER_TPOT_GOAL_MS, one or several")
+    parser.add_argument("--goal-ms", default="6", help="TEMPER_TPOT_SLO_MS, one or several")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()

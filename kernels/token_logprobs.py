@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -13,10 +13,19 @@ TILE = 256
 """Rows whose logits exist at once."""
 
 
-def token_logprobs(
+class TokenScores(NamedTuple):
+    """How likely each row's target is."""
+
+    logprobs: Tensor
+    """[N] float32: ``log softmax(head · hidden / temperature)[target]``, differentiable in the hidden states."""
+    hits: Tensor
+    """[N] bool: no other token is likelier."""
+
+
+def token_scores(
     hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, *, give_way: Callable[[], None] = lambda: None
-) -> Tensor:
-    """``log softmax(head · hidden / temperature)[target]`` of each row; differentiable in ``hidden``, not in ``head``.
+) -> TokenScores:
+    """Scores the target of each row; differentiable in ``hidden``, not in ``head``.
 
     Tiles of rows; the backward computes the logits of each again (as Cut Your Losses, arXiv 2411.09009). With p the
     softmax, the gradient of row i is ``g_i (head[target] − pᵀ head) / temperature``.
@@ -28,13 +37,18 @@ def token_logprobs(
         temperature: above 0.
         give_way: called between two tiles.
 
-    Returns:
-        [N] float32.
+    Raises:
+        ValueError: the temperature is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature, give_way)  # type: ignore[no-untyped-call]
-    return result
+    logprobs, hits = _TokenScores.apply(hidden, head, targets, temperature, give_way)  # type: ignore[no-untyped-call]
+    return TokenScores(logprobs, hits)
+
+
+def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """[N] float32: the log-probabilities of token_scores() alone."""
+    return token_scores(hidden, head, targets, temperature).logprobs
 
 
 def _tile_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
@@ -42,22 +56,25 @@ def _tile_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     return F.linear(hidden, head).float() / temperature
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, give_way: Callable[[], None]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         normalizers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         chosen = torch.empty_like(normalizers)
+        hits = torch.empty(hidden.shape[0], dtype=torch.bool, device=hidden.device)
         for begin in range(0, hidden.shape[0], TILE):
             give_way()
             tile = slice(begin, begin + TILE)
             logits = _tile_logits(hidden[tile], head, temperature)
             normalizers[tile] = torch.logsumexp(logits, dim=-1)
             chosen[tile] = logits.gather(1, targets[tile, None]).squeeze(1)
+            hits[tile] = chosen[tile] >= logits.amax(-1)
         ctx.save_for_backward(hidden, head, targets, normalizers)
         ctx.temperature, ctx.give_way = temperature, give_way
-        return chosen - normalizers
+        ctx.mark_non_differentiable(hits)
+        return chosen - normalizers, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

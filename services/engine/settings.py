@@ -80,7 +80,7 @@ class EngineSettings(CommonSettings):
     # Requests.
     max_waiting: int = Field(256, ge=0)
     """Requests that may wait for their first step; more are refused as overloaded."""
-    tpot_goal_ms: float = Field(50.0, gt=0)
+    tpot_slo_ms: float = Field(50.0, gt=0)
     """Time per output token that training slices may not push decodes beyond."""
     rollouts_max: int = Field(4096, ge=0)
     """Finished completions remembered for {completion_id, reward}."""

@@ -149,7 +149,7 @@ def build_engine(
         AdapterLoader(registry, lora, binder.bind, base_digest=base_digest),
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
     )
-    gate = build_gate(runner, device, settings.tpot_goal_ms / 1000)
+    gate = build_gate(runner, device, settings.tpot_slo_ms / 1000)
     loop = EngineLoop(
         limits,
         runner,

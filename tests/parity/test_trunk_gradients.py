@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.train.head import token_logprobs
+from kernels.gpu.train.head import token_scores
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.training import plain, trunk
@@ -53,7 +53,7 @@ def fused(model: Qwen3_5, lora: LoraParams | None, recompute: Recompute, device:
         give_way=lambda: None,
     )
     targets = tokens[rows + 1].to(device)
-    return hidden, token_logprobs(hidden[rows.to(device)], model.weights.head.dense(), targets, 0.9)
+    return hidden, token_scores(hidden[rows.to(device)], model.weights.head.dense(), targets, 0.9).logprobs
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.elementary import exponential_for
+from kernels.token_logprobs import TokenScores
 
 _TILE = 512
 """Rows whose logits exist at once: 254 MB of bfloat16 at 248,320 tokens, and a millisecond a product on an H200."""
@@ -30,7 +31,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _rows_kernel(
-    logits, targets, logprobs, width, stride, inverse_temperature, SLOPE: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, logprobs, hits, width, stride, inverse_temperature, SLOPE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -52,6 +53,7 @@ def _rows_kernel(
     target = tl.load(targets + row)
     chosen = tl.load(base + target).to(tl.float32) * inverse_temperature
     tl.store(logprobs + row, chosen - normalizer)
+    tl.store(hits + row, chosen >= most)
     if SLOPE:
         tl.debug_barrier()  # the chosen logit is read before it is overwritten
         for first in range(0, width, BLOCK):
@@ -63,20 +65,23 @@ def _rows_kernel(
             tl.store(base + first + lane, slope.to(logits.dtype.element_ty), mask=inside)
 
 
-def logprob_rows(logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, *, slope: bool) -> None:
-    """``log softmax(logits / temperature)[target]`` of each row.
+def score_rows(
+    logits: Tensor, targets: Tensor, temperature: float, logprobs: Tensor, hits: Tensor, *, slope: bool
+) -> None:
+    """``log softmax(logits / temperature)[target]`` of each row, and whether no other logit is higher.
 
     Args:
         logits: [N, vocab], rows contiguous; with ``slope`` overwritten by 1 at the target − softmax, the derivative in
             the tempered logits.
         targets: [N] int64.
-        logprobs: [N] float32, where the result goes.
+        logprobs, hits: [N] float32 and bool, where the results go.
     """
     rows, width = logits.shape
     _rows_kernel[(rows,)](
         logits,
         targets,
         logprobs,
+        hits,
         width,
         logits.stride(0),
         1.0 / temperature,
@@ -86,7 +91,7 @@ def logprob_rows(logits: Tensor, targets: Tensor, temperature: float, logprobs: 
     )
 
 
-def token_logprobs(
+def token_scores(
     hidden: Tensor,
     head: Tensor,
     targets: Tensor,
@@ -94,8 +99,8 @@ def token_logprobs(
     *,
     tile: int = _TILE,
     give_way: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """``log softmax(head · hidden / temperature)[target]`` of each row; differentiable in ``hidden``, not in ``head``.
+) -> TokenScores:
+    """Scores the target of each row; differentiable in ``hidden``, not in ``head``.
 
     Args:
         hidden: [N, H].
@@ -105,20 +110,17 @@ def token_logprobs(
         tile: rows whose logits exist at once.
         give_way: called before each product.
 
-    Returns:
-        [N] float32.
-
     Raises:
         ValueError: the temperature is not above 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
     wanted = hidden.requires_grad and torch.is_grad_enabled()
-    result: Tensor = _TokenLogprobs.apply(hidden, head, targets, temperature, tile, wanted, give_way)  # type: ignore[no-untyped-call]
-    return result
+    logprobs, hits = _TokenScores.apply(hidden, head, targets, temperature, tile, wanted, give_way)  # type: ignore[no-untyped-call]
+    return TokenScores(logprobs, hits)
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -129,15 +131,16 @@ class _TokenLogprobs(torch.autograd.Function):
         tile: int,
         wanted: bool,
         give_way: Callable[[], None],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        hits = torch.empty(count, dtype=torch.bool, device=hidden.device)
         slope = torch.empty_like(hidden) if wanted else None
         for begin in range(0, count, tile):
             give_way()
             rows = slice(begin, begin + tile)
             logits = F.linear(hidden[rows], head)
-            logprob_rows(logits, targets[rows], temperature, logprobs[rows], slope=wanted)
+            score_rows(logits, targets[rows], temperature, logprobs[rows], hits[rows], slope=wanted)
             if slope is not None:
                 give_way()
                 torch.mm(logits, head, out=slope[rows])
@@ -145,7 +148,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if slope is not None:
             ctx.save_for_backward(slope)
         ctx.temperature = temperature
-        return logprobs
+        ctx.mark_non_differentiable(hits)
+        return logprobs, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.rms_norm import rms_norm
 from kernels.rope import inverse_frequencies
-from kernels.token_logprobs import token_logprobs
+from kernels.token_logprobs import TokenScores, token_scores
 from services.common.errors import InvalidRequest
 from services.engine.model.batch import CacheBuffers, ForwardBatch
 from services.engine.model.config import ModelConfig
@@ -246,19 +246,27 @@ class Qwen3_5:  # noqa: N801
         *,
         give_way: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """``log softmax(logits / temperature)[target]``, differentiable in ``hidden``; the logits exist a tile of rows
-        at a time.
+        """See token_scores()."""
+        return self.token_scores(hidden, targets, temperature, give_way=give_way).logprobs
+
+    def token_scores(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        *,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> TokenScores:
+        """``log softmax(logits / temperature)[target]``, differentiable in ``hidden``, and whether no other token is
+        likelier; the logits exist a tile of rows at a time.
 
         Args:
             hidden: [N, hidden], from forward_train().
             targets: [N] int64.
             give_way: called between two tiles.
-
-        Returns:
-            [N] float32.
         """
         if self.device.type == "cuda":
             from kernels.gpu.train import head
 
-            return head.token_logprobs(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
-        return token_logprobs(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
+            return head.token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
+        return token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)

@@ -224,12 +224,16 @@ class GrpoRun(AdapterRun):
         hidden = self._scored_hidden(microbatch, self._lora if with_adapter else None)
         temperatures = [self._rollouts[document.source].temperature for document in microbatch.documents]
         if len(set(temperatures)) == 1:
-            return self._host.model.token_logprobs(hidden, microbatch.targets, temperatures[0])
+            return self._host.model.token_logprobs(
+                hidden, microbatch.targets, temperatures[0], give_way=self._host.gate.give_way
+            )
         row_temperatures = self._per_row(microbatch, temperatures, dtype=torch.float64)
         logprobs = torch.zeros(len(microbatch.targets), device=hidden.device)
         for temperature in sorted(set(temperatures)):
             rows = (row_temperatures == temperature).nonzero().squeeze(1)
-            part = self._host.model.token_logprobs(hidden[rows], microbatch.targets[rows], temperature)
+            part = self._host.model.token_logprobs(
+                hidden[rows], microbatch.targets[rows], temperature, give_way=self._host.gate.give_way
+            )
             logprobs = logprobs.index_copy(0, rows, part)
         return logprobs
 

@@ -79,7 +79,7 @@ class PreferenceRun(ExampleRun):
     def _sequence_logprobs(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
         """[D] float32: log-probability of each document's completion."""
         hidden = self._scored_hidden(microbatch, lora)
-        logprobs = self._host.model.token_logprobs(hidden, microbatch.targets)
+        logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, give_way=self._host.gate.give_way)
         return sequence_sums(logprobs, [document.num_trained for document in microbatch.documents])
 
     def _score(

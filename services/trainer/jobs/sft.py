@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
+from kernels.token_logprobs import TokenScores
 from services.common.jobs import SftExample, SftJob
-from services.trainer.data import Document, apply_limit, example_documents
+from services.trainer.data import Document, Microbatch, apply_limit, example_documents
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.example_run import ExampleRun, split_examples
 from services.trainer.losses import negative_log_likelihood
-from services.trainer.memory import LOGIT_ROWS
 
 
 def _documents(
@@ -63,11 +62,11 @@ class SftRun(ExampleRun):
         for microbatch in self._pack(documents):
             interrupt()
             with self._host.gate.training():
-                hidden = self._scored_hidden(microbatch, self._lora)
-                part = negative_log_likelihood(self._host.model.token_logprobs(hidden, microbatch.targets), total)
+                scores = self._scores(microbatch)
+                part = negative_log_likelihood(scores.logprobs, total)
                 self._backward(part)
                 loss += part.detach()
-                correct += self._correct(hidden.detach(), microbatch.targets)
+                correct += scores.hits.sum()
             inputs += microbatch.num_tokens
         return {"loss": float(loss), "token_accuracy": float(correct) / total}, inputs
 
@@ -78,16 +77,11 @@ class SftRun(ExampleRun):
         for microbatch in self._pack(documents):
             interrupt()
             with self._host.gate.training(), torch.no_grad():
-                hidden = self._scored_hidden(microbatch, self._lora)
-                logprobs = self._host.model.token_logprobs(hidden, microbatch.targets)
-                loss += float(negative_log_likelihood(logprobs, total))
-                correct += float(self._correct(hidden, microbatch.targets))
+                scores = self._scores(microbatch)
+                loss += float(negative_log_likelihood(scores.logprobs, total))
+                correct += float(scores.hits.sum())
         return {"loss": loss, "token_accuracy": correct / total}
 
-    def _correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """How many targets are the most likely token."""
-        with torch.no_grad():
-            hits = torch.zeros((), device=hidden.device)
-            for rows, wanted in zip(torch.split(hidden, LOGIT_ROWS), torch.split(targets, LOGIT_ROWS), strict=True):
-                hits += (self._host.model.logits(rows).argmax(-1) == wanted).sum()
-            return hits
+    def _scores(self, microbatch: Microbatch) -> TokenScores:
+        hidden = self._scored_hidden(microbatch, self._lora)
+        return self._host.model.token_scores(hidden, microbatch.targets, give_way=self._host.gate.give_way)

@@ -14,7 +14,7 @@ from kernels.gpu.train.gated_delta import FEW, MANY, gated_delta_forward
 from kernels.gpu.train.gated_delta_backward import scan_backward
 from kernels.gpu.train.gated_delta_gradients import gated_delta_gradients
 from kernels.gpu.train.gated_norm import gated_norm_backward
-from kernels.gpu.train.head import logprob_rows
+from kernels.gpu.train.head import score_rows
 from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
 from kernels.rope import inverse_frequencies
@@ -52,5 +52,6 @@ def launches() -> None:
     gate_up = torch.zeros(64, 18432, dtype=torch.bfloat16)
     swiglu_backward(gate_up, gate_up[:, :9216])
     logits = torch.zeros(2, 248320, dtype=torch.bfloat16)
+    targets = torch.zeros(2, dtype=torch.int64)
     for slope in (False, True):
-        logprob_rows(logits, torch.zeros(2, dtype=torch.int64), 1.0, torch.zeros(2), slope=slope)
+        score_rows(logits, targets, 1.0, torch.zeros(2), torch.zeros(2, dtype=torch.bool), slope=slope)

@@ -11,7 +11,7 @@ from kernels.gpu.train.activations import swiglu_backward
 from kernels.gpu.train.conv1d import conv_backward
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.gated_norm import gated_norm_backward
-from kernels.gpu.train.head import token_logprobs
+from kernels.gpu.train.head import token_scores
 from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
 from kernels.rope import inverse_frequencies
@@ -128,14 +128,17 @@ def test_head(device: torch.device, dtype: torch.dtype, temperature: float, voca
     targets = torch.randint(vocabulary, (11,), generator=torch.Generator().manual_seed(2)).to(device)
     upstream = normal(11, seed=3, device=device)
     hidden64 = exact(hidden)
+    targets[3] = (hidden64[3] @ head.double().t()).argmax()
     expected = torch.log_softmax(hidden64 @ head.double().t() / temperature, -1).gather(1, targets[:, None]).squeeze(1)
     (slope,) = torch.autograd.grad(expected, hidden64, upstream.double())
-    result = token_logprobs(hidden, head, targets, temperature, tile=tile)
+    result, hits = token_scores(hidden, head, targets, temperature, tile=tile)
+    assert hits[3]
+    assert hits.tolist() == [bool(z.argmax() == t) for z, t in zip(F.linear(hidden, head), targets, strict=True)]
     (ours,) = torch.autograd.grad(result, hidden, upstream)
     assert relative(result.detach(), expected.detach()) <= BARS[dtype]
     assert relative(ours, slope) <= BARS[dtype]
     with torch.no_grad():
-        assert torch.equal(token_logprobs(hidden, head, targets, temperature, tile=tile), result.detach())
+        assert torch.equal(token_scores(hidden, head, targets, temperature, tile=tile).logprobs, result.detach())
 
 
 def test_head_of_a_certain_token(device: torch.device) -> None:
@@ -143,7 +146,7 @@ def test_head_of_a_certain_token(device: torch.device) -> None:
     head = normal(60, 16, seed=0, device=device, dtype=torch.bfloat16)
     hidden = (1.2 * head[7:8]).clone().requires_grad_()
     targets = torch.tensor([7], device=device)
-    result = token_logprobs(hidden, head, targets, 1.0)
+    result, _ = token_scores(hidden, head, targets, 1.0)
     (ours,) = torch.autograd.grad(result.sum(), hidden)
     hidden64 = exact(hidden)
     logits = hidden64 @ head.double().t()
@@ -156,4 +159,4 @@ def test_head_of_a_certain_token(device: torch.device) -> None:
 def test_a_temperature_of_zero_is_refused(device: torch.device) -> None:
     hidden, head = normal(2, 4, seed=0, device=device), normal(5, 4, seed=1, device=device)
     with pytest.raises(ValueError, match="above 0"):
-        token_logprobs(hidden, head, torch.zeros(2, dtype=torch.int64, device=device), 0.0)
+        token_scores(hidden, head, torch.zeros(2, dtype=torch.int64, device=device), 0.0)
