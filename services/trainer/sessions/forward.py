@@ -80,7 +80,7 @@ class Scoring:
         else:
             hidden = self._host.model.forward_train(tokens, lengths, self._lora, recompute="none", give_way=give_way)
         rows = hidden.index_select(0, batch.microbatch.rows)
-        logprobs = self._host.model.token_logprobs(rows, batch.targets, call.temperature)
+        logprobs = self._host.model.token_logprobs(rows, batch.targets, call.temperature, give_way=give_way)
         part = token_loss(call.loss, call.loss_config, logprobs, batch.weights, batch.advantages, batch.behaviour)
         values = torch.stack([part.loss.detach(), *part.sums.values()])
         if not bool(torch.isfinite(values).all()):
