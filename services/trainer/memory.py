@@ -17,7 +17,7 @@ MASTER_BYTES = 16
 """A trained number: float32 master, gradient, and AdamW's two moments."""
 LOGIT_ROWS = 256
 """Rows whose logits exist at once in plain torch."""
-FUSED_LOGIT_ROWS = 512
+FUSED_LOGIT_ROWS = 384
 """The same on a GPU (kernels.gpu.train.head), in the model's dtype."""
 MARGIN = 1.1
 """For what is not counted."""

@@ -1,8 +1,8 @@
-"""Training steps as CUDA graphs: a layer and direction is one launch, where kernel by kernel it is some twenty.
+"""Training steps as CUDA graphs: half a layer in a direction is one launch, where kernel by kernel it is ten or twenty.
 
 A step of 512 tokens is 27 ms of kernels on an H200 and 143 ms of Python that launches them, which would also keep the
 engine's thread from the interpreter. So steps of few rows are captured once for a number of rows and of documents, a
-graph for each layer and direction so that the trainer can still give way between them, and replayed from then on.
+graph for each half of a layer and direction so that the trainer can give way between them, and replayed from then on.
 
 All graphs share one memory pool, and those of a chain always run in the same order: what a later one allocates may lie
 where an earlier one's temporaries were.
@@ -79,15 +79,13 @@ class Chain:
     def _rehearse(self, trunk: Trunk, recompute: Recompute) -> None:
         """Compiles everything that will be captured. With a gradient of zeros, which adds nothing to the masters'."""
         x = trunk.embed(self._tokens)
-        kept: list[Kept] = []
-        for layer in trunk.layers[:1] + trunk.layers[-1:]:
-            x, keeps = layer.forward(x, recompute)
-            if keeps is not None:
-                kept.append(keeps)
+        for layer in (trunk.layers[0], trunk.layers[-1]):
+            middle, kept = layer.mixer(x, recompute)
+            x = layer.mlp(middle, kept, recompute)
+            layer.again(kept)
+            layer.mixer_backward(kept, layer.mlp_backward(kept, self._grad), input_grad=True)
         trunk.finish(x)
         trunk.finish_backward(x, self._grad)
-        for layer in (trunk.layers[-1], trunk.layers[0]):
-            layer.backward(kept.pop(), self._grad, input_grad=True)
 
     def _capture(self, trunk: Trunk, recompute: Recompute, pool: Any, stream: torch.cuda.Stream) -> Tensor:
         def graph(into: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
@@ -101,20 +99,28 @@ class Chain:
             with graph(self._forward):
                 if index == 0:
                     x = trunk.embed(self._tokens)
-                x, kept = layer.forward(x, recompute)
+                middle, kept = layer.mixer(x, recompute)
+            with graph(self._forward):
+                x = layer.mlp(middle, kept, recompute)
                 if index == len(trunk.layers) - 1:
                     hidden = trunk.finish(x)
-            if kept is not None:
-                everything.append(kept)
+            del middle
+            everything.append(kept)
         result: Tensor | None = self._grad
         while everything:
-            index = len(everything) - 1
+            index, kept = len(everything) - 1, everything.pop()
+            layer = trunk.layers[index]
+            if recompute != "none":
+                with graph(self._backward):
+                    layer.again(kept)
             with graph(self._backward):
                 if index == len(trunk.layers) - 1:
                     result = trunk.finish_backward(x, self._grad)
                 if result is None:
                     raise ValueError("a layer behind the first gave no gradient")
-                result = trunk.layers[index].backward(everything.pop(), result, input_grad=index > 0)
+                result = layer.mlp_backward(kept, result)
+            with graph(self._backward):
+                result = layer.mixer_backward(kept, result, input_grad=index > 0)
         return hidden
 
     def step(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> CapturedStep:

@@ -107,36 +107,82 @@ class Layer:
         self._weights, self._shared, self._adapter = weights, shared, adapter
         self._eps = shared.config.rms_norm_eps
 
-    def forward(self, x: Tensor, recompute: Recompute | None) -> tuple[Tensor, Kept | None]:
-        """[T, hidden] to [T, hidden], and what backward() needs; ``recompute`` None: there will be none."""
+    # Each of these is short enough for a step of the engine to wait for.
+
+    def mixer(self, x: Tensor, recompute: Recompute | None) -> tuple[Tensor, Kept]:
+        """[T, hidden], the layer's input, to the residual stream between mixer and MLP, and what is kept of it.
+
+        Args:
+            recompute: None: there will be no backward.
+        """
         kept = Kept(x)
         projected = self._project(x)
         mixed, inside = self._mix(projected)
         middle = self._add(x, mixed, self._weights.mixer.out_proj, "out")
-        del mixed
-        gate_up = self._gate_up(middle)
-        out = self._add(middle, swiglu(gate_up), self._weights.down, "down")
-        if recompute is None:
-            return out, None
-        if recompute != "full":
+        if recompute in ("none", "selective"):
             kept.projected, kept.middle = projected, middle
             # Attention costs most to compute again and keeps least.
             if recompute == "none" or isinstance(inside, AttentionInside):
                 kept.inside = inside
+        return middle, kept
+
+    def mlp(self, middle: Tensor, kept: Kept, recompute: Recompute | None) -> Tensor:
+        """What mixer() gave to the layer's output, [T, hidden]."""
+        gate_up = self._gate_up(middle)
         if recompute == "none":
             kept.gate_up = gate_up
-        return out, kept
+        return self._add(middle, swiglu(gate_up), self._weights.down, "down")
 
-    def backward(self, kept: Kept, grad: Tensor, *, input_grad: bool) -> Tensor | None:
-        """Gradient in the layer's input; the adapter's gradients are written. ``kept`` is used up.
+    def again(self, kept: Kept) -> None:
+        """Computes again what of the mixer was not kept."""
+        if kept.projected is None:
+            kept.projected = self._project(kept.x)
+        if kept.middle is None:
+            mixed, kept.inside = self._mix(kept.projected)
+            kept.middle = self._add(kept.x, mixed, self._weights.mixer.out_proj, "out")
+        elif kept.inside is None and isinstance(self._weights.mixer, DeltaNetWeights):
+            kept.inside = self._delta(kept.projected, self._weights.mixer)
+
+    def mlp_backward(self, kept: Kept, grad: Tensor) -> Tensor:
+        """Gradient in the residual stream between mixer and MLP; those of the adapter are added to.
 
         Args:
+            kept: after again(); used up as far as the MLP goes.
             grad: [T, hidden], in the layer's output.
+        """
+        if kept.middle is None:
+            raise ValueError("nothing of the mixer was kept or computed again")
+        gate_up = self._gate_up(kept.middle) if kept.gate_up is None else kept.gate_up
+        kept.gate_up = None
+        down, down_grad = self._back(grad, self._weights.down, "down")
+        gate_up_grad, active = swiglu_backward(gate_up, down, out=gate_up)
+        self._gradients("down", active, down_grad, grad)
+        del active, down
+        normed_grad, reduced_grad = self._back(gate_up_grad, self._weights.gate_up, "gate_up")
+        result, normed = rms_norm_backward(kept.middle, self._weights.post_norm, self._eps, normed_grad, grad)
+        kept.middle = None
+        self._gradients("gate_up", normed, reduced_grad, gate_up_grad)
+        return result
+
+    def mixer_backward(self, kept: Kept, grad: Tensor, *, input_grad: bool) -> Tensor | None:
+        """Gradient in the layer's input, of what mlp_backward() gave. ``kept`` is used up.
+
+        Args:
             input_grad: False: nobody needs the gradient in the input.
         """
-        self._complete(kept)
-        grad = self._mlp_backward(kept, grad)
-        return self._mixer_backward(kept, grad, input_grad=input_grad)
+        mixed_grad, reduced_grad = self._back(grad, self._weights.mixer.out_proj, "out")
+        mixed, projected_grad = self._inside_backward(kept, mixed_grad)
+        self._gradients("out", mixed, reduced_grad, grad)
+        del mixed, mixed_grad
+        if not input_grad:
+            if (adapter := self._adapter.get("in")) is not None:
+                normed = rms_norm(kept.x, self._weights.input_norm, self._eps)
+                self._gradients("in", normed, adapter.back(projected_grad), projected_grad)
+            return None
+        normed_grad, reduced_grad = self._back(projected_grad, self._weights.mixer.in_proj, "in")
+        result, normed = rms_norm_backward(kept.x, self._weights.input_norm, self._eps, normed_grad, grad)
+        self._gradients("in", normed, reduced_grad, projected_grad)
+        return result
 
     # Forward.
 
@@ -199,47 +245,6 @@ class Layer:
         return projected[:, config.conv_dim : config.conv_dim + config.value_size]
 
     # Backward.
-
-    def _complete(self, kept: Kept) -> None:
-        """Computes again what was not kept."""
-        if kept.projected is None:
-            kept.projected = self._project(kept.x)
-        if kept.middle is None:
-            mixed, kept.inside = self._mix(kept.projected)
-            kept.middle = self._add(kept.x, mixed, self._weights.mixer.out_proj, "out")
-        elif kept.inside is None and isinstance(self._weights.mixer, DeltaNetWeights):
-            kept.inside = self._delta(kept.projected, self._weights.mixer)
-        if kept.gate_up is None:
-            kept.gate_up = self._gate_up(kept.middle)
-
-    def _mlp_backward(self, kept: Kept, grad: Tensor) -> Tensor:
-        if kept.gate_up is None or kept.middle is None:
-            raise ValueError("nothing of the MLP was kept or computed again")
-        down, down_grad = self._back(grad, self._weights.down, "down")
-        gate_up_grad, active = swiglu_backward(kept.gate_up, down, out=kept.gate_up)
-        kept.gate_up = None
-        self._gradients("down", active, down_grad, grad)
-        del active, down
-        normed_grad, reduced_grad = self._back(gate_up_grad, self._weights.gate_up, "gate_up")
-        result, normed = rms_norm_backward(kept.middle, self._weights.post_norm, self._eps, normed_grad, grad)
-        kept.middle = None
-        self._gradients("gate_up", normed, reduced_grad, gate_up_grad)
-        return result
-
-    def _mixer_backward(self, kept: Kept, grad: Tensor, *, input_grad: bool) -> Tensor | None:
-        mixed_grad, reduced_grad = self._back(grad, self._weights.mixer.out_proj, "out")
-        mixed, projected_grad = self._inside_backward(kept, mixed_grad)
-        self._gradients("out", mixed, reduced_grad, grad)
-        del mixed, mixed_grad
-        if not input_grad:
-            if (adapter := self._adapter.get("in")) is not None:
-                normed = rms_norm(kept.x, self._weights.input_norm, self._eps)
-                self._gradients("in", normed, adapter.back(projected_grad), projected_grad)
-            return None
-        normed_grad, reduced_grad = self._back(projected_grad, self._weights.mixer.in_proj, "in")
-        result, normed = rms_norm_backward(kept.x, self._weights.input_norm, self._eps, normed_grad, grad)
-        self._gradients("in", normed, reduced_grad, projected_grad)
-        return result
 
     def _back(self, grad: Tensor, weight: Matrix, group: str) -> tuple[Tensor, Tensor | None]:
         """Gradient in a linear layer's input, and in the adapter's low-rank rows if there is one."""

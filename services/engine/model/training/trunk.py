@@ -80,7 +80,7 @@ class EagerStep:
 
     Args:
         recompute: what the backward computes again; None: there will be none.
-        give_way: called between layers.
+        give_way: called between the halves of layers.
     """
 
     def __init__(
@@ -96,8 +96,11 @@ class EagerStep:
         x = self._trunk.embed(self._token_ids)
         for layer in self._trunk.layers:
             self._give_way()
-            x, kept = layer.forward(x, self._recompute)
-            if kept is not None:
+            middle, kept = layer.mixer(x, self._recompute)
+            self._give_way()
+            x = layer.mlp(middle, kept, self._recompute)
+            del middle
+            if self._recompute is not None:
                 self._everything.append(kept)
         self._give_way()
         if self._recompute is not None:
@@ -115,11 +118,16 @@ class EagerStep:
         result: Tensor | None = self._trunk.finish_backward(self._last, grad)
         self._last = None
         while self._everything:
+            layer, kept = self._trunk.layers[len(self._everything) - 1], self._everything.pop()
+            if self._recompute != "none":
+                self._give_way()
+                layer.again(kept)
             self._give_way()
             if result is None:
                 raise ValueError("a layer behind the first gave no gradient")
-            layer = self._trunk.layers[len(self._everything) - 1]
-            result = layer.backward(self._everything.pop(), result, input_grad=bool(self._everything))
+            result = layer.mlp_backward(kept, result)
+            self._give_way()
+            result = layer.mixer_backward(kept, result, input_grad=bool(self._everything))
 
 
 class _StepFunction(torch.autograd.Function):
