@@ -26,8 +26,6 @@ _ENQUEUE_SECONDS = 0.0005
 """How long a step waits for a piece that is just being queued; one that takes longer runs beside it."""
 _WEIGHT = 0.2
 """Of the newest step in the moving average of their times."""
-_FORGETTING = 0.02
-"""What the expected time of a piece falls by with every shorter one."""
 
 
 class Mark(Protocol):
@@ -64,6 +62,7 @@ class _Work:
 
     begin: Mark
     end: Mark
+    number: int = 0
     expected: float = 0.0
     """Seconds that it was taken for when it was queued."""
 
@@ -106,8 +105,11 @@ class StreamGate:
         """The same of the engine."""
         self._engine_tail: Mark | None = None
         self._trainer_tail: Mark | None = None
-        self._piece_seconds: float | None = None
-        """What a piece in the queue is taken for: the longest of late, falling off slowly; None: none was measured."""
+        self._number = 0
+        """Of the next piece since training() was entered."""
+        self._measured: dict[int, float] = {}
+        """Seconds of each piece by its number, as it was the last time: one microbatch is much like the one before. A
+        number that is new is taken for the longest."""
         self._step_seconds: float | None = None
         self._grant = 0.0
         """What the last launch brought; no more is ever saved up."""
@@ -166,6 +168,7 @@ class StreamGate:
             if self._training:
                 raise RuntimeError("training() is entered twice")
             self._training = True
+            self._number = 0
         try:
             self.give_way()
             yield
@@ -201,15 +204,17 @@ class StreamGate:
     def _end_piece(self) -> None:
         if self._queueing is not None:
             self._trainer_tail = self._trainer.mark()
-            self._pieces.append(_Work(self._queueing, self._trainer_tail, self._piece_seconds or 0.0))
-            self._credit -= self._pieces[-1].expected
+            expected = self._measured.get(self._number) or max(self._measured.values(), default=0.0)
+            self._pieces.append(_Work(self._queueing, self._trainer_tail, self._number, expected))
+            self._credit -= expected
+            self._number += 1
             self._queueing = None
             self._changed.notify_all()
         self._measure()
 
     def _blocked_by(self) -> Mark | _Credit | None:
         """What the next piece has to wait for."""
-        if self._piece_seconds is None and self._pieces:
+        if not self._measured and self._pieces:
             return self._pieces[0].end
         if not self._engine_idle:
             return None if self._credit > 0 else _Credit()
@@ -219,11 +224,8 @@ class StreamGate:
         """Takes note of what is done by now."""
         while self._pieces and self._pieces[0].end.passed():
             piece = self._pieces.popleft()
-            seconds = piece.seconds()
+            seconds = self._measured[piece.number] = piece.seconds()
             self._credit = min(self._credit + piece.expected - seconds, self._grant)
-            # Pieces of a millisecond alternate with pieces of nearly nothing: a burst of the former must not be taken
-            # for the latter.
-            self._piece_seconds = max(seconds, (1 - _FORGETTING) * (self._piece_seconds or 0.0))
         while self._steps and self._steps[0].end.passed():
             seconds = self._steps.popleft().seconds()
             before = self._step_seconds
