@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from kernels.divergence import Divergence
 from kernels.gpu.delta_shape import DeltaShape
 from kernels.gpu.train.activations import swiglu_backward
 from kernels.gpu.train.attention import AttentionShape, attention_forward
 from kernels.gpu.train.attention_backward import attention_backward, gate_backward
 from kernels.gpu.train.conv1d import conv_backward
+from kernels.gpu.train.divergence import divergence_rows
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.gated_delta import FEW, MANY, gated_delta_forward
 from kernels.gpu.train.gated_delta_backward import scan_backward
@@ -55,3 +57,7 @@ def launches() -> None:
     targets = torch.zeros(2, dtype=torch.int64)
     for slope in (False, True):
         score_rows(logits, targets, 1.0, torch.zeros(2), torch.zeros(2, dtype=torch.bool), slope=slope)
+    into = Divergence(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int8))
+    for beta in (0.0, 0.5, 1.0):
+        for slope in (False, True):
+            divergence_rows(logits, logits.clone(), into, beta=beta, temperature=1.0, slope=slope)
