@@ -48,17 +48,22 @@ class AdapterLoader:
             ModelNotFound: there is no such version.
             Unavailable: the object store does not answer.
         """
+        digest, files = self.files(version)
+        try:
+            self.load_files(files, slot)
+        except AdapterRejected as error:
+            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
+        return digest
+
+    def files(self, version: AdapterVersion) -> tuple[str, Mapping[str, bytes]]:
+        """The version's digest and its files, downloaded and verified. Raises as load does, but binds nothing."""
         manifest = self._registry.manifest(version)
         if manifest.base_digest and manifest.base_digest != self._base_digest:
             raise AdapterRejected(
                 f"{version} belongs to another base model (digest {manifest.base_digest[:12]}, this engine serves "
                 f"{self._base_digest[:12]})"
             )
-        try:
-            self.load_files(self._registry.files(version), slot)
-        except AdapterRejected as error:
-            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
-        return manifest.digest
+        return manifest.digest, self._registry.files(version)
 
     def load_files(self, files: Mapping[str, bytes], slot: int) -> None:
         """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""

@@ -184,6 +184,16 @@ class AdapterManager:
             future.cancel()
             raise self._slots_busy() from None
 
+    def files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """A version's files, straight from the object store.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            AdapterRejected: its files are corrupt or belong to another base model.
+            Unavailable: the object store does not answer.
+        """
+        return self._loader.files(version)[1]
+
     def snapshot(self) -> AdapterSnapshot:
         with self._changed:
             loaded = tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in self._table.published)

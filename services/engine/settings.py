@@ -93,6 +93,11 @@ class EngineSettings(CommonSettings):
     """Longest training example in tokens."""
     train_memory_bytes: ByteSize = Field(ByteSize(0), ge=0)
     """What a training job may use; 0: a quarter of what weights, states and adapters leave."""
+    teacher_model: Path | None = None
+    """Directory of a second checkpoint with the same tokenizer, which opd jobs may learn from (teacher "checkpoint");
+    it stays in memory beside the model."""
+    teacher_quantization: Literal["none", "fp8", "int4"] = "none"
+    """The same as quantization, of the second checkpoint."""
 
     # Process.
     grpc_host: str = "127.0.0.1"

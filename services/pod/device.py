@@ -110,6 +110,11 @@ def _check_gpu(settings: EngineSettings, device: Device) -> None:
             f"TEMPER_QUANTIZATION=fp8 needs compute capability 8.9 or higher, {has}; use int4 or none",
             param="quantization",
         )
+    if settings.teacher_quantization == "fp8":
+        raise InvalidRequest(
+            f"TEMPER_TEACHER_QUANTIZATION=fp8 needs compute capability 8.9 or higher, {has}; use int4 or none",
+            param="teacher_quantization",
+        )
     if settings.kv_cache_dtype == "fp8":
         raise InvalidRequest(
             f"TEMPER_KV_CACHE_DTYPE=fp8 needs compute capability 8.9 or higher, {has}; use auto", param="kv_cache_dtype"
@@ -117,7 +122,13 @@ def _check_gpu(settings: EngineSettings, device: Device) -> None:
 
 
 def _check_cpu(settings: EngineSettings) -> None:
-    defaults = {"quantization": "none", "kv_cache_dtype": "auto", "state_dtype": "float32", "batch_invariant": False}
+    defaults = {
+        "quantization": "none",
+        "teacher_quantization": "none",
+        "kv_cache_dtype": "auto",
+        "state_dtype": "float32",
+        "batch_invariant": False,
+    }
     for name, default in defaults.items():
         value = getattr(settings, name)
         if value != default:

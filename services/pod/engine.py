@@ -32,8 +32,9 @@ from services.engine.rollouts import RolloutMemory
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.gate import Gate, build_gate
-from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage
+from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
 from services.pod.runner import build_runner, prefill_alignment
+from services.pod.teacher import load_teacher, second_config
 
 VERSION = "0.1.0"
 _SWITCH_SECONDS = 0.0005
@@ -47,6 +48,8 @@ class Engine:
     """The parts of a serving engine."""
 
     model: Qwen3_5
+    teacher: Qwen3_5 | None
+    """The second model that jobs may distil from."""
     codec: TextCodec
     base_digest: str
     memory: MemoryPlan
@@ -109,7 +112,10 @@ def build_engine(
     storage(settings, hardware).check(config)
     # Planned before anything is loaded: what does not fit is refused with the numbers.
     dtype = resolve_dtype(settings.dtype, device)
-    settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware))
+    teacher_config = second_config(settings, codec)
+    if teacher_config is not None:
+        teacher_storage(settings, hardware).check(teacher_config)
+    settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware), teacher_config)
     log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
     limits = _limits(settings, memory.num_blocks, max_model_len, codec.eos_ids)
@@ -123,6 +129,7 @@ def build_engine(
             mtp=settings.speculative == "mtp",
         )
         log.info("weights loaded", bytes=model.weights.nbytes())
+        teacher = load_teacher(settings, model, teacher_storage(settings, hardware))
         lora = LoraSlots(
             model.config,
             settings.adapter_slots + 1,
@@ -173,8 +180,10 @@ def build_engine(
         max_lora_rank=settings.max_lora_rank,
         tokenizer_digest=codec.digest,
         version=VERSION,
+        teacher="" if teacher is None else teacher.digest,
     )
-    return Engine(model, codec, base_digest, memory, gate, adapters, bind, loop, description)
+    second = None if teacher is None else teacher.model
+    return Engine(model, second, codec, base_digest, memory, gate, adapters, bind, loop, description)
 
 
 def _limits(

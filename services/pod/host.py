@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.common.names import AdapterVersion
@@ -28,11 +29,16 @@ class PodHost:
     adapters: AdapterManager
     rollouts: EngineRollouts
     webhooks: Webhooks
+    teacher: Qwen3_5 | None = None
     ledger: TrainingLedger = field(init=False)
     """Who holds how much of train_memory_bytes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes))
+
+    def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """See services.trainer.host.PolicyHost."""
+        return self.adapters.files(version)
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
         """Reads the pointers now; returns once they are served and ``version`` is loaded.

@@ -63,6 +63,14 @@ def storage(settings: EngineSettings, device: Device) -> Storage:
     )
 
 
+def teacher_storage(settings: EngineSettings, device: Device) -> Storage:
+    """How this pod keeps the weight matrices of the second model."""
+    return Storage(
+        quantization=settings.teacher_quantization,
+        float8_head=settings.teacher_quantization != "none" and device.has_float8,
+    )
+
+
 def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Formats:
     """How this pod stores numbers."""
     return Formats(
@@ -76,8 +84,29 @@ def formats(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, d
     )
 
 
-def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> Footprint:
-    """Bytes the model needs of each thing; the settings are those of the device (for_device)."""
+def _teacher_bytes(teacher: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device) -> int:
+    """Its weights, and one of its matrices decoded where they are quantized."""
+    stored = Formats(
+        itemsize=dtype.itemsize,
+        storage=teacher_storage(settings, device),
+        head_copy=copies_head(teacher, dtype, device.torch),
+    )
+    decoded = 0
+    if settings.teacher_quantization != "none":
+        decoded = teacher.hidden_size * max(widest_output(teacher), teacher.vocab_size) * dtype.itemsize
+    return weight_bytes(teacher, stored) + decoded
+
+
+def footprint(
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: Device,
+    teacher: ModelConfig | None = None,
+) -> Footprint:
+    """Bytes the model needs of each thing, and a second one that jobs distil from; the settings are those of the device
+    (for_device)."""
+    taught = 0 if teacher is None else _teacher_bytes(teacher, settings, dtype, device)
     stored = formats(config, settings, dtype, device)
     logits = 4 * config.vocab_size
     # With speculation two rows of a sequence are sampled, and more are computed.
@@ -90,7 +119,8 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
     if device.kind == "cpu":
         widest = max(out for layer in range(config.num_layers) for out, _ in config.linear_shapes(layer).values())
         activations = 4 * _ACTIVATION_COPIES * settings.token_budget * widest
-        return Footprint(weights, block, slot, adapter_slot, _LOGIT_COPIES * sampled * logits + activations)
+        workspace = _LOGIT_COPIES * sampled * logits + activations
+        return Footprint(weights, block, slot, adapter_slot, workspace, teacher=taught)
     row = widest_output(config) * dtype.itemsize
     rows, slots = settings.max_num_seqs, state_slots(settings)
     context = settings.max_model_len or config.max_position_embeddings
@@ -111,6 +141,7 @@ def footprint(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype,
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary.
         sampler=sampled * (2 * logits + _SAMPLER_ROW),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
+        teacher=taught,
     )
 
 
@@ -141,7 +172,12 @@ def _running_slots(settings: EngineSettings) -> int:
 
 
 def plan(
-    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: Device,
+    available: int,
+    teacher: ModelConfig | None = None,
 ) -> tuple[EngineSettings, MemoryPlan]:
     """Divides the device.
 
@@ -149,6 +185,7 @@ def plan(
         settings: as read; a max_num_seqs of 0 becomes the most, up to the device's default, that leaves half of what
             weights, workspace, adapters and snapshots do not take to KV and training.
         available: device_bytes().
+        teacher: of the second model, if there is to be one.
 
     Returns:
         The settings with every 0 filled in, and the plan.
@@ -158,12 +195,12 @@ def plan(
     """
     if settings.max_num_seqs or device.kind == "cpu":
         chosen = settings.for_device(device.kind)
-        return chosen, _plan(config, chosen, dtype, device, available)
+        return chosen, _plan(config, chosen, dtype, device, available, teacher)
     most = settings.for_device(device.kind).max_num_seqs
     for count in [count for count in _SEQUENCES if count < most]:
         chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
         try:
-            made = _plan(config, chosen, dtype, device, available)
+            made = _plan(config, chosen, dtype, device, available, teacher)
         except DoesNotFit:
             most = count
             continue
@@ -172,16 +209,21 @@ def plan(
             return chosen, made
         most = count
     chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
-    return chosen, _plan(config, chosen, dtype, device, available)
+    return chosen, _plan(config, chosen, dtype, device, available, teacher)
 
 
 def _plan(
-    config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: Device,
+    available: int,
+    teacher: ModelConfig | None,
 ) -> MemoryPlan:
     context = settings.max_model_len or config.max_position_embeddings
     return plan_memory(
         int(available * settings.memory_fraction),
-        footprint(config, settings, dtype, device),
+        footprint(config, settings, dtype, device, teacher),
         block_size=settings.block_size,
         num_slots=state_slots(settings),
         adapter_slots=settings.adapter_slots + 1,

@@ -56,6 +56,7 @@ class Training:
                     timeout_seconds=trainer.rollout_timeout_seconds,
                 ),
                 webhooks=_webhooks(trainer),
+                teacher=engine.teacher,
             )
             self._events = AdapterEvents(settings)
             publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)

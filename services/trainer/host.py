@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -31,6 +32,11 @@ class PolicyHost(Protocol):
     @property
     def model(self) -> Qwen3_5:
         """The one copy of the frozen weights."""
+        ...
+
+    @property
+    def teacher(self) -> Qwen3_5 | None:
+        """A second model with the same tokens on the same device, for distillation; None: the pod has none."""
         ...
 
     @property
@@ -70,6 +76,16 @@ class PolicyHost(Protocol):
     @property
     def ledger(self) -> TrainingLedger:
         """Who holds how much of that."""
+        ...
+
+    def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """A published version's files.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            AdapterRejected: its files are corrupt or belong to another base model.
+            Unavailable: the object store does not answer.
+        """
         ...
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:

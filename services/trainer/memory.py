@@ -19,6 +19,10 @@ LOGIT_ROWS = 256
 """Rows whose logits exist at once in plain torch."""
 FUSED_LOGIT_ROWS = 384
 """The same on a GPU (kernels.gpu.train.head), in the model's dtype."""
+TEACHER_LOGIT_ROWS = 512
+"""Rows of a teacher's logits that exist at once on a GPU (kernels.gpu.train.divergence)."""
+TEACHER_LOGIT_COPIES = 8
+"""Float32 tensors as wide as the vocabulary that a comparison adds in plain torch (kernels.divergence)."""
 MARGIN = 1.1
 """For what is not counted."""
 _TILE = 64
@@ -36,10 +40,29 @@ class TrainingMemory:
     """Kept from forward to backward, at their peak."""
     logits: int
     """One tile of the head's output with what is made of it."""
+    teacher: int = 0
+    """What a teacher reads with, beside its weights: its adapter, its activations, its tile of logits."""
 
     @property
     def total(self) -> int:
-        return self.adapter + self.activations + self.logits
+        return self.adapter + self.activations + self.logits + self.teacher
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherWork:
+    """A model that reads a job's microbatches without gradient.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    config: ModelConfig
+    adapter_numbers: int = 0
+    """Of its adapter, if it has one."""
+
+    def __post_init__(self) -> None:
+        if self.adapter_numbers < 0:
+            raise ValueError(f"an adapter has no {self.adapter_numbers} numbers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +82,7 @@ class Workload:
     recompute: Recompute
     fused: bool
     """On a GPU: the forward with a backward of its own; otherwise torch's autograd."""
+    teacher: TeacherWork | None = None
 
     def __post_init__(self) -> None:
         if min(self.adapter_numbers, self.rank, self.tokens, self.itemsize) < 1:
@@ -91,7 +115,24 @@ def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
         adapter=work.adapter_numbers * (MASTER_BYTES + copies),
         activations=int(MARGIN * work.tokens * (kept + working + final)),
         logits=logits,
+        teacher=0 if work.teacher is None else _teacher_bytes(work.teacher, work),
     )
+
+
+def _teacher_bytes(teacher: TeacherWork, work: Workload) -> int:
+    """A forward without gradient is one layer at a time; what the whole of it leaves is its final hidden states."""
+    config, layers = teacher.config, range(teacher.config.num_layers)
+    final = config.hidden_size * 4 * work.itemsize
+    if work.fused:
+        again = replace(work, recompute="none")
+        layer = max(_fused_bytes(config, one, again, "none") + _fused_working(config, one, again) for one in layers)
+        logits = min(work.tokens, TEACHER_LOGIT_ROWS) * config.vocab_size * work.itemsize
+    else:
+        layer = max(_plain_bytes(config, one, work) for one in layers)
+        logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * TEACHER_LOGIT_COPIES
+    # Masters; beside them, on a GPU, room for gradients that nobody asks for and the factors as the model reads them.
+    adapter = teacher.adapter_numbers * (8 + work.itemsize if work.fused else 4)
+    return adapter + int(MARGIN * work.tokens * (layer + final)) + logits
 
 
 def _plain_mlp(config: ModelConfig) -> int:
@@ -185,10 +226,11 @@ def check_fits(config: ModelConfig, work: Workload, budget: int) -> TrainingMemo
             way_out = (
                 "choose a lower lora.rank or fewer lora.target_modules, or give the engine more memory for training"
             )
+    teacher = f", the teacher's forward {_mib(memory.teacher)}" if memory.teacher else ""
     raise DoesNotFit(
         f"the job needs {_mib(memory.total)} (adapter, gradients and optimizer {_mib(memory.adapter)}, activations of "
-        f"{work.tokens} tokens {_mib(memory.activations)}, logits {_mib(memory.logits)}), and the memory plan leaves "
-        f"{_mib(budget)} for training: {way_out}",
+        f"{work.tokens} tokens {_mib(memory.activations)}, logits {_mib(memory.logits)}{teacher}), and the memory plan "
+        f"leaves {_mib(budget)} for training: {way_out}",
         param="max_tokens_per_microbatch",
     )
 

@@ -276,7 +276,8 @@ class TrainerWorker:
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
-                run, acceptance = self._prepared(claimed.spec, origins), Acceptance(claimed.spec)
+                run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
+                acceptance = Acceptance(claimed.spec)
         if before := acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
         writer = CheckpointWriter(

@@ -14,15 +14,19 @@ from services.common.jobs.examples import AskedExample, ExampleJob
 from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
 from services.common.jobs.kto import KtoExample, KtoJob
 from services.common.jobs.merge import MergeJob, MergeMethod, MergeSettings, MergeSource
+from services.common.jobs.opd import CHECKPOINT, DistillPrompt, OpdJob
+from services.common.jobs.prompts import SampledPrompt
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
 from services.common.jobs.sft import SftExample, SftJob
 from services.common.jobs.spec import JOBS, KINDS, JobSpec, Spec, TrainingSpec
 
 __all__ = [
+    "CHECKPOINT",
     "JOBS",
     "KINDS",
     "AskedExample",
     "Better",
+    "DistillPrompt",
     "DpoExample",
     "DpoJob",
     "ExampleJob",
@@ -43,10 +47,12 @@ __all__ = [
     "MergeSettings",
     "MergeSource",
     "Message",
+    "OpdJob",
     "OptimizerSettings",
     "PublishIf",
     "PublishingJob",
     "Reward",
+    "SampledPrompt",
     "ScoredCompletion",
     "SftExample",
     "SftJob",

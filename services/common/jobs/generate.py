@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.common.jobs.base import Message, StrictModel
+from services.common.jobs.base import StrictModel
+from services.common.jobs.prompts import SampledPrompt, as_prompt
 from services.common.jobs.rewards import NumericReward, RewardSpec, answer_number
 
 
@@ -15,36 +16,19 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-class RolloutPrompt(StrictModel):
+class RolloutPrompt(SampledPrompt):
     """One prompt, as text, as a conversation or as token ids, and what its rewards compare with."""
 
-    prompt: str | list[Message] | None = None
-    messages: list[Message] | None = None
-    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     answer: Annotated[str | None, BeforeValidator(_as_text)] = None
     metadata: dict[str, str] = Field(default_factory=dict)
     """Handed to webhooks as it is."""
-
-    @model_validator(mode="after")
-    def _one_form(self) -> RolloutPrompt:
-        if sum(form is not None for form in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
-            raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
-        if self.prompt_token_ids is not None and self.tools is not None:
-            raise ValueError("tools are part of prompt_token_ids already")
-        return self
-
-
-def _as_prompt(value: Any) -> Any:
-    return {"prompt": value} if isinstance(value, str) else value
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-Prompt = Annotated[RolloutPrompt, BeforeValidator(_as_prompt)]
+Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt)]
 
 
 class GenerateSettings(StrictModel):

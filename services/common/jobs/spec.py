@@ -11,11 +11,12 @@ from services.common.jobs.dpo import DpoJob
 from services.common.jobs.grpo import GrpoJob
 from services.common.jobs.kto import KtoJob
 from services.common.jobs.merge import MergeJob
+from services.common.jobs.opd import OpdJob
 from services.common.jobs.sft import SftJob
 
-TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob
+TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob
 """A job that trains."""
-Spec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | MergeJob
+Spec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob | MergeJob
 JobSpec = Annotated[Spec, Field(discriminator="kind")]
 JOBS: Mapping[str, type[TrainingSpec]] = {
     str(model.model_fields["kind"].default): model for model in get_args(TrainingSpec)

@@ -491,6 +491,7 @@ class Model(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TEACHER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """sha256 over the checkpoint's config and tensors: what adapters are bound to."""
@@ -506,6 +507,8 @@ class Model(_message.Message):
     tokenizer_digest: _builtins.str
     """sha256 over the tokenizer files, so that a gateway refetches only what changed."""
     version: _builtins.str
+    teacher: _builtins.str
+    """Digest of the second checkpoint that jobs may distil from; empty: there is none."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -523,10 +526,11 @@ class Model(_message.Message):
         max_lora_rank: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
         version: _builtins.str = ...,
+        teacher: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,9 +31,11 @@ class Footprint:
     """Tables of the sampler that stay on the device."""
     graphs: int = 0
     """What captured CUDA graphs keep for themselves."""
+    teacher: int = 0
+    """Weights of the second model that jobs distil from."""
 
     def __post_init__(self) -> None:
-        for name in ("weights", "block", "slot", "adapter_slot", "workspace", "sampler", "graphs"):
+        for name in ("weights", "block", "slot", "adapter_slot", "workspace", "sampler", "graphs", "teacher"):
             value = getattr(self, name)
             if value < 0 or (value == 0 and name == "block"):
                 raise ValueError(f"{name} must be a number of bytes, got {value}")
@@ -55,6 +57,7 @@ class MemoryPlan:
     block_size: int
     sampler: int = 0
     graphs: int = 0
+    teacher: int = 0
 
     @property
     def total(self) -> int:
@@ -100,6 +103,7 @@ class MemoryPlan:
         """Purpose → bytes."""
         return {
             "weights": self.weights,
+            "teacher": self.teacher,
             "workspace": self.workspace,
             "sampler": self.sampler,
             "graphs": self.graphs,
@@ -138,7 +142,7 @@ def plan_memory(
     """
     states = num_slots * footprint.slot
     adapters = adapter_slots * footprint.adapter_slot
-    fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs
+    fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
     left = budget - fixed - states - adapters
     training = max(0, int(left * _TRAINING_SHARE)) if training_bytes is None else training_bytes
     if num_blocks == 0:
@@ -157,6 +161,7 @@ def plan_memory(
         block_size=block_size,
         sampler=footprint.sampler,
         graphs=footprint.graphs,
+        teacher=footprint.teacher,
     )
     if plan.total > budget:
         raise DoesNotFit(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.divergence import Divergence, divergence
 from kernels.rms_norm import rms_norm
 from kernels.rope import inverse_frequencies
 from kernels.token_logprobs import TokenScores, token_scores
@@ -270,3 +271,23 @@ class Qwen3_5:  # noqa: N801
 
             return head.token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
         return token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
+
+    def divergence(
+        self, hidden: Tensor, teacher: Qwen3_5, teacher_hidden: Tensor, *, beta: float, temperature: float
+    ) -> Divergence:
+        """How far this model's next-token distributions are from a teacher's, over the tokens that both heads have
+        (checkpoints pad their vocabularies differently); differentiable in ``hidden`` only.
+
+        Args:
+            hidden: [N, hidden], from forward_train().
+            teacher: on the same device, with the same tokens.
+            teacher_hidden: [N, the teacher's hidden].
+            beta, temperature: see kernels.divergence.
+        """
+        both = min(self.config.vocab_size, teacher.config.vocab_size)
+        heads = self.weights.head.dense()[:both], teacher.weights.head.dense()[:both]
+        if self.device.type == "cuda":
+            from kernels.gpu.train import divergence as gpu
+
+            return gpu.divergence(hidden, heads[0], teacher_hidden, heads[1], beta=beta, temperature=temperature)
+        return divergence(hidden, heads[0], teacher_hidden, heads[1], beta=beta, temperature=temperature)

@@ -10,7 +10,7 @@ from fastapi import Header, Query, Response
 
 from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.job_records import spec_sha
-from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
+from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, OpdJob, TrainingSpec
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
 from services.gateway.disconnect import cancel
@@ -47,6 +47,8 @@ async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, respons
         spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
         gateway.registry.check_new_name(spec.adapter)
         await _check_start(gateway, spec.start_from)
+        if isinstance(spec, OpdJob) and spec.teacher_version is not None:
+            await _check_exists(gateway, spec.teacher_version, "teacher")
         async with gateway.checks:
             await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
         job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha)
@@ -80,10 +82,19 @@ async def _check_start(gateway: Gateway, start_from: str | None) -> None:
     try:
         if version is None:
             await gateway.store(gateway.registry.current, name)
-        else:
-            await gateway.store(gateway.registry.manifest, AdapterVersion(name, version))
     except TemperError as error:
         error.param = "start_from"
+        raise
+    if version is not None:
+        await _check_exists(gateway, AdapterVersion(name, version), "start_from")
+
+
+async def _check_exists(gateway: Gateway, version: AdapterVersion, param: str) -> None:
+    """There is such a version."""
+    try:
+        await gateway.store(gateway.registry.manifest, version)
+    except TemperError as error:
+        error.param = param
         raise
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import assert_never
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import DpoJob, GrpoJob, JobBase, KtoJob, SftJob, TrainingSpec
+from services.common.jobs import DpoJob, GrpoJob, JobBase, KtoJob, OpdJob, SftJob, TrainingSpec
 from services.gateway.engines import ServedModel
 from services.gateway.prompts import check_template_kwargs
 from services.gateway.training_limits.common import check_free
 from services.gateway.training_limits.dpo import check_dpo
 from services.gateway.training_limits.grpo import check_grpo
 from services.gateway.training_limits.kto import check_kto
+from services.gateway.training_limits.opd import check_opd
 from services.gateway.training_limits.sft import check_sft
 
 
@@ -37,6 +38,8 @@ def check_training_job(served: ServedModel, job: TrainingSpec) -> None:
             check_kto(served, job)
         case GrpoJob():
             check_grpo(served, job)
+        case OpdJob():
+            check_opd(served, job)
         case _:
             assert_never(job)
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, StrictModel
-from services.common.jobs.generate import RolloutPrompt
+from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, StrictModel
 from services.gateway.engines import ServedModel
 from services.gateway.schemas.base import check_finite
 
@@ -86,7 +85,7 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_none=True) for message in messages]
 
 
-def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | RolloutPrompt) -> int:
+def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | SampledPrompt) -> int:
     """Tokens of a prompt in any of its forms; 0 if it has none."""
     if asked.prompt_token_ids is not None:
         return len(asked.prompt_token_ids)
@@ -99,3 +98,17 @@ def check_vocabulary(served: ServedModel, field: str, token_ids: Sequence[int]) 
         raise InvalidRequest(
             f"{field} contains the token id {largest}, the vocabulary has {served.info.vocab_size} tokens", param=field
         )
+
+
+def check_room(served: ServedModel, name: str, tokens: int, max_tokens: int) -> None:
+    """A completion of ``max_tokens`` fits behind a prompt of ``tokens``, in the engine and in training."""
+    for limit, what in (
+        (served.info.max_train_tokens, "the limit for training"),
+        (served.info.max_model_len, "the context"),
+    ):
+        if limit and tokens + max_tokens > limit:
+            raise InvalidRequest(
+                f"{name} has {tokens} tokens, with max_tokens {max_tokens} over {what} of {limit}: "
+                "shorten it, or lower max_tokens",
+                param=name,
+            )

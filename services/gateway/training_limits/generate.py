@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.generate import GenerateSettings
 from services.common.reward_checks import check_rewards
@@ -10,6 +9,7 @@ from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (
     asked_tokens,
     check_conversation,
+    check_room,
     check_vocabulary,
     located,
 )
@@ -17,7 +17,6 @@ from services.gateway.training_limits.common import (
 
 def check_generate(served: ServedModel, job: GrpoJob, settings: GenerateSettings) -> None:
     """See check_training_job."""
-    limits = ((served.info.max_train_tokens, "the limit for training"), (served.info.max_model_len, "the context"))
     check_vocabulary(served, "generate.stop_token_ids", settings.stop_token_ids)
     for field, prompts in (("prompts", settings.prompts), ("eval_prompts", settings.eval_prompts)):
         for index, prompt in enumerate(prompts):
@@ -27,11 +26,5 @@ def check_generate(served: ServedModel, job: GrpoJob, settings: GenerateSettings
             check_vocabulary(served, f"{name}.prompt_token_ids", prompt.prompt_token_ids or ())
             with located(name):
                 tokens = asked_tokens(served, job, prompt)
-            for limit, what in limits:
-                if limit and tokens + settings.max_tokens > limit:
-                    raise InvalidRequest(
-                        f"{name} has {tokens} tokens, with max_tokens {settings.max_tokens} over {what} of {limit}: "
-                        "shorten it, or lower max_tokens",
-                        param=name,
-                    )
+            check_room(served, name, tokens, settings.max_tokens)
     check_rewards(settings)

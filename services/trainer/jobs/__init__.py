@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import DpoJob, GrpoJob, KtoJob, MergeJob, SftJob, Spec
+from services.common.jobs import DpoJob, GrpoJob, KtoJob, MergeJob, OpdJob, SftJob, Spec
 from services.common.text.template import RESERVED_KWARGS
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun
@@ -27,13 +27,15 @@ def prepare_run(
     Raises:
         InvalidRequest: the data cannot be trained on; the message names the example or field.
         DoesNotFit: the job needs more memory than the host's plan leaves; the message has the numbers.
-        AdapterRejected: the parent's files do not bind to this base model.
+        AdapterRejected: the parent's files, or a teacher's, do not bind to this base model.
+        Unavailable: the object store, which has the teacher, does not answer.
     """
     # Imported here so that a worker can be imported without loading torch models it may never need.
     from services.trainer.jobs.dpo import DpoRun
     from services.trainer.jobs.grpo import GrpoRun
     from services.trainer.jobs.kto import KtoRun
     from services.trainer.jobs.merge import MergeRun
+    from services.trainer.jobs.opd import OpdRun
     from services.trainer.jobs.rollout import RolloutRun
     from services.trainer.jobs.sft import SftRun
 
@@ -56,5 +58,7 @@ def prepare_run(
         case GrpoJob():
             made = GrpoRun if spec.generate is None else RolloutRun
             return made.prepare(spec, host, parent)
+        case OpdJob():
+            return OpdRun.prepare(spec, host, parent)
         case _:
             assert_never(spec)

@@ -20,7 +20,7 @@ from services.trainer.data import Document, Microbatch, pack
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.ledger import Need
-from services.trainer.memory import Workload, check_fits
+from services.trainer.memory import TeacherWork, Workload, check_fits
 from services.trainer.optimizer import AdapterOptimizer
 
 _MICROBATCH_TOKENS = {"cpu": 512}
@@ -94,6 +94,7 @@ class AdapterRun(ABC):
         total_steps: optimizer steps of the whole job.
         largest: inputs of the largest microbatch there will be.
         notes: for the user.
+        teacher: what reads the same microbatches beside the adapter.
 
     Raises:
         DoesNotFit: the host's memory plan leaves too little.
@@ -110,6 +111,7 @@ class AdapterRun(ABC):
         total_steps: int,
         largest: int,
         notes: Sequence[str],
+        teacher: TeacherWork | None = None,
     ) -> None:
         lora = starting_adapter(spec.lora, host, parent)
         memory = check_fits(
@@ -121,6 +123,7 @@ class AdapterRun(ABC):
                 itemsize=host.model.dtype.itemsize,
                 recompute=spec.effective_recompute,
                 fused=host.model.device.type == "cuda",
+                teacher=teacher,
             ),
             host.train_memory_bytes,
         )
@@ -137,6 +140,8 @@ class AdapterRun(ABC):
         self._forward = TrainableForward(host.model, lora, spec.effective_recompute)
         self._finished = 0
         self._num_tokens = 0
+        self._optimizer_seconds = 0.0
+        """Of the newest step."""
 
     @property
     def total_steps(self) -> int:
@@ -167,8 +172,10 @@ class AdapterRun(ABC):
         started = time.perf_counter()
         self._optimizer.zero_grad()
         metrics, tokens = self._accumulate(index, interrupt)
+        accumulated = time.perf_counter()
         with self._host.gate.training():
             metrics |= self._optimizer.step(index)
+        self._optimizer_seconds = time.perf_counter() - accumulated
         self._optimizer.zero_grad()
         self._finished = index + 1
         self._num_tokens += tokens

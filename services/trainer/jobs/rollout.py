@@ -8,7 +8,6 @@ change nothing, and the job goes on.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.generate import GenerateSettings, RolloutPrompt
-from services.trainer.data import placed, prompt_tokens, shuffled
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo import GrpoRun
 from services.trainer.jobs.round import Round, ScoredPrompt
+from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
 from services.trainer.rewards import Rewards, Sample
 from services.trainer.rewards.sample import without_thinking
 from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling
@@ -72,11 +71,7 @@ class RolloutRun(GrpoRun):
         settings = spec.generate
         if settings is None:
             raise InvalidRequest("the job has no generate", param="generate")
-        if wrong := [token for token in settings.stop_token_ids if token >= host.model.config.vocab_size]:
-            raise InvalidRequest(
-                f"generate.stop_token_ids: {wrong[0]} is over the model's vocabulary of {host.model.config.vocab_size}",
-                param="generate.stop_token_ids",
-            )
+        check_stop_tokens(host, settings.stop_token_ids, "generate.stop_token_ids")
         return cls(
             spec,
             host,
@@ -148,7 +143,7 @@ class RolloutRun(GrpoRun):
         """Samples and scores a round; the seconds of each part."""
         chosen = self._chosen(number)
         requests = [
-            RolloutRequest(prompt.token_ids, _seed(self._job.seed, number, place, member))
+            RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
             for place, prompt in enumerate(chosen)
             for member in range(self._generate.completions)
         ]
@@ -173,16 +168,8 @@ class RolloutRun(GrpoRun):
         self._round = found
 
     def _chosen(self, number: int) -> list[ScoredPrompt]:
-        """The prompts of a round: the next ones of an endless series of shuffled passes."""
-        count, size = len(self._prompts), self._generate.round_prompts
-        orders: dict[int, list[int]] = {}
-        chosen = []
-        for position in range(number * size, (number + 1) * size):
-            epoch, place = divmod(position, count)
-            if epoch not in orders:
-                orders[epoch] = shuffled(count, seed=self._job.seed, epoch=epoch)
-            chosen.append(self._prompts[orders[epoch][place]])
-        return chosen
+        size, count = self._generate.round_prompts, len(self._prompts)
+        return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
 
     def _sample(
         self,
@@ -246,27 +233,5 @@ class RolloutRun(GrpoRun):
 def _tokenized(
     host: PolicyHost, spec: GrpoJob, settings: GenerateSettings, given: Sequence[RolloutPrompt], field: str
 ) -> list[ScoredPrompt]:
-    limit, vocab = host.max_train_tokens, host.model.config.vocab_size
-    prompts = []
-    for index, asked in enumerate(given):
-        with placed(f"generate.{field}[{index}]"):
-            tokens = asked.prompt_token_ids
-            if tokens is None:
-                text = asked.messages if asked.prompt is None else asked.prompt
-                tokens = prompt_tokens(host.codec, spec, text or "", asked.tools)
-            if max(tokens) >= vocab:
-                raise InvalidRequest(f"a token id is over the model's vocabulary of {vocab}")
-            if len(tokens) + settings.max_tokens > limit:
-                raise InvalidRequest(
-                    f"its {len(tokens)} tokens and max_tokens {settings.max_tokens} are over this engine's limit of "
-                    f"{limit} for training (max_train_tokens): shorten it, or lower max_tokens"
-                )
-            host.rollouts.check(len(tokens), settings.max_tokens)
-        prompts.append(ScoredPrompt(tuple(tokens), asked))
-    return prompts
-
-
-def _seed(job: int, number: int, place: int, member: int) -> int:
-    """Of one rollout: a function of the job's seed, the round and the rollout's place in it."""
-    digest = hashlib.sha256(f"{job}:{number}:{place}:{member}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    tokens = sampled_prompts(host, spec, given, max_tokens=settings.max_tokens, field=f"generate.{field}")
+    return [ScoredPrompt(ids, asked) for ids, asked in zip(tokens, given, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from services.common.jobs import GrpoCompletion, GrpoGroup
 from services.common.jobs.generate import RolloutPrompt
+from services.trainer.completion_state import completion_tensors, completions_of
 from services.trainer.rollouts import Completion
 
 
@@ -75,13 +75,7 @@ class Round:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and JSON of a checkpoint."""
-        tokens = [token for one in self.completions for token in one.token_ids]
-        logprobs = [value for one in self.completions for value in one.logprobs]
-        tensors = {
-            "round.token_ids": torch.tensor(tokens, dtype=torch.int64),
-            "round.logprobs": torch.tensor(logprobs, dtype=torch.float32),
-            "round.lengths": torch.tensor([len(one.token_ids) for one in self.completions]),
-            "round.truncated": torch.tensor([one.truncated for one in self.completions]),
+        tensors = completion_tensors("round.", self.completions) | {
             "round.rewards": torch.tensor(self.rewards, dtype=torch.float64),
         }
         return tensors, {"number": self.number, "temperature": self.temperature}
@@ -89,15 +83,5 @@ class Round:
     @classmethod
     def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> Round:
         """From state(); ``prompts`` are those of the same round."""
-        lengths = tensors["round.lengths"].tolist()
-        completions = [
-            Completion(tuple(tokens.tolist()), array("f", logprobs.tolist()), truncated=bool(truncated))
-            for tokens, logprobs, truncated in zip(
-                torch.split(tensors["round.token_ids"], lengths),
-                torch.split(tensors["round.logprobs"], lengths),
-                tensors["round.truncated"].tolist(),
-                strict=True,
-            )
-        ]
         rewards = tensors["round.rewards"].tolist()
-        return cls(int(data["number"]), float(data["temperature"]), prompts, completions, rewards)
+        return cls(int(data["number"]), float(data["temperature"]), prompts, completions_of("round.", tensors), rewards)

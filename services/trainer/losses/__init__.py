@@ -4,6 +4,7 @@ whole optimizer step, so gradients do not depend on how a step is cut into micro
 
 from __future__ import annotations
 
+from services.trainer.losses.distillation import divergence_loss, sampled_reverse_kl
 from services.trainer.losses.mismatch import MismatchStats, mismatch_weights
 from services.trainer.losses.nll import negative_log_likelihood
 from services.trainer.losses.policy import PolicyLoss, group_advantages, policy_loss, surrogate_form
@@ -16,6 +17,7 @@ __all__ = [
     "MismatchStats",
     "PolicyLoss",
     "completion_weights",
+    "divergence_loss",
     "dpo_loss",
     "group_advantages",
     "kto_loss",
@@ -23,6 +25,7 @@ __all__ = [
     "mismatch_weights",
     "negative_log_likelihood",
     "policy_loss",
+    "sampled_reverse_kl",
     "sequence_sums",
     "surrogate_form",
 ]

@@ -1,0 +1,34 @@
+"""A prompt that a job samples completions of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from services.common.jobs.base import Message, StrictModel
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class SampledPrompt(StrictModel):
+    """One prompt, as text, as a conversation or as token ids."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    prompt_token_ids: TokenIds | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> SampledPrompt:
+        if sum(form is not None for form in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
+            raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
+        if self.prompt_token_ids is not None and self.tools is not None:
+            raise ValueError("tools are part of prompt_token_ids already")
+        return self
+
+
+def as_prompt(value: Any) -> Any:
+    """A plain string stands for a prompt object."""
+    return {"prompt": value} if isinstance(value, str) else value

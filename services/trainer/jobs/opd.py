@@ -1,0 +1,342 @@
+"""On-policy distillation: the student samples, the teacher reads, the student moves towards the teacher.
+
+A round samples completions with the engine that serves, by the adapter as it is then, and trains on them for a fixed
+number of optimizer steps; so a step number says what comes next. What a round sampled is part of a checkpoint until
+its last step. With lmbda below 1 some completions are those of the data instead (GKD, Agarwal et al.,
+arXiv 2306.13649, algorithm 1; there a coin a step, here a coin a prompt).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import OpdJob
+from services.trainer.agreement import Agreement
+from services.trainer.completion_state import completion_tensors, completions_of
+from services.trainer.data import Document, Microbatch, completion_document, largest_microbatch
+from services.trainer.host import PolicyHost
+from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
+from services.trainer.jobs.base import RunState
+from services.trainer.jobs.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
+from services.trainer.losses import divergence_loss, sampled_reverse_kl
+from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed
+from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling
+from services.trainer.stopwatch import Stopwatch
+from services.trainer.teacher import Teacher
+
+_ROUND, _HELD_OUT = "round.", "held_out."
+"""Tensors of a checkpoint."""
+
+
+class OpdRun(AdapterRun):
+    """A prepared distillation job; see `prepare`."""
+
+    def __init__(
+        self,
+        spec: OpdJob,
+        host: PolicyHost,
+        parent: Mapping[str, bytes] | None,
+        *,
+        teacher: Teacher,
+        prompts: Sequence[Pupil],
+        held_out: Sequence[Pupil],
+    ) -> None:
+        self._job = spec
+        self._teacher = teacher
+        self._prompts = prompts
+        self._held_out = held_out
+        self._references: list[Completion] = []
+        """Completions of those held-out prompts that came without one, once they have been sampled."""
+        self._number = -1
+        """The round that is under way."""
+        self._sampled: list[Completion] = []
+        self._lessons = Lessons((), 0, 0)
+        self._steps_per_epoch = -(-spec.round_prompts // spec.step_prompts)
+        self._steps_per_round = spec.epochs * self._steps_per_epoch
+        lengths = [_longest(spec, pupil) for pupil in prompts]
+        longest = sorted(lengths, reverse=True)[: spec.step_prompts]
+        longest += [_longest(spec, pupil) for pupil in held_out]
+        super().__init__(
+            spec,
+            host,
+            parent,
+            total_steps=spec.rounds * self._steps_per_round,
+            largest=largest_microbatch(longest, microbatch_tokens(spec, host)),
+            notes=(),
+            teacher=teacher.work,
+        )
+
+    @classmethod
+    def prepare(cls, spec: OpdJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> OpdRun:
+        """Finds the teacher, tokenizes the prompts and sizes the job for the longest completions it may sample.
+
+        Raises:
+            InvalidRequest, DoesNotFit, AdapterRejected, Unavailable: as `prepare_run` says.
+        """
+        check_stop_tokens(host, spec.stop_token_ids, "stop_token_ids")
+        teacher = Teacher.of(spec, host)
+        return cls(
+            spec,
+            host,
+            parent,
+            teacher=teacher,
+            prompts=pupils(host, spec, teacher, spec.prompts, "prompts"),
+            held_out=pupils(host, spec, teacher, spec.eval_prompts, "eval_prompts"),
+        )
+
+    # -- steps
+
+    def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.step. An interrupted evaluation leaves the step applied."""
+        metrics: dict[str, float] = {}
+        number, position = divmod(self._finished, self._steps_per_round)
+        if index == 0 and self._held_out:
+            self._sample_references(interrupt)
+            metrics["eval_divergence_before"] = self._evaluate(interrupt)["eval_divergence"]
+        if self._number != number:
+            metrics |= self._begin(number, interrupt)
+        metrics |= super().step(index, interrupt)
+        metrics["optimizer_seconds"] = self._optimizer_seconds
+        metrics["round"] = float(number + 1)
+        if position + 1 == self._steps_per_round and self._evaluates_after(number):
+            metrics |= self._evaluate(interrupt)
+        return metrics
+
+    def batch(self, index: int) -> list[Document]:
+        """The documents of step ``index`` of the round that is under way."""
+        return [lesson.document for lesson in self._members(index)]
+
+    def _members(self, index: int) -> Sequence[Lesson]:
+        """An even part of the round's completions: how many the teacher can read is not known before."""
+        given = self._lessons.given
+        part = index % self._steps_per_round % self._steps_per_epoch
+        start, end = (len(given) * edge // self._steps_per_epoch for edge in (part, part + 1))
+        return given[start:end]
+
+    def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
+        members = self._members(index)
+        total = sum(lesson.document.num_trained for lesson in members)
+        metrics = self._composition(members) | {"tokens": float(total)}
+        if not members:
+            return metrics, 0
+        device = self._host.model.device
+        watch, sums = Stopwatch(device), _Sums()
+        agreement = Agreement(device)
+        inputs = 0
+        for microbatch in self._pack([lesson.document for lesson in members]):
+            interrupt()
+            with self._host.gate.training():
+                # The teacher first: of captured forwards only the newest can be gone back through.
+                with watch.part("teacher"):
+                    own = self._teacher.hidden(microbatch, self._host.gate.give_way)
+                with watch.part("forward"):
+                    hidden = self._scored_hidden(microbatch, self._lora)
+                    if self._job.loss == "divergence":
+                        loss = self._divergence(hidden, own, total, sums)
+                    else:
+                        first = index % self._steps_per_round < self._steps_per_epoch
+                        loss = self._policy_gradient(microbatch, hidden, own, total, sums, agreement if first else None)
+                with watch.part("backward"):
+                    self._backward(loss)
+            inputs += microbatch.num_tokens
+        return metrics | sums.means(total) | agreement.metrics() | watch.seconds(), inputs
+
+    def _divergence(self, hidden: Tensor, own: Tensor, total: int, sums: _Sums) -> Tensor:
+        found = self._teacher.compare(
+            self._host.model, hidden, own, beta=self._job.beta, temperature=self._job.temperature
+        )
+        loss = divergence_loss(found.value, total)
+        sums.add(
+            loss=loss * total,
+            divergence=found.value.sum(),
+            kl_student_teacher=found.student_kl.sum(),
+            teacher_agreement=found.agreed.sum(),
+        )
+        return loss
+
+    def _policy_gradient(
+        self,
+        microbatch: Microbatch,
+        hidden: Tensor,
+        own: Tensor,
+        total: int,
+        sums: _Sums,
+        agreement: Agreement | None,
+    ) -> Tensor:
+        """Of the distributions that were sampled from, so both sides at that temperature."""
+        temperature = self._temperature
+        teacher = self._teacher.logprobs(own, microbatch.targets, temperature)
+        logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, temperature)
+        behaviour = torch.cat([self._behaviour(document) for document in microbatch.documents]).to(hidden.device)
+        if agreement is not None:
+            agreement.add(behaviour, logprobs)
+        loss = sampled_reverse_kl(logprobs, behaviour, teacher, total)
+        sums.add(
+            loss=loss * total,
+            kl_student_teacher=(behaviour - teacher).sum(),
+            ratio_mean=torch.exp(logprobs - behaviour).sum(),
+        )
+        return loss
+
+    def _behaviour(self, document: Document) -> Tensor:
+        behaviour = self._lessons.given[document.source].behaviour
+        if behaviour is None:
+            raise ValueError("a completion of the data has no log-probabilities of a sampler")
+        return behaviour
+
+    @property
+    def _temperature(self) -> float:
+        """Of the comparison."""
+        sampled = self._job.loss == "sampled_reverse_kl"
+        return self._job.sampling_temperature if sampled else self._job.temperature
+
+    def _composition(self, members: Sequence[Lesson]) -> dict[str, float]:
+        """What the step and its round are made of."""
+        metrics = {"cut_completions": float(self._lessons.cut)}
+        if members:
+            sampled = [lesson for lesson in members if lesson.sampled]
+            metrics |= {
+                "on_policy_fraction": len(sampled) / len(members),
+                "completion_length_mean": sum(lesson.document.num_trained for lesson in members) / len(members),
+                "truncated_fraction": sum(lesson.truncated for lesson in sampled) / max(1, len(sampled)),
+            }
+        return metrics
+
+    # -- rounds
+
+    def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Samples a round; the seconds of each part."""
+        requests = [
+            RolloutRequest(pupil.prompt, sample_seed(self._job.seed, number, place))
+            for place, pupil in enumerate(self._chosen(number))
+            if drawn(self._job, number, place)
+        ]
+        found, seconds = self._sample(requests, self._job.sampling_temperature, interrupt)
+        self._enter(number, found)
+        tokens = sum(len(one.token_ids) for one in found)
+        return seconds | {"rollout_tokens_per_second": tokens / max(seconds["rollout_seconds"], 1e-9)}
+
+    def _enter(self, number: int, found: list[Completion]) -> None:
+        """These are the completions that the round sampled, in the order of its places."""
+        waiting = iter(found)
+        chosen = self._chosen(number)
+        sampled = [next(waiting) if drawn(self._job, number, place) else None for place in range(len(chosen))]
+        self._lessons = lessons(self._teacher, chosen, sampled)
+        self._number, self._sampled = number, found
+
+    def _chosen(self, number: int) -> list[Pupil]:
+        size, count = self._job.round_prompts, len(self._prompts)
+        return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
+
+    def _sample(
+        self, requests: Sequence[RolloutRequest], temperature: float, interrupt: Callable[[], None]
+    ) -> tuple[list[Completion], dict[str, float]]:
+        """Completions by the adapter as it is now, and how long it took."""
+        started = swapped = time.perf_counter()
+        found: list[Completion] = []
+        if requests:
+            sampling = RolloutSampling(temperature, self._job.max_tokens, frozenset(self._job.stop_token_ids))
+            with self._host.rollouts.policy(self._lora, interrupt) as policy:
+                swapped = time.perf_counter()
+                found = self._host.rollouts.generate(requests, sampling, policy, interrupt=interrupt)
+        done = time.perf_counter()
+        return found, {"swap_seconds": swapped - started, "rollout_seconds": done - swapped}
+
+    # -- what is held out
+
+    def _sample_references(self, interrupt: Callable[[], None]) -> None:
+        prompts = [pupil.prompt for pupil in self._held_out if pupil.completion is None]
+        self._references, _ = self._sample([RolloutRequest(prompt, 0) for prompt in prompts], 0.0, interrupt)
+
+    def _held_out_documents(self) -> list[Document]:
+        references = iter(self._references)
+        documents: list[Document] = []
+        for pupil in self._held_out:
+            tokens = pupil.completion
+            if tokens is None:
+                tokens = known_part(next(references), self._teacher.model.config.vocab_size).token_ids
+            if tokens:
+                documents.append(completion_document(pupil.prompt, tokens, len(documents)))
+        return documents
+
+    def _evaluates_after(self, number: int) -> bool:
+        if not self._held_out:
+            return False
+        every = self._job.eval_every
+        return number + 1 == self._job.rounds or (every is not None and (number + 1) % every == 0)
+
+    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
+        """The mean divergence over the tokens of the held-out completions, as ``eval_divergence``."""
+        started = time.perf_counter()
+        documents = self._held_out_documents()
+        if not documents:
+            raise InvalidRequest(
+                "eval_prompts: the teacher knows the first token of none of their completions: give them completions",
+                param="eval_prompts",
+            )
+        sums = _Sums()
+        for microbatch in self._pack(documents):
+            interrupt()
+            with self._host.gate.training(), torch.no_grad():
+                own = self._teacher.hidden(microbatch, self._host.gate.give_way)
+                hidden = self._scored_hidden(microbatch, self._lora)
+                found = self._teacher.compare(
+                    self._host.model, hidden, own, beta=self._job.beta, temperature=self._temperature
+                )
+                sums.add(
+                    eval_divergence=found.value.sum(),
+                    eval_kl_student_teacher=found.student_kl.sum(),
+                    eval_teacher_agreement=found.agreed.sum(),
+                )
+        total = sum(document.num_trained for document in documents)
+        return sums.means(total) | {"eval_seconds": time.perf_counter() - started}
+
+    # -- checkpoints
+
+    def state(self) -> RunState:
+        """See JobRun.state: with the completions of a round that is under way, and those of held-out prompts."""
+        state = super().state()
+        tensors, data = dict(state.tensors), dict(state.data)
+        if self._references:
+            tensors |= completion_tensors(_HELD_OUT, self._references)
+        if self._number >= 0 and self._finished < (self._number + 1) * self._steps_per_round:
+            tensors |= completion_tensors(_ROUND, self._sampled)
+            data["round"] = self._number
+        return RunState(tensors, data)
+
+    def load_state(self, state: RunState) -> int:
+        """See JobRun.load_state."""
+        step = super().load_state(state)
+        if f"{_HELD_OUT}lengths" in state.tensors:
+            self._references = completions_of(_HELD_OUT, state.tensors)
+        if "round" in state.data:
+            self._enter(int(state.data["round"]), completions_of(_ROUND, state.tensors))
+        return step
+
+
+class _Sums:
+    """Sums over tokens by name, on the device until somebody asks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, **parts: Tensor) -> None:
+        for name, part in parts.items():
+            before = self._sums.get(name)
+            self._sums[name] = part.double() if before is None else before + part.double()
+
+    def means(self, count: int) -> dict[str, float]:
+        """Each sum over ``count`` tokens."""
+        values = torch.stack(list(self._sums.values())).tolist()
+        return {name: value / count for name, value in zip(self._sums, values, strict=True)}
+
+
+def _longest(spec: OpdJob, pupil: Pupil) -> int:
+    """Tokens of the longest document that a prompt may lead to."""
+    return len(pupil.prompt) + max(spec.max_tokens, len(pupil.completion or ()))

@@ -1,0 +1,87 @@
+"""Who a distillation job learns from: the base model, a version of an adapter, or a second checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.divergence import Divergence
+from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
+from services.common.jobs import CHECKPOINT, OpdJob
+from services.engine.model.lora import LoraParams, bind_adapter
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.trainer.data import Microbatch
+from services.trainer.host import PolicyHost
+from services.trainer.memory import TeacherWork
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A model that reads what the student said. Nothing of it is trained."""
+
+    model: Qwen3_5
+    lora: LoraParams | None
+
+    @classmethod
+    def of(cls, spec: OpdJob, host: PolicyHost) -> Teacher:
+        """The teacher of a job.
+
+        Raises:
+            InvalidRequest: the pod has no second checkpoint, or there is no such version.
+            AdapterRejected: the version does not bind to this base model.
+            Unavailable: the object store does not answer.
+        """
+        if spec.teacher == CHECKPOINT:
+            if host.teacher is None:
+                raise InvalidRequest(NO_CHECKPOINT, param="teacher")
+            return cls(host.teacher, None)
+        version = spec.teacher_version
+        if version is None:
+            return cls(host.model, None)
+        try:
+            bound = bind_adapter(host.adapter_files(version), host.model.config, max_rank=host.max_lora_rank)
+        except ModelNotFound as error:
+            raise InvalidRequest(
+                f"teacher: {error.message}: name a version that exists (GET /v1/adapters)", param="teacher"
+            ) from error
+        except AdapterRejected as error:
+            raise AdapterRejected(f"teacher: {error.message}", param="teacher") from error
+        return cls(host.model, LoraParams.from_bound(bound, device=host.model.device))
+
+    @property
+    def work(self) -> TeacherWork:
+        return TeacherWork(self.model.config, 0 if self.lora is None else self.lora.num_parameters())
+
+    def check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for an id that only the student's padded vocabulary has."""
+        vocab = self.model.config.vocab_size
+        if token_ids and max(token_ids) >= vocab:
+            raise InvalidRequest(
+                f"{field}: the token id {max(token_ids)} is over the teacher's vocabulary of {vocab}", param=field
+            )
+
+    @torch.no_grad()
+    def hidden(self, microbatch: Microbatch, give_way: Callable[[], None]) -> Tensor:
+        """[N, hidden]: final hidden states of the rows whose next token is trained. Inside the compute gate."""
+        hidden = self.model.forward_train(
+            microbatch.token_ids, microbatch.lengths, self.lora, recompute="none", give_way=give_way
+        )
+        return hidden.index_select(0, microbatch.rows)
+
+    @torch.no_grad()
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """[N] float32, log-probabilities of the targets."""
+        return self.model.token_logprobs(hidden, targets, temperature)
+
+    def compare(self, student: Qwen3_5, hidden: Tensor, own: Tensor, *, beta: float, temperature: float) -> Divergence:
+        """How far the student is, differentiable in its ``hidden``; ``own`` is what hidden() returned."""
+        return student.divergence(hidden, self.model, own, beta=beta, temperature=temperature)
+
+
+NO_CHECKPOINT = (
+    'teacher "checkpoint": this engine has no second model loaded; start it with TEMPER_TEACHER_MODEL set to the '
+    'directory of a checkpoint with the same tokenizer, or choose "base" or a version "name@n" as the teacher'
+)
