@@ -177,6 +177,7 @@ def running_pod(
         adapters=engine.adapters,
         rollouts=rollouts,
         webhooks=webhooks or Webhooks(),
+        teacher=engine.teacher,
     )
     try:
         yield Pod(engine, host, memory)

@@ -55,6 +55,18 @@ class Teacher:
     def work(self) -> TeacherWork:
         return TeacherWork(self.model.config, 0 if self.lora is None else self.lora.num_parameters())
 
+    def says_the_same(self, student: Qwen3_5, lora: LoraParams) -> bool:
+        """Whether the student with this adapter is the teacher already: what a step would learn from is rounding."""
+        if self.model is not student:
+            return False
+        if self.lora is None:
+            return not bool(lora.flat_b.any())
+        same = self.lora.targets.keys() == lora.targets.keys()
+        return same and all(
+            one.scale == other.scale and torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+            for one, other in zip(self.lora.targets.values(), lora.targets.values(), strict=True)
+        )
+
     def check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest for an id that only the student's padded vocabulary has."""
         vocab = self.model.config.vocab_size

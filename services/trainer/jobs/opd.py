@@ -70,13 +70,20 @@ class OpdRun(AdapterRun):
             notes=(),
             teacher=teacher.work,
         )
+        if teacher.says_the_same(host.model, self._lora):
+            raise InvalidRequest(
+                f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '
+                "teacher, or start_from an adapter that is not the teacher",
+                param="teacher",
+            )
 
     @classmethod
     def prepare(cls, spec: OpdJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> OpdRun:
         """Finds the teacher, tokenizes the prompts and sizes the job for the longest completions it may sample.
 
         Raises:
-            InvalidRequest, DoesNotFit, AdapterRejected, Unavailable: as `prepare_run` says.
+            InvalidRequest, DoesNotFit, AdapterRejected, Unavailable: as `prepare_run` says; also if the teacher is what
+                the job starts from.
         """
         check_stop_tokens(host, spec.stop_token_ids, "stop_token_ids")
         teacher = Teacher.of(spec, host)
@@ -150,14 +157,14 @@ class OpdRun(AdapterRun):
         found = self._teacher.compare(
             self._host.model, hidden, own, beta=self._job.beta, temperature=self._job.temperature
         )
-        loss = divergence_loss(found.value, total)
+        diverged = found.value.sum()
         sums.add(
-            loss=loss * total,
-            divergence=found.value.sum(),
+            loss=diverged,
+            divergence=diverged,
             kl_student_teacher=found.student_kl.sum(),
             teacher_agreement=found.agreed.sum(),
         )
-        return loss
+        return divergence_loss(found.value, total)
 
     def _policy_gradient(
         self,
@@ -334,7 +341,8 @@ class _Sums:
     def means(self, count: int) -> dict[str, float]:
         """Each sum over ``count`` tokens."""
         values = torch.stack(list(self._sums.values())).tolist()
-        return {name: value / count for name, value in zip(self._sums, values, strict=True)}
+        # Plus 0: what is nothing shall not read -0.
+        return {name: value / count + 0.0 for name, value in zip(self._sums, values, strict=True)}
 
 
 def _longest(spec: OpdJob, pupil: Pupil) -> int:
