@@ -13,6 +13,7 @@ from cli.output import CliError, ExitCode
 from services.common.job_records import SPEC
 from services.common.jobs import (
     JOBS,
+    DistillPrompt,
     DpoExample,
     GrpoGroup,
     KtoExample,
@@ -35,7 +36,7 @@ def read_job(file: Path) -> dict[str, Any]:
 
 def data_kinds() -> list[str]:
     """The kinds that `data` reads."""
-    return [*_EXAMPLES, "grpo"]
+    return [*_EXAMPLES, "grpo", "opd"]
 
 
 def data(kind: str, file: Path) -> dict[str, Any]:
@@ -47,6 +48,10 @@ def data(kind: str, file: Path) -> dict[str, Any]:
     rows = read_lines(file)
     if kind == "grpo":
         return _grpo_data(file, rows)
+    if kind == "opd":
+        for index, (number, row) in enumerate(rows):
+            _check_row(DistillPrompt, row, f"{file}:{number}", f"prompts.{index}")
+        return {"prompts": [row for _, row in rows]}
     for index, (number, row) in enumerate(rows):
         _check_row(_EXAMPLES[kind], row, f"{file}:{number}", f"examples.{index}")
     return {"examples": [row for _, row in rows]}

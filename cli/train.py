@@ -24,9 +24,9 @@ Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for the end
 @app.command()
 def submit(
     target: Annotated[
-        str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo", help='A JSON job with "kind", or a kind with --data.')
+        str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo|opd", help='A JSON job with "kind", or a kind with --data.')
     ],
-    data: Annotated[Path | None, typer.Option(help="JSONL: examples, or scored completions (grpo).")] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL: examples, scored completions (grpo), or prompts (opd).")] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapter that gets a new version.")] = None,
     start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
     learning_rate: Annotated[float | None, typer.Option()] = None,
