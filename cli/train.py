@@ -26,7 +26,9 @@ def submit(
     target: Annotated[
         str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo|opd", help='A JSON job with "kind", or a kind with --data.')
     ],
-    data: Annotated[Path | None, typer.Option(help="JSONL: examples, scored completions (grpo), or prompts (opd).")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL: examples, scored completions (grpo), or prompts (opd).")
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="The adapter that gets a new version.")] = None,
     start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
     learning_rate: Annotated[float | None, typer.Option()] = None,

@@ -25,6 +25,8 @@ _SHOWN = (
     "margin",
     "accuracy",
     "kl",
+    "divergence",
+    "eval_divergence",
     "eval_loss",
     "token_accuracy",
     "grad_norm",

@@ -1,5 +1,5 @@
-"""Loss and LoRA gradients of distillation steps equal transformers + PEFT under GKD's formula, in float32: with each kind
-of teacher, on completions that the engine sampled, however the step is cut into microbatches."""
+"""Loss and LoRA gradients of distillation steps equal transformers + PEFT under GKD's formula, in float32: with each
+kind of teacher, on completions that the engine sampled, however the step is cut into microbatches."""
 
 from __future__ import annotations
 
@@ -110,12 +110,8 @@ def prepared(setting: Setting, pod: Pod, **fields: Any) -> OpdRun:
 )
 @pytest.mark.parametrize("teacher", ["base", "other@1", "checkpoint"])
 @pytest.mark.parametrize("limit", [40, 2048], ids=["accumulated", "packed"])
-def test_divergence(
-    setting: Setting, pod: Pod, teacher: str, beta: float, temperature: float, limit: int
-) -> None:
-    run = prepared(
-        setting, pod, teacher=teacher, beta=beta, temperature=temperature, max_tokens_per_microbatch=limit
-    )
+def test_divergence(setting: Setting, pod: Pod, teacher: str, beta: float, temperature: float, limit: int) -> None:
+    run = prepared(setting, pod, teacher=teacher, beta=beta, temperature=temperature, max_tokens_per_microbatch=limit)
     documents = run.batch(1)
     assert (len(run._pack(documents)) > 1) == (limit == 40)
     assert {lesson.sampled for lesson in run._lessons.given} == {True, False}
@@ -182,7 +178,7 @@ def test_sampled_reverse_kl(setting: Setting, pod: Pod, teacher: str, sampling: 
 
 
 def test_the_sampled_estimate_has_the_gradient_of_the_divergence_on_average(setting: Setting, pod: Pod) -> None:
-    """One token of one prompt, many samples: the mean of the policy gradient is the gradient of KL(student ‖ teacher)."""
+    """One token of one prompt, many samples: the mean policy gradient is the gradient of KL(student ‖ teacher)."""
     prompts = [{"prompt_token_ids": [5, 9, 200, 31]}] * 600
     fields: dict[str, Any] = {"teacher": "base", "prompts": prompts, "lmbda": 1, "max_tokens": 1, "epochs": 1}
     found = []

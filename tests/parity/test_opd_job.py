@@ -1,4 +1,5 @@
-"""Distillation jobs on the engine that serves the tiny trained model: they learn, resume bitwise, refuse what cannot be."""
+"""Distillation jobs on the engine that serves the tiny trained model: they learn, resume bitwise, and refuse what cannot
+be."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import write_checkpoint
 
 LEFT = 0.5
-"""Share of the held-out divergence to the teacher that may be left; 0.11, 0.11 and 0.12 with seeds 0, 1 and 2."""
+"""Share of the held-out divergence to the teacher that may be left; 0.23, 0.32 and 0.30 with seeds 0, 1 and 2."""
 TAUGHT = AdapterVersion("taught", 1)
 TIMES = ("seconds", "tokens_per_second")
 SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "token_budget": 512, "num_blocks": 1025}
@@ -266,8 +267,7 @@ def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: C
 
     run = prepared(pod, **RESUMED, max_tokens_per_microbatch=1)
     with pytest.raises(Interrupted):
-        while True:
-            run.step(0, interrupt)
+        run.step(0, interrupt)
     assert run.state().data["step"] == 0
     assert not run.lora.flat_b.any()
     again = prepared(pod, **RESUMED)
@@ -323,7 +323,7 @@ def test_a_store_that_is_away_is_not_the_job_s_fault(pod: Pod, monkeypatch: pyte
 
 
 def test_there_is_nothing_to_learn_from_oneself(pod: Pod) -> None:
-    with pytest.raises(InvalidRequest, match="nothing to learn.*its teacher") as found:
+    with pytest.raises(InvalidRequest, match=r"nothing to learn.*its teacher") as found:
         prepared(pod, teacher="base")
     assert found.value.param == "teacher"
     with pytest.raises(InvalidRequest, match="nothing to learn"):
@@ -368,8 +368,9 @@ def test_without_a_second_checkpoint_none_teaches() -> None:
 
 def test_a_teacher_with_another_vocabulary_does_not_start(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, qwen_like_tokenizer())
-    with pytest.raises(CheckpointRejected, match="teacher with another vocabulary.*differ"), running_pod(
-        teacher_model=other
+    with (
+        pytest.raises(CheckpointRejected, match=r"teacher with another vocabulary.*differ"),
+        running_pod(teacher_model=other),
     ):
         pass
 
@@ -380,8 +381,10 @@ def test_a_smaller_padding_than_the_student_s_cuts_what_it_does_not_know(tmp_pat
     # Its head makes an id of the padding likely.
     shard = student / "model.safetensors"
     tensors = load_file(shard)
-    tensors["lm_head.weight"][417] = 3 * tensors["lm_head.weight"][:400].abs().mean() * torch.sign(
-        tensors["model.embed_tokens.weight"][:400].mean(0)
+    tensors["lm_head.weight"][417] = (
+        3
+        * tensors["lm_head.weight"][:400].abs().mean()
+        * torch.sign(tensors["model.embed_tokens.weight"][:400].mean(0))
     )
     save_file(tensors, shard, metadata={"format": "pt"})
     teacher = write_checkpoint(tmp_path / "teacher", qwen_like_tokenizer(), seed=1, vocab_size=416)
@@ -399,6 +402,6 @@ def test_a_smaller_padding_than_the_student_s_cuts_what_it_does_not_know(tmp_pat
         assert history[0]["cut_completions"] > 0
         assert all(max(lesson.document.token_ids) < 416 for lesson in run._lessons.given)
         assert history[1]["divergence"] < history[0]["divergence"]
-        with pytest.raises(InvalidRequest, match="teacher's vocabulary of 416"):
+        with pytest.raises(InvalidRequest, match=r"teacher's vocabulary of 416"):
             prepared(pod, teacher="checkpoint", prompts=[{"prompt_token_ids": [418]}], prompts_per_round=1)
         pod.settle()

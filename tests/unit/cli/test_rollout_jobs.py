@@ -50,3 +50,22 @@ def test_watch_shows_each_rounds_reward() -> None:
     assert result.exit_code == 0, result.stderr
     assert "step 1/2  round 1  reward_mean 0.25" in result.stderr
     assert "step 2/2  round 2  reward_mean 0.5  eval_reward 0.75" in result.stderr
+
+
+def test_prompts_to_distil_on_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "2+2"}\n{"prompt_token_ids": [1, 2]}\n')
+    options = ("--adapter", "a", "--set", "teacher=b@1", "--set", "rounds=2", "--set", "max_tokens=4")
+    with serving(routes(POST_v1_train_opd=Reply(JOB, 202))) as (url, requests):
+        result = temper("train", "submit", "opd", "--data", str(file), *options, url=url)
+    assert result.exit_code == 0, result.stderr
+    prompts = [{"prompt": "2+2"}, {"prompt_token_ids": [1, 2]}]
+    assert requests[0].json == {"adapter": "a", "teacher": "b@1", "rounds": 2, "max_tokens": 4, "prompts": prompts}
+
+
+def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "2+2"}\n\n{"prompt": "x", "answer": "y"}\n')
+    result = temper("train", "submit", "opd", "--data", str(file), "--adapter", "a", url="http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert f"{file}:3: prompts.1: answer" in result.stderr
