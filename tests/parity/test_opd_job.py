@@ -1,5 +1,5 @@
-"""Distillation jobs on the engine that serves the tiny trained model: they learn, resume bitwise, and refuse what cannot
-be."""
+"""Distillation jobs on the engine that serves the tiny trained model: they learn, resume bitwise, and refuse what
+cannot be."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_a_version_deleted_meanwhile_is_missed_at_resume(pod: Pod) -> None:
 
 def test_a_version_that_does_not_bind_does_not_teach(pod: Pod) -> None:
     pod.registry.versions[AdapterVersion("broken", 1)] = {**pod.registry.versions[TAUGHT], "adapter_config.json": b"{}"}
-    with pytest.raises(AdapterRejected, match="^teacher: "):
+    with pytest.raises(AdapterRejected, match=r"^teacher: "):
         prepared(pod, teacher="broken@1")
 
 

@@ -1,0 +1,242 @@
+"""Steps of on-policy distillation: `python -m benchmarks.opd --workloads gkd,real`.
+
+A teacher of one shape and a student of another, random weights unless --teacher and --student name checkpoints; rank
+16 on q and v; lambda 1, beta 0. Everything is what a pod does for an `opd` job: the engine samples by the adapter in its
+slot, the teacher reads, the student's forward and backward, AdamW.
+
+- gkd: 32 prompts of 4 to 8 tokens, one a step, 8 new tokens, greedy
+- real: 8 prompts of 512 tokens a step, 256 new tokens, temperature 1
+
+`--device cpu --shape tiny` runs the same on the tiny model, with shorter prompts for real. One JSON line a workload,
+written to --out as it comes:
+
+- step_seconds: median wall time of a step, from sampling to the applied update, the device waited for
+- parts: median seconds of swap (the policy into its slot), rollout, teacher, forward (with the divergence), backward and
+  optimizer
+- peak_gb: the most that was allocated on the GPU, 10⁹ bytes, all of the engine included; on a CPU of this process
+- completion_length_mean, loss: of the measured steps
+
+`--trl` runs TRL's GKDTrainer on the same two checkpoints, where its package is importable, and adds a line of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.adapters import GeneratedAdapters
+from benchmarks.environment import environment
+from benchmarks.in_process import Prompt, only_warnings, settings_for
+from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
+from services.common.jobs import OpdJob
+from services.engine.model.config import ModelConfig
+from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.host import PodHost
+from services.pod.rollouts import EngineRollouts
+from services.trainer.jobs.opd import OpdRun
+from services.trainer.rewards.webhook import Webhooks
+
+PARTS = ("swap", "rollout", "teacher", "forward", "backward", "optimizer")
+RANK, MODULES = 16, ["q_proj", "v_proj"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a step samples."""
+
+    name: str
+    prompts: int
+    """Different ones."""
+    per_step: int
+    shortest: int
+    longest: int
+    """Tokens of a prompt."""
+    new_tokens: int
+    sampling_temperature: float
+
+    def make_prompts(self, vocab_size: int) -> list[Prompt]:
+        """Random tokens, the same each time."""
+        random = np.random.default_rng(0)
+        lengths = random.integers(self.shortest, self.longest + 1, self.prompts).tolist()
+        return [tuple(random.integers(0, vocab_size, length).tolist()) for length in lengths]
+
+    def on_the_tiny_model(self) -> Workload:
+        """Short enough for a CPU."""
+        return replace(
+            self, shortest=min(self.shortest, 48), longest=min(self.longest, 48), new_tokens=min(self.new_tokens, 24)
+        )
+
+
+WORKLOADS = {
+    "gkd": Workload("gkd", 32, 1, 4, 8, 8, 0.0),
+    "real": Workload("real", 64, 8, 512, 512, 256, 1.0),
+}
+
+
+@contextmanager
+def checkpoints(options: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
+    """Directories of the student and the teacher, written for as long as the block runs where none are named."""
+    if options.student is not None and options.teacher is not None:
+        yield options.student, options.teacher
+        return
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        student, teacher = Path(scratch, "student"), Path(scratch, "teacher")
+        if options.shape == "tiny":
+            data = json.loads((TINY / "config.json").read_text())
+            write(teacher, data | {"hidden_size": 2 * data["hidden_size"]}, 1)
+            yield options.student or TINY, options.teacher or teacher
+            return
+        if options.student is None:
+            write(student, config_of("qwen3.5-0.8b"), gentle=True)
+        if options.teacher is None:
+            write(teacher, config_of("qwen3.5-4b"), 1, gentle=True)
+        yield options.student or student, options.teacher or teacher
+
+
+@contextmanager
+def pod(student: Path, teacher: Path, device: str, longest: int) -> Iterator[PodHost]:
+    """A running engine with both models, without gRPC, Redis and an object store."""
+    settings = settings_for(
+        student,
+        device,
+        teacher_model=teacher,
+        max_num_seqs=16,
+        max_lora_rank=RANK,
+        max_train_tokens=max(512, longest),
+        prefix_cache=False,
+    )
+    use_threads(settings)
+    engine: Engine = build_engine(
+        settings, GeneratedAdapters(ModelConfig.from_directory(student), count=0, rank=1), None
+    )
+    settle()
+    engine.start()
+    try:
+        yield PodHost(
+            model=engine.model,
+            codec=engine.codec,
+            base_digest=engine.base_digest,
+            gate=engine.gate,
+            max_train_tokens=settings.max_train_tokens,
+            max_lora_rank=settings.max_lora_rank,
+            train_memory_bytes=engine.memory.training,
+            adapters=engine.adapters,
+            rollouts=EngineRollouts(engine.loop, engine.adapters.private, sequences=16, timeout_seconds=600.0),
+            webhooks=Webhooks(),
+            teacher=engine.teacher,
+        )
+    finally:
+        engine.stop()
+
+
+def measure(host: PodHost, workload: Workload, steps: int, warm_up: int) -> dict[str, Any]:
+    """One workload, in the fields above."""
+    vocab = min(host.codec.vocab_size, host.model.config.vocab_size)
+    spec = OpdJob.model_validate(
+        {
+            "adapter": "benchmark",
+            "teacher": "checkpoint",
+            "prompts": [{"prompt_token_ids": prompt} for prompt in workload.make_prompts(vocab)],
+            "rounds": steps + warm_up,
+            "prompts_per_round": workload.per_step,
+            "max_tokens": workload.new_tokens,
+            "sampling_temperature": workload.sampling_temperature,
+            "beta": 0.0,
+            "learning_rate": 1e-4,
+            "lora": {"rank": RANK, "alpha": 2.0 * RANK, "target_modules": MODULES},
+        }
+    )
+    run = OpdRun.prepare(spec, host, None)
+    cuda = host.model.device.type == "cuda"
+    seconds: list[float] = []
+    history: list[dict[str, float]] = []
+    for index in range(run.total_steps):
+        if index == warm_up and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        metrics = run.step(index)
+        if cuda:
+            torch.cuda.synchronize()
+        if index >= warm_up:
+            seconds.append(time.perf_counter() - began)
+            history.append(metrics)
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "workload": workload.name,
+        "by": "temper",
+        "step_seconds": round(statistics.median(seconds), 4),
+        "slowest_seconds": round(max(seconds), 4),
+        "parts": {part: round(_median(history, f"{part}_seconds"), 4) for part in PARTS},
+        "peak_gb": round(peak / 1e9, 2),
+        "completion_length_mean": round(statistics.fmean(step["completion_length_mean"] for step in history), 1),
+        "loss": [round(step["loss"], 4) for step in (history[0], history[-1])],
+        "steps": steps,
+    }
+
+
+def _median(history: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.median(step[name] for step in history)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="gkd,real", help=f"any of {','.join(WORKLOADS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--shape",
+        choices=("qwen3.5", "tiny"),
+        default="qwen3.5",
+        help=f"qwen3.5: {' teaches '.join(sorted(SHAPES, reverse=True))}",
+    )
+    parser.add_argument("--student", type=Path, help="a checkpoint instead of random weights")
+    parser.add_argument("--teacher", type=Path, help="a checkpoint instead of random weights")
+    parser.add_argument("--scratch", type=Path, help="where random checkpoints are written, 10 GB; default: /tmp")
+    parser.add_argument("--steps", type=int, default=16, help="measured")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before them: compiled kernels, captured graphs")
+    parser.add_argument("--trl", action="store_true", help="TRL's GKDTrainer, too")
+    parser.add_argument("--out", type=Path, help="append each line to this file")
+    options = parser.parse_args()
+    chosen = [WORKLOADS[name] for name in options.workloads.split(",")]
+    if options.shape == "tiny":
+        chosen = [workload.on_the_tiny_model() for workload in chosen]
+    if options.trl:
+        from benchmarks.opd_trl import check_importable
+
+        check_importable()
+    only_warnings()
+    facts = {"shape": options.shape, "device": options.device} | environment()
+
+    def report(line: dict[str, Any]) -> None:
+        text = json.dumps(line | facts)
+        print(text, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(text + "\n")
+
+    with checkpoints(options) as (student, teacher):
+        longest = max(workload.longest + workload.new_tokens for workload in chosen)
+        with pod(student, teacher, options.device, longest) as host:
+            for workload in chosen:
+                report(measure(host, workload, options.steps, options.warm_up))
+        if options.trl:
+            from benchmarks.opd_trl import measure_trl
+
+            torch.cuda.empty_cache()
+            for workload in chosen:
+                report(measure_trl(student, teacher, options.device, workload, options.steps, options.warm_up))
+
+
+if __name__ == "__main__":
+    main()
