@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFoun
 from services.common.jobs import CHECKPOINT, OpdJob
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.forward import FrozenForward
 from services.trainer.data import Microbatch
 from services.trainer.host import PolicyHost
 from services.trainer.memory import TeacherWork
@@ -24,6 +25,10 @@ class Teacher:
 
     model: Qwen3_5
     lora: LoraParams | None
+    forward: FrozenForward = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forward", FrozenForward(self.model, self.lora))
 
     @classmethod
     def of(cls, spec: OpdJob, host: PolicyHost) -> Teacher:
@@ -78,9 +83,7 @@ class Teacher:
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, give_way: Callable[[], None]) -> Tensor:
         """[N, hidden]: final hidden states of the rows whose next token is trained. Inside the compute gate."""
-        hidden = self.model.forward_train(
-            microbatch.token_ids, microbatch.lengths, self.lora, recompute="none", give_way=give_way
-        )
+        hidden = self.forward(microbatch.token_ids, microbatch.lengths, give_way)
         return hidden.index_select(0, microbatch.rows)
 
     @torch.no_grad()

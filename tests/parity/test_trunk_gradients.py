@@ -14,7 +14,7 @@ from kernels.gpu.train.head import token_scores
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.training import plain, trunk
-from services.engine.model.training.forward import TrainableForward
+from services.engine.model.training.forward import FrozenForward, TrainableForward
 from services.engine.model.training.recompute import Recompute
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.adapters import adapter_files, make_adapter
@@ -152,6 +152,44 @@ def test_captured_steps_are_those_launched_one_by_one(
                     assert flat.grad is not None
                     flat.sub_(flat.grad, alpha=1e-3 / float(flat.grad.norm()))
                     flat.grad.zero_()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("adapted", [False, True])
+def test_captured_forwards_of_a_teacher_are_those_launched_one_by_one(
+    pairs: dict[str, Pair], adapted: bool, tmp_path: Path
+) -> None:
+    """They keep nothing: an older one's result stays, whatever comes after it."""
+    pair = pairs["grouped"]
+    device = torch.device("cuda")
+    model = Qwen3_5.from_directory(pair.path, dtype="float32", device=device)
+    lora = None
+    if adapted:
+        make_adapter(pair.path, tmp_path, r=3)
+        lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), model.config, max_rank=8), device=device)
+    forward = FrozenForward(model, lora)
+    found = []
+    for lengths in ([70, 2, 65], [100], [1, 1, 3], [128], [70, 2, 65]):
+        tokens = torch.tensor(prompt(sum(lengths)), device=device)
+        ways = itertools.count()
+        found.append(forward(tokens, lengths, partial(next, ways)))
+        assert next(ways) == model.config.num_layers + 1
+        with torch.no_grad():
+            hidden = model.forward_train(tokens, lengths, lora, recompute="none", give_way=lambda: None)
+        assert not found[-1].requires_grad
+        assert float((found[-1] - hidden).abs().max()) <= 1e-4
+    assert torch.equal(found[0], found[-1])
+
+
+def test_a_teacher_is_not_differentiable(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    pair = pairs["grouped"]
+    make_adapter(pair.path, tmp_path, r=3)
+    lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), pair.model.config, max_rank=8))
+    tokens, lengths = torch.tensor(prompt(50)), [30, 20]
+    hidden = FrozenForward(pair.model, lora)(tokens, lengths, lambda: None)
+    expected = pair.model.forward_train(tokens, lengths, lora, recompute="none", give_way=lambda: None)
+    assert not hidden.requires_grad
+    assert torch.equal(hidden, expected.detach())
 
 
 @pytest.mark.cuda

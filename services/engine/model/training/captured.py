@@ -42,8 +42,9 @@ class Chain:
     """The graphs of all layers for one shape.
 
     Args:
-        adapter: already taken over from the masters; its place stays the same.
+        adapter: already taken over from the masters; its place stays the same. None: the base model.
         rows, room: rows, and documents there is room for.
+        recompute: what the backward computes again; None: there will be none.
         pool: memory shared with other chains, of which only one is in use at a time.
     """
 
@@ -52,10 +53,10 @@ class Chain:
         config: ModelConfig,
         weights: ModelWeights,
         inverse: Tensor,
-        adapter: WorkingAdapter,
+        adapter: WorkingAdapter | None,
         rows: int,
         room: int,
-        recompute: Recompute,
+        recompute: Recompute | None,
         pool: Any,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -76,7 +77,7 @@ class Chain:
             self._hidden = self._capture(trunk, recompute, pool, stream)
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _rehearse(self, trunk: Trunk, recompute: Recompute) -> None:
+    def _rehearse(self, trunk: Trunk, recompute: Recompute | None) -> None:
         """Compiles everything that will be captured. With a gradient of zeros, which adds nothing to the masters'."""
         x = trunk.embed(self._tokens)
         for layer in (trunk.layers[0], trunk.layers[-1]):
@@ -85,9 +86,11 @@ class Chain:
             layer.again(kept)
             layer.mixer_backward(kept, layer.mlp_backward(kept, self._grad), input_grad=True)
         trunk.finish(x)
+        if recompute is None:
+            return
         trunk.finish_backward(x, self._grad)
 
-    def _capture(self, trunk: Trunk, recompute: Recompute, pool: Any, stream: torch.cuda.Stream) -> Tensor:
+    def _capture(self, trunk: Trunk, recompute: Recompute | None, pool: Any, stream: torch.cuda.Stream) -> Tensor:
         def graph(into: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
             into.append(torch.cuda.CUDAGraph())
             # The engine's thread may allocate meanwhile.
@@ -171,19 +174,25 @@ class CapturedStep:
 
 
 class Chains:
-    """The chains of one adapter in training, captured as they are needed.
+    """The chains of one adapter, captured as they are needed.
 
     Args:
         lora: the masters, on the model's device. Their gradients must stay where they are: zero them, do not drop them.
+            None: the base model.
+        recompute: what the backwards compute again; None: there will be none, and the masters stay as they are now.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, inverse: Tensor, lora: LoraParams, recompute: Recompute
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        inverse: Tensor,
+        lora: LoraParams | None,
+        recompute: Recompute | None,
     ) -> None:
         self._config, self._weights, self._inverse = config, weights, inverse
-        self._recompute: Recompute = recompute
-        self._lora = lora
-        self._adapter = WorkingAdapter(lora, config, weights.embedding.dtype)
+        self._recompute: Recompute | None = recompute
+        self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
         self._pool = torch.cuda.graph_pool_handle()
         self._chains: dict[tuple[int, int], Chain] = {}
 
@@ -195,9 +204,10 @@ class Chains:
         """
         if (shape := captured_shape(lengths)) is None:
             return None
-        if not self._adapter.in_place():
-            raise RuntimeError("the adapter's gradients were dropped: the captured graphs add to the old ones")
-        self._adapter.refresh()
+        if self._adapter is not None and self._recompute is not None:
+            if not self._adapter.in_place():
+                raise RuntimeError("the adapter's gradients were dropped: the captured graphs add to the old ones")
+            self._adapter.refresh()
         if (chain := self._chains.get(shape)) is None:
             chain = self._chains[shape] = Chain(
                 self._config, self._weights, self._inverse, self._adapter, *shape, self._recompute, self._pool

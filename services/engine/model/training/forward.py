@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from services.engine.model.lora_params import LoraParams
@@ -39,3 +40,27 @@ class TrainableForward:
             if (step := self._chains.step(token_ids, lengths, give_way)) is not None:
                 return differentiable(step, self._lora)
         return self._model.forward_train(token_ids, lengths, self._lora, recompute=self._recompute, give_way=give_way)
+
+
+class FrozenForward:
+    """The forward of a model that nothing is trained in: a teacher. On a GPU steps of few tokens are captured as CUDA
+    graphs, layer by layer, because launching one kernel by kernel takes longer than computing it.
+
+    Args:
+        lora: on the model's device; not to be changed. None: the base model.
+    """
+
+    def __init__(self, model: Qwen3_5, lora: LoraParams | None) -> None:
+        self._model, self._lora = model, lora
+        self._chains = None
+        if model.device.type == "cuda":
+            from services.engine.model.training.captured import Chains
+
+            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, None)
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
+        """[T, hidden]: see Qwen3_5.forward_train."""
+        if self._chains is not None and (step := self._chains.step(token_ids, lengths, give_way)) is not None:
+            return step.forward()
+        return self._model.forward_train(token_ids, lengths, self._lora, recompute="none", give_way=give_way)
