@@ -11,7 +11,7 @@ slot, the teacher reads, the student's forward and backward, AdamW.
 written to --out as it comes:
 
 - step_seconds: median wall time of a step, from sampling to the applied update, the device waited for
-- parts: median seconds of swap (the policy into its slot), rollout, teacher, forward (with the divergence), backward and
+- parts: median seconds of swap (the policy into its slot), rollout, teacher, forward (with the divergence), backward,
   optimizer
 - peak_gb: the most that was allocated on the GPU, 10⁹ bytes, all of the engine included; on a CPU of this process
 - completion_length_mean, loss: of the measured steps

@@ -55,9 +55,8 @@ def measure_trl(
             self.seconds.append(time.perf_counter() - self._began)
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models: list[Any] = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device) for path in (student, teacher)
-    ]
+    load: Any = AutoModelForCausalLM.from_pretrained
+    models = [load(path, dtype=dtype).to(device) for path in (student, teacher)]
     tokenizer = AutoTokenizer.from_pretrained(student)
     prompts = workload.make_prompts(min(len(tokenizer), models[0].config.vocab_size))
     clock = Clock()
