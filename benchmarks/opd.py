@@ -1,7 +1,7 @@
 """Steps of on-policy distillation: `python -m benchmarks.opd --workloads gkd,real`.
 
 A teacher of one shape and a student of another, random weights unless --teacher and --student name checkpoints; rank
-16 on q and v; lambda 1, beta 0. Everything is what a pod does for an `opd` job: the engine samples by the adapter in its
+16 on q and v; lambda 1, beta 0. Everything is what a pod does for an `opd` job: the engine samples by the adapter in a
 slot, the teacher reads, the student's forward and backward, AdamW.
 
 - gkd: 32 prompts of 4 to 8 tokens, one a step, 8 new tokens, greedy
