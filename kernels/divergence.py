@@ -13,6 +13,7 @@ follows at once: two products a row of the student, one of the teacher, and noth
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,14 @@ def divergence_rows(student: Tensor, teacher: Tensor, beta: float) -> Divergence
 
 
 def divergence(
-    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, *, beta: float, temperature: float
+    hidden: Tensor,
+    head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    *,
+    beta: float,
+    temperature: float,
+    give_way: Callable[[], None] = lambda: None,
 ) -> Divergence:
     """The divergence of each row's two distributions; differentiable in ``hidden`` only.
 
@@ -90,14 +98,15 @@ def divergence(
         teacher_head: [vocab, H'], same dtype as ``teacher_hidden``.
         beta: 0 to 1.
         temperature: above 0, of both sides.
+        give_way: called before each product.
 
     Raises:
         ValueError: beta, the temperature or the widths of the heads.
     """
     check_divergence(head, teacher_head, beta, temperature)
     wanted = hidden.requires_grad and torch.is_grad_enabled()
-    parts = _Divergence.apply(hidden, head, teacher_hidden, teacher_head, beta, temperature, wanted)  # type: ignore[no-untyped-call]
-    return Divergence(*parts)
+    call = (hidden, head, teacher_hidden, teacher_head, beta, temperature, wanted, give_way)
+    return Divergence(*_Divergence.apply(*call))  # type: ignore[no-untyped-call]
 
 
 class _Divergence(torch.autograd.Function):
@@ -111,6 +120,7 @@ class _Divergence(torch.autograd.Function):
         beta: float,
         temperature: float,
         wanted: bool,
+        give_way: Callable[[], None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
         value = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -118,13 +128,13 @@ class _Divergence(torch.autograd.Function):
         slope = torch.empty_like(hidden) if wanted else None
         for begin in range(0, count, TILE):
             rows = slice(begin, begin + TILE)
-            found = divergence_rows(
-                F.linear(hidden[rows], head).float() / temperature,
-                F.linear(teacher_hidden[rows], teacher_head).float() / temperature,
-                beta,
-            )
+            give_way()
+            teacher = F.linear(teacher_hidden[rows], teacher_head).float() / temperature
+            give_way()
+            found = divergence_rows(F.linear(hidden[rows], head).float() / temperature, teacher, beta)
             value[rows], student_kl[rows], agreed[rows] = found.value, found.student_kl, found.agreed
             if slope is not None:
+                give_way()
                 slope[rows] = found.slope.to(head.dtype) @ head
         if slope is not None:
             ctx.save_for_backward(slope)
@@ -133,7 +143,7 @@ class _Divergence(torch.autograd.Function):
         return value, student_kl, agreed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
         (slope,) = ctx.saved_tensors
         scale = (grads[0] / ctx.temperature).unsqueeze(1)
-        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None, None
+        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None, None, None

@@ -87,13 +87,22 @@ class Teacher:
         return hidden.index_select(0, microbatch.rows)
 
     @torch.no_grad()
-    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float, give_way: Callable[[], None]) -> Tensor:
         """[N] float32, log-probabilities of the targets."""
-        return self.model.token_logprobs(hidden, targets, temperature)
+        return self.model.token_logprobs(hidden, targets, temperature, give_way=give_way)
 
-    def compare(self, student: Qwen3_5, hidden: Tensor, own: Tensor, *, beta: float, temperature: float) -> Divergence:
+    def compare(
+        self,
+        student: Qwen3_5,
+        hidden: Tensor,
+        own: Tensor,
+        *,
+        beta: float,
+        temperature: float,
+        give_way: Callable[[], None],
+    ) -> Divergence:
         """How far the student is, differentiable in its ``hidden``; ``own`` is what hidden() returned."""
-        return student.divergence(hidden, self.model, own, beta=beta, temperature=temperature)
+        return student.divergence(hidden, self.model, own, beta=beta, temperature=temperature, give_way=give_way)
 
 
 NO_CHECKPOINT = (

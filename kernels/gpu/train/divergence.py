@@ -9,6 +9,7 @@ product with the head follows at once, as in `head`. Reference and formulas: `ke
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -172,6 +173,7 @@ def divergence(
     beta: float,
     temperature: float,
     tile: int = TILE,
+    give_way: Callable[[], None] = lambda: None,
 ) -> Divergence:
     """See kernels.divergence.divergence.
 
@@ -180,8 +182,8 @@ def divergence(
     """
     check_divergence(head, teacher_head, beta, temperature)
     wanted = hidden.requires_grad and torch.is_grad_enabled()
-    parts = _Divergence.apply(hidden, head, teacher_hidden, teacher_head, beta, temperature, tile, wanted)  # type: ignore[no-untyped-call]
-    return Divergence(*parts)
+    call = (hidden, head, teacher_hidden, teacher_head, beta, temperature, tile, wanted, give_way)
+    return Divergence(*_Divergence.apply(*call))  # type: ignore[no-untyped-call]
 
 
 class _Divergence(torch.autograd.Function):
@@ -196,6 +198,7 @@ class _Divergence(torch.autograd.Function):
         temperature: float,
         tile: int,
         wanted: bool,
+        give_way: Callable[[], None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = hidden.shape[0]
         value = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -203,12 +206,15 @@ class _Divergence(torch.autograd.Function):
         slope = torch.empty_like(hidden) if wanted else None
         for begin in range(0, count, tile):
             rows = slice(begin, begin + tile)
+            give_way()
             teacher = F.linear(teacher_hidden[rows], teacher_head)
+            give_way()
             logits = F.linear(hidden[rows], head)
             into = Divergence(value[rows], student_kl[rows], agreed[rows])
             divergence_rows(logits, teacher, into, beta=beta, temperature=temperature, slope=wanted)
             del teacher
             if slope is not None:
+                give_way()
                 torch.mm(logits, head, out=slope[rows])
             del logits
         if slope is not None:
@@ -219,7 +225,7 @@ class _Divergence(torch.autograd.Function):
         return value, student_kl, same
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None, None]:
         (slope,) = ctx.saved_tensors
         scale = (grads[0] / ctx.temperature).unsqueeze(1)
-        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None, None, None
+        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None, None, None, None

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from services.common.errors import TemperError
+from services.common.jobs.acceptance import Better
 from services.common.jobs.base import JobBase
 from services.common.jobs.prompts import SampledPrompt, TokenIds, as_prompt
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 
 CHECKPOINT = "checkpoint"
 """The teacher that the engine's settings name (TEMPER_TEACHER_MODEL)."""
+
+EVALUATED: Mapping[str, Better] = {
+    "eval_divergence": "lower",
+    "eval_kl_student_teacher": "lower",
+    "eval_teacher_agreement": "higher",
+}
 
 OpdLoss: TypeAlias = Literal["divergence", "sampled_reverse_kl"]
 
@@ -141,6 +148,16 @@ class OpdJob(JobBase):
         if self.beta != 1:
             raise ValueError('beta would do nothing here: sampled_reverse_kl is what loss "divergence" has with beta 1')
         return self
+
+    @property
+    def eval_metrics(self) -> Mapping[str, Better]:
+        """See JobBase."""
+        return EVALUATED if self.eval_prompts else {}
+
+    @property
+    def evaluation_way_out(self) -> str:
+        """See JobBase."""
+        return "give eval_prompts"
 
     def numbered_prompts(self) -> Iterator[tuple[str, DistillPrompt]]:
         """Every prompt with its place in the job, "prompts[3]"."""

@@ -273,7 +273,14 @@ class Qwen3_5:  # noqa: N801
         return token_scores(hidden, self.weights.head.dense(), targets, temperature, give_way=give_way)
 
     def divergence(
-        self, hidden: Tensor, teacher: Qwen3_5, teacher_hidden: Tensor, *, beta: float, temperature: float
+        self,
+        hidden: Tensor,
+        teacher: Qwen3_5,
+        teacher_hidden: Tensor,
+        *,
+        beta: float,
+        temperature: float,
+        give_way: Callable[[], None] = lambda: None,
     ) -> Divergence:
         """How far this model's next-token distributions are from a teacher's, over the tokens that both heads have
         (checkpoints pad their vocabularies differently); differentiable in ``hidden`` only.
@@ -282,12 +289,13 @@ class Qwen3_5:  # noqa: N801
             hidden: [N, hidden], from forward_train().
             teacher: on the same device, with the same tokens.
             teacher_hidden: [N, the teacher's hidden].
-            beta, temperature: see kernels.divergence.
+            beta, temperature, give_way: see kernels.divergence.
         """
         both = min(self.config.vocab_size, teacher.config.vocab_size)
         heads = self.weights.head.dense()[:both], teacher.weights.head.dense()[:both]
+        compare = divergence
         if self.device.type == "cuda":
-            from kernels.gpu.train import divergence as gpu
-
-            return gpu.divergence(hidden, heads[0], teacher_hidden, heads[1], beta=beta, temperature=temperature)
-        return divergence(hidden, heads[0], teacher_hidden, heads[1], beta=beta, temperature=temperature)
+            from kernels.gpu.train.divergence import divergence as compare
+        return compare(
+            hidden, heads[0], teacher_hidden, heads[1], beta=beta, temperature=temperature, give_way=give_way
+        )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kernels.divergence import Divergence
 from services.common.errors import InvalidRequest
 from services.common.jobs import OpdJob
 from services.trainer.agreement import Agreement
@@ -103,15 +104,14 @@ class OpdRun(AdapterRun):
         metrics: dict[str, float] = {}
         number, position = divmod(self._finished, self._steps_per_round)
         if index == 0 and self._held_out:
-            self._sample_references(interrupt)
-            metrics["eval_divergence_before"] = self._evaluate(interrupt)["eval_divergence"]
+            metrics["eval_divergence_before"] = self.evaluate(interrupt)["eval_divergence"]
         if self._number != number:
             metrics |= self._begin(number, interrupt)
         metrics |= super().step(index, interrupt)
         metrics["optimizer_seconds"] = self._optimizer_seconds
         metrics["round"] = float(number + 1)
         if position + 1 == self._steps_per_round and self._evaluates_after(number):
-            metrics |= self._evaluate(interrupt)
+            metrics |= self.evaluate(interrupt)
         return metrics
 
     def batch(self, index: int) -> list[Document]:
@@ -154,9 +154,7 @@ class OpdRun(AdapterRun):
         return metrics | sums.means(total) | agreement.metrics() | watch.seconds(), inputs
 
     def _divergence(self, hidden: Tensor, own: Tensor, total: int, sums: _Sums) -> Tensor:
-        found = self._teacher.compare(
-            self._host.model, hidden, own, beta=self._job.beta, temperature=self._job.temperature
-        )
+        found = self._compare(hidden, own)
         diverged = found.value.sum()
         sums.add(
             loss=diverged,
@@ -165,6 +163,16 @@ class OpdRun(AdapterRun):
             teacher_agreement=found.agreed.sum(),
         )
         return divergence_loss(found.value, total)
+
+    def _compare(self, hidden: Tensor, own: Tensor) -> Divergence:
+        return self._teacher.compare(
+            self._host.model,
+            hidden,
+            own,
+            beta=self._job.beta,
+            temperature=self._temperature,
+            give_way=self._host.gate.give_way,
+        )
 
     def _policy_gradient(
         self,
@@ -176,9 +184,9 @@ class OpdRun(AdapterRun):
         agreement: Agreement | None,
     ) -> Tensor:
         """Of the distributions that were sampled from, so both sides at that temperature."""
-        temperature = self._temperature
-        teacher = self._teacher.logprobs(own, microbatch.targets, temperature)
-        logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, temperature)
+        temperature, give_way = self._temperature, self._host.gate.give_way
+        teacher = self._teacher.logprobs(own, microbatch.targets, temperature, give_way)
+        logprobs = self._host.model.token_logprobs(hidden, microbatch.targets, temperature, give_way=give_way)
         behaviour = torch.cat([self._behaviour(document) for document in microbatch.documents]).to(hidden.device)
         if agreement is not None:
             agreement.add(behaviour, logprobs)
@@ -257,6 +265,9 @@ class OpdRun(AdapterRun):
     # -- what is held out
 
     def _sample_references(self, interrupt: Callable[[], None]) -> None:
+        """Once, before the first step."""
+        if self._references:
+            return
         prompts = [pupil.prompt for pupil in self._held_out if pupil.completion is None]
         self._references, _ = self._sample([RolloutRequest(prompt, 0) for prompt in prompts], 0.0, interrupt)
 
@@ -277,9 +288,12 @@ class OpdRun(AdapterRun):
         every = self._job.eval_every
         return number + 1 == self._job.rounds or (every is not None and (number + 1) % every == 0)
 
-    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
-        """The mean divergence over the tokens of the held-out completions, as ``eval_divergence``."""
+    def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.evaluate: the mean divergence over the tokens of the held-out completions, ``eval_divergence``."""
+        if not self._held_out:
+            return {}
         started = time.perf_counter()
+        self._sample_references(interrupt)
         documents = self._held_out_documents()
         if not documents:
             raise InvalidRequest(
@@ -292,9 +306,7 @@ class OpdRun(AdapterRun):
             with self._host.gate.training(), torch.no_grad():
                 own = self._teacher.hidden(microbatch, self._host.gate.give_way)
                 hidden = self._scored_hidden(microbatch, self._lora)
-                found = self._teacher.compare(
-                    self._host.model, hidden, own, beta=self._job.beta, temperature=self._temperature
-                )
+                found = self._compare(hidden, own)
                 sums.add(
                     eval_divergence=found.value.sum(),
                     eval_kl_student_teacher=found.student_kl.sum(),
