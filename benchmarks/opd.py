@@ -44,9 +44,9 @@ from services.common.jobs import OpdJob
 from services.engine.model.config import ModelConfig
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.host import PodHost
-from services.pod.rollouts import EngineRollouts
+from services.pod.training import pod_host
 from services.trainer.jobs.opd import OpdRun
-from services.trainer.rewards.webhook import Webhooks
+from services.trainer.settings import TrainerSettings
 
 PARTS = ("swap", "rollout", "teacher", "forward", "backward", "optimizer")
 RANK, MODULES = 16, ["q_proj", "v_proj"]
@@ -124,19 +124,7 @@ def pod(student: Path, teacher: Path, device: str, longest: int) -> Iterator[Pod
     settle()
     engine.start()
     try:
-        yield PodHost(
-            model=engine.model,
-            codec=engine.codec,
-            base_digest=engine.base_digest,
-            gate=engine.gate,
-            max_train_tokens=settings.max_train_tokens,
-            max_lora_rank=settings.max_lora_rank,
-            train_memory_bytes=engine.memory.training,
-            adapters=engine.adapters,
-            rollouts=EngineRollouts(engine.loop, engine.adapters.private, sequences=16, timeout_seconds=600.0),
-            webhooks=Webhooks(),
-            teacher=engine.teacher,
-        )
+        yield pod_host(settings, TrainerSettings(), engine)
     finally:
         engine.stop()
 

@@ -40,24 +40,7 @@ class Training:
         self.sessions: SessionDesk | None = None
         self._events: AdapterEvents | None = None
         if settings.trainer:
-            host = PodHost(
-                model=engine.model,
-                codec=engine.codec,
-                base_digest=engine.base_digest,
-                gate=engine.gate,
-                max_train_tokens=settings.max_train_tokens,
-                max_lora_rank=settings.max_lora_rank,
-                train_memory_bytes=engine.memory.training,
-                adapters=engine.adapters,
-                rollouts=EngineRollouts(
-                    engine.loop,
-                    engine.adapters.private,
-                    sequences=trainer.rollout_sequences,
-                    timeout_seconds=trainer.rollout_timeout_seconds,
-                ),
-                webhooks=_webhooks(trainer),
-                teacher=engine.teacher,
-            )
+            host = pod_host(settings, trainer, engine)
             self._events = AdapterEvents(settings)
             publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
             storage = SessionStorage(store, registry, publisher, engine.base_digest)
@@ -104,6 +87,28 @@ class Training:
             if self._events is not None:
                 self._events.close()
         return self._drained
+
+
+def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine) -> PodHost:
+    """The engine as its trainer sees it."""
+    return PodHost(
+        model=engine.model,
+        codec=engine.codec,
+        base_digest=engine.base_digest,
+        gate=engine.gate,
+        max_train_tokens=settings.max_train_tokens,
+        max_lora_rank=settings.max_lora_rank,
+        train_memory_bytes=engine.memory.training,
+        adapters=engine.adapters,
+        rollouts=EngineRollouts(
+            engine.loop,
+            engine.adapters.private,
+            sequences=trainer.rollout_sequences,
+            timeout_seconds=trainer.rollout_timeout_seconds,
+        ),
+        webhooks=_webhooks(trainer),
+        teacher=engine.teacher,
+    )
 
 
 def _webhooks(trainer: TrainerSettings) -> Webhooks:

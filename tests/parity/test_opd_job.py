@@ -23,10 +23,10 @@ from services.common.errors import (
 from services.common.jobs import OpdJob, SftJob
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TOKENIZER_FILES
-from services.trainer.checkpoint import Checkpoint, _decode, _encode
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.opd import OpdRun
+from tests.parity.test_rollout_job import through_a_checkpoint, without_times
 from tests.rollout_support import TINY, MemoryRegistry, Pod, running_pod
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import write_checkpoint
@@ -34,7 +34,6 @@ from tests.training_support import write_checkpoint
 LEFT = 0.5
 """Share of the held-out divergence to the teacher that may be left; 0.23, 0.32 and 0.30 with seeds 0, 1 and 2."""
 TAUGHT = AdapterVersion("taught", 1)
-TIMES = ("seconds", "tokens_per_second")
 SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "token_budget": 512, "num_blocks": 1025}
 
 
@@ -106,17 +105,6 @@ def prepared(pod: Pod, **fields: Any) -> OpdRun:
     run = prepare_run(job(**fields), pod.host, None)
     assert isinstance(run, OpdRun)
     return run
-
-
-def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
-
-
-def through_a_checkpoint(state: RunState) -> RunState:
-    """As it comes back from the store."""
-    found = _decode("sha", 1, _encode("sha", Checkpoint(1, state)))
-    assert found is not None
-    return found.state
 
 
 LEARNING: dict[str, Any] = {
