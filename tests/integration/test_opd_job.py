@@ -30,14 +30,14 @@ def job(teacher: str, **fields: Any) -> OpdJob:
             "adapter": "student",
             "teacher": teacher,
             "prompts": [f"Say {n}" for n in range(4)],
-            "rounds": 4,
+            "rounds": 6,
             "prompts_per_round": 3,
             "prompts_per_step": 2,
             "max_tokens": 10,
-            "learning_rate": 0.002,
-            "lora": {"rank": 4},
+            "learning_rate": 0.001,
+            "lora": {"rank": 4, "alpha": 4},
             "beta": 0.5,
-            "eval_prompts": ["Say 9"],
+            "eval_prompts": [f"Say {n}" for n in range(4)],
         }
         | fields
     )
@@ -58,13 +58,13 @@ async def test_from_submit_to_a_version(
     tutor: str,
 ) -> None:
     start()
-    spec = job(tutor, publish_if={"metric": "eval_divergence", "min_gain": 1e-6})
+    spec = job(tutor, publish_if={"metric": "eval_divergence", "min_gain": 0.005})
     done = await until(queue, (await queue.submit(spec)).id, lambda job: job.state.terminal)
     assert (done.state, done.result_adapter) == (JobState.SUCCEEDED, "student@1"), done.reason
-    assert done.progress.step == done.progress.total_steps == 8
+    assert done.progress.step == done.progress.total_steps == 12
     assert done.metrics["eval_divergence"] < done.metrics["eval_divergence_before"]
     found = await events(queue, done.id)
-    assert [event.data["step"] for event in found if event.kind == "eval"] == [0, 1, 8]
+    assert [event.data["step"] for event in found if event.kind == "eval"] == [0, 1, 12]
     assert pod.slots_taken() == 0
     weights = registry.files(AdapterVersion("student", 1))[WEIGHTS]
     assert weights == await asyncio.to_thread(undisturbed, pod, spec)
@@ -91,7 +91,7 @@ async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
     pod: Pod,  # noqa: F811
     tutor: str,
 ) -> None:
-    spec = job(tutor, max_tokens=60, sampling_temperature=30, rounds=6)
+    spec = job(tutor, max_tokens=60, sampling_temperature=30)
     first = start()
     submitted = await queue.submit(spec)
     await until(queue, submitted.id, lambda job: job.progress.step >= 3)
