@@ -19,7 +19,7 @@ LOGIT_ROWS = 256
 """Rows whose logits exist at once in plain torch."""
 FUSED_LOGIT_ROWS = 384
 """The same on a GPU (kernels.gpu.train.head), in the model's dtype."""
-TEACHER_LOGIT_ROWS = 512
+TEACHER_LOGIT_ROWS = 384
 """Rows of a teacher's logits that exist at once on a GPU (kernels.gpu.train.divergence)."""
 TEACHER_LOGIT_COPIES = 8
 """Float32 tensors as wide as the vocabulary that a comparison adds in plain torch (kernels.divergence)."""

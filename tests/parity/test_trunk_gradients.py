@@ -173,7 +173,7 @@ def test_captured_forwards_of_a_teacher_are_those_launched_one_by_one(
         tokens = torch.tensor(prompt(sum(lengths)), device=device)
         ways = itertools.count()
         found.append(forward(tokens, lengths, partial(next, ways)))
-        assert next(ways) == model.config.num_layers + 1
+        assert next(ways) == 2 * model.config.num_layers + 1
         with torch.no_grad():
             hidden = model.forward_train(tokens, lengths, lora, recompute="none", give_way=lambda: None)
         assert not found[-1].requires_grad

@@ -83,12 +83,12 @@ class Chain:
         for layer in (trunk.layers[0], trunk.layers[-1]):
             middle, kept = layer.mixer(x, recompute)
             x = layer.mlp(middle, kept, recompute)
-            layer.again(kept)
-            layer.mixer_backward(kept, layer.mlp_backward(kept, self._grad), input_grad=True)
+            if recompute is not None:
+                layer.again(kept)
+                layer.mixer_backward(kept, layer.mlp_backward(kept, self._grad), input_grad=True)
         trunk.finish(x)
-        if recompute is None:
-            return
-        trunk.finish_backward(x, self._grad)
+        if recompute is not None:
+            trunk.finish_backward(x, self._grad)
 
     def _capture(self, trunk: Trunk, recompute: Recompute | None, pool: Any, stream: torch.cuda.Stream) -> Tensor:
         def graph(into: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
@@ -108,7 +108,8 @@ class Chain:
                 if index == len(trunk.layers) - 1:
                     hidden = trunk.finish(x)
             del middle
-            everything.append(kept)
+            if recompute is not None:
+                everything.append(kept)
         result: Tensor | None = self._grad
         while everything:
             index, kept = len(everything) - 1, everything.pop()

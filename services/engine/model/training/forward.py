@@ -44,7 +44,7 @@ class TrainableForward:
 
 class FrozenForward:
     """The forward of a model that nothing is trained in: a teacher. On a GPU steps of few tokens are captured as CUDA
-    graphs, layer by layer, because launching one kernel by kernel takes longer than computing it.
+    graphs, half a layer each, because launching one kernel by kernel takes longer than computing it.
 
     Args:
         lora: on the model's device; not to be changed. None: the base model.
