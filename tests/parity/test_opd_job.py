@@ -242,7 +242,7 @@ class Interrupted(Exception):
     """Somebody wants the job to end."""
 
 
-@pytest.mark.parametrize("call", range(1, 9))
+@pytest.mark.parametrize("call", range(1, 6))  # three held-out documents, two of the step; more while it samples
 def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: Callable[[], Any], call: int) -> None:
     curve, _ = straight()
     calls = 0
