@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from services.common.errors import DoesNotFit, Unavailable
-from services.trainer.memory import TrainingMemory
+from services.trainer.memory import TrainingMemory, mib
 
 _JOB = "the running job"
 
@@ -64,8 +64,8 @@ class TrainingLedger:
             if _sum([*others.values(), need]) > self.total and others:
                 self._job_waits = True
                 raise MemoryTaken(
-                    f"the job waits for memory: it needs {_mib(need.resident)} and {_mib(need.working)} to compute, "
-                    f"of {_mib(self.total)} for training, of which {_held(others)}"
+                    f"the job waits for memory: it needs {mib(need.resident)} and {mib(need.working)} to compute, "
+                    f"of {mib(self.total)} for training, of which {_held(others)}"
                 )
             self._job_waits = False
             self._needs[_JOB] = need
@@ -89,8 +89,8 @@ class TrainingLedger:
                 raise MemoryTaken("a training job waits for the memory of open sessions; try again when it has ended")
             if _sum([*others.values(), need]) > self.total:
                 raise DoesNotFit(
-                    f"the session needs {_mib(need.resident)} for adapter, gradients and optimizer and "
-                    f"{_mib(need.working)} to compute, and the memory plan leaves {_mib(self.total)} for training, of "
+                    f"the session needs {mib(need.resident)} for adapter, gradients and optimizer and "
+                    f"{mib(need.working)} to compute, and the memory plan leaves {mib(self.total)} for training, of "
                     f"which {_held(others)}: choose a lower lora.rank, fewer lora.target_modules, a lower "
                     'max_tokens_per_microbatch or recompute "full", or close another session',
                     param="lora.rank",
@@ -107,7 +107,7 @@ class TrainingLedger:
             resident = sum(need.resident for need in self._needs.values())
             if resident + working > self.total:
                 raise DoesNotFit(
-                    f"{what} needs {_mib(working)} to compute, and the memory plan leaves {_mib(self.total)} for "
+                    f"{what} needs {mib(working)} to compute, and the memory plan leaves {mib(self.total)} for "
                     f"training, of which {_held(self._needs)}: shorten it, or open the session with "
                     'recompute "full"',
                     param=param,
@@ -134,11 +134,7 @@ def _held(needs: dict[str, Need]) -> str:
     sessions = [need for owner, need in needs.items() if owner != _JOB]
     parts = []
     if sessions:
-        parts.append(f"{len(sessions)} open session(s) hold {_mib(sum(need.resident for need in sessions))}")
+        parts.append(f"{len(sessions)} open session(s) hold {mib(sum(need.resident for need in sessions))}")
     if _JOB in needs:
-        parts.append(f"{_JOB} holds {_mib(needs[_JOB].resident)} and {_mib(needs[_JOB].working)} to compute")
+        parts.append(f"{_JOB} holds {mib(needs[_JOB].resident)} and {mib(needs[_JOB].working)} to compute")
     return " and ".join(parts)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"

@@ -226,14 +226,15 @@ def check_fits(config: ModelConfig, work: Workload, budget: int) -> TrainingMemo
             way_out = (
                 "choose a lower lora.rank or fewer lora.target_modules, or give the engine more memory for training"
             )
-    teacher = f", the teacher's forward {_mib(memory.teacher)}" if memory.teacher else ""
+    teacher = f", the teacher's forward {mib(memory.teacher)}" if memory.teacher else ""
     raise DoesNotFit(
-        f"the job needs {_mib(memory.total)} (adapter, gradients and optimizer {_mib(memory.adapter)}, activations of "
-        f"{work.tokens} tokens {_mib(memory.activations)}, logits {_mib(memory.logits)}{teacher}), and the memory plan "
-        f"leaves {_mib(budget)} for training: {way_out}",
+        f"the job needs {mib(memory.total)} (adapter, gradients and optimizer {mib(memory.adapter)}, activations of "
+        f"{work.tokens} tokens {mib(memory.activations)}, logits {mib(memory.logits)}{teacher}), and the memory plan "
+        f"leaves {mib(budget)} for training: {way_out}",
         param="max_tokens_per_microbatch",
     )
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
+    """Bytes in words for users."""
     return f"{count / 2**20:.1f} MiB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.errors import InvalidRequest
+from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
 from services.common.manifest import Lineage
 from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
@@ -20,7 +21,7 @@ from services.trainer.data import Document, Microbatch, pack
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.ledger import Need
-from services.trainer.memory import TeacherWork, Workload, check_fits
+from services.trainer.memory import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
 
 _MICROBATCH_TOKENS = {"cpu": 512}
@@ -128,6 +129,7 @@ class AdapterRun(ABC):
             host.train_memory_bytes,
         )
         host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
+        self._memory = memory
         self._spec = spec
         self._host = host
         self._lora = lora
@@ -171,7 +173,17 @@ class AdapterRun(ABC):
             raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
         started = time.perf_counter()
         self._optimizer.zero_grad()
-        metrics, tokens = self._accumulate(index, interrupt)
+        try:
+            metrics, tokens = self._accumulate(index, interrupt)
+        except torch.OutOfMemoryError as error:
+            self._give_memory_back()
+            raise DoesNotFit(
+                f"the device ran out of memory in step {index}, although the job's plan of {mib(self._memory.total)} "
+                f"is within the {mib(self._host.train_memory_bytes)} for training: something else takes more than its "
+                'share. Set recompute to "full", a smaller max_tokens_per_microbatch, or give the engine less of the '
+                "device (TEMPER_MEMORY_FRACTION)",
+                param="max_tokens_per_microbatch",
+            ) from error
         accumulated = time.perf_counter()
         with self._host.gate.training():
             metrics |= self._optimizer.step(index)
@@ -182,6 +194,14 @@ class AdapterRun(ABC):
         metrics["num_tokens"] = float(self._num_tokens)
         metrics["tokens_per_second"] = tokens / max(time.perf_counter() - started, 1e-9)
         return metrics
+
+    def _give_memory_back(self) -> None:
+        """To the device, for the engine beside this job to have it: serving must not be the next to find none."""
+        self._optimizer.zero_grad()
+        self._forward = TrainableForward(self._host.model, self._lora, self._spec.effective_recompute)
+        gc.collect()  # a traceback's frames hold tensors in circles
+        if self._host.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def state(self) -> RunState:
         """See JobRun.state."""

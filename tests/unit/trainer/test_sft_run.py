@@ -192,3 +192,32 @@ def test_a_job_that_does_not_fit_is_refused_with_the_numbers(host: TrainingHost)
     with pytest.raises(DoesNotFit, match=r"needs .* MiB .*leaves 1.0 MiB"):
         prepared(host)
     assert host.gate.entered == 0
+
+
+def test_a_device_without_memory_fails_the_job_in_words_and_leaves_it_as_it_was(
+    host: TrainingHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared(host, max_tokens_per_microbatch=40)
+    run.step(0)
+    before = run.state()
+    forward = host.model.forward_train
+    calls = 0
+
+    def exhausted(*arguments: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(host.model, "forward_train", exhausted)
+    with pytest.raises(DoesNotFit, match=r'out of memory in step 1.*recompute to "full"'):
+        run.step(1)
+    assert not host.gate.inside
+    after = run.state()
+    assert after.data == before.data
+    assert all(torch.equal(value, before.tensors[name]) for name, value in after.tensors.items())
+    monkeypatch.undo()
+    again = prepared(host, max_tokens_per_microbatch=40)
+    again.load_state(before)
+    assert run.step(1)["loss"] == again.step(1)["loss"]
