@@ -38,6 +38,13 @@ def captured_shape(lengths: Sequence[int]) -> tuple[int, int] | None:
     return None if rows is None or room is None else (rows, room)
 
 
+class Uses:
+    """Counts the forwards of all chains of one pool: what was kept is that of the newest, whichever chain it ran in."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+
+
 class Chain:
     """The graphs of all layers for one shape.
 
@@ -46,6 +53,7 @@ class Chain:
         rows, room: rows, and documents there is room for.
         recompute: what the backward computes again; None: there will be none.
         pool: memory shared with other chains, of which only one is in use at a time.
+        uses: shared by all chains of the pool.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Chain:
         room: int,
         recompute: Recompute | None,
         pool: Any,
+        uses: Uses,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self._documents = Documents.build([rows], device, room=room)
@@ -65,8 +74,7 @@ class Chain:
         self._grad = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
         self._forward: list[torch.cuda.CUDAGraph] = []
         self._backward: list[torch.cuda.CUDAGraph] = []
-        self._use = 0
-        """Forwards so far: what was kept is that of the newest."""
+        self._uses = uses
         # Held, because its scratch is what the graphs write to.
         self._trunk = trunk = Trunk(config, weights, inverse, self._documents, adapter)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -132,8 +140,8 @@ class Chain:
         rows, total = self._tokens.shape[0], token_ids.shape[0]
         self._tokens[:total].copy_(token_ids)
         self._documents.replace([*lengths, rows - total] if total < rows else lengths)
-        self._use += 1
-        return CapturedStep(self, self._use, total, give_way)
+        self._uses.newest += 1
+        return CapturedStep(self, self._uses.newest, total, give_way)
 
     def run_forward(self, use: int, total: int, give_way: Callable[[], None]) -> Tensor:
         """See Step; only for the newest step()."""
@@ -147,7 +155,7 @@ class Chain:
     def run_backward(self, use: int, grad: Tensor, give_way: Callable[[], None]) -> None:
         """See Step; only for the newest step()."""
         self._check(use)
-        self._use += 1  # what was kept is used up
+        self._uses.newest += 1  # what was kept is used up
         self._grad[: len(grad)].copy_(grad)
         self._grad[len(grad) :].zero_()
         for graph in self._backward:
@@ -155,7 +163,7 @@ class Chain:
             graph.replay()
 
     def _check(self, use: int) -> None:
-        if use != self._use:
+        if use != self._uses.newest:
             raise RuntimeError("this forward has been gone through backwards already, or another one came after it")
 
 
@@ -195,6 +203,7 @@ class Chains:
         self._recompute: Recompute | None = recompute
         self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
         self._pool = torch.cuda.graph_pool_handle()
+        self._uses = Uses()
         self._chains: dict[tuple[int, int], Chain] = {}
 
     def step(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> CapturedStep | None:
@@ -211,6 +220,13 @@ class Chains:
             self._adapter.refresh()
         if (chain := self._chains.get(shape)) is None:
             chain = self._chains[shape] = Chain(
-                self._config, self._weights, self._inverse, self._adapter, *shape, self._recompute, self._pool
+                self._config,
+                self._weights,
+                self._inverse,
+                self._adapter,
+                *shape,
+                self._recompute,
+                self._pool,
+                self._uses,
             )
         return chain.step(token_ids, lengths, give_way)
