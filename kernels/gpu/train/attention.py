@@ -197,7 +197,9 @@ def attention_forward(
         softmax' denominator.
     """
     count = rotated.shape[0]
-    out, gated = torch.empty(2, count, shape.query_size, dtype=rotated.dtype, device=rotated.device)
+    # Two tensors: the first is kept for the backward, and would keep the second with it.
+    out = torch.empty(count, shape.query_size, dtype=rotated.dtype, device=rotated.device)
+    gated = torch.empty_like(out)
     normalizer = torch.empty(shape.heads, count, dtype=torch.float32, device=rotated.device)
     cut = cut or (EXACT if rotated.dtype == torch.float32 else FORWARD)
     tokens = cut.tokens(shape.group)

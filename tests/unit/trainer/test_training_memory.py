@@ -9,15 +9,29 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.gpu.segments import TILE
+from kernels.gpu.train.documents import Documents
 from services.common.errors import DoesNotFit
 from services.common.jobs import LoraSettings
 from services.engine.model.lora import LoraParams
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.adapters import WorkingAdapter
 from services.engine.model.training.recompute import Recompute
-from services.trainer.memory import MARGIN, Workload, check_fits, estimate
+from services.engine.model.training.trunk import Trunk
+from services.trainer.memory import MARGIN, Workload, _fused_bytes, check_fits, estimate
+from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.training_support import CPU, write_checkpoint
 
 TOKENS = 128
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if not dataclasses.is_dataclass(value):
+        return []
+    return [found for field in dataclasses.fields(value) for found in tensors(getattr(value, field.name))]
 
 
 def storages(value: Any) -> set[int]:
@@ -75,6 +89,24 @@ def test_the_estimate_is_an_upper_bound_and_not_far_off(tmp_path: Path, kind: st
     assert kept_bytes(model, lora, "full") + measured // layers < recomputed < plain
     assert kept_bytes(model, lora, "full") < kept_bytes(model, lora, "selective") < measured
     assert kept_bytes(model, lora, "selective") + measured // layers < selective < plain
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_what_a_gpu_keeps_is_what_the_estimate_counts(tmp_path: Path, kind: str, level: Recompute) -> None:
+    """One tile of tokens through one layer, in Triton's interpreter where there is no GPU."""
+    write_checkpoint(tmp_path, {}, num_hidden_layers=1, layer_types=[kind], hidden_size=64, intermediate_size=128)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = Qwen3_5.from_directory(tmp_path, dtype="float32", device=device)
+    lora = LoraParams.create(model.config, LoraSettings(rank=8), device=device)
+    adapter = WorkingAdapter(lora, model.config, model.dtype)
+    documents = Documents.build([TILE], device)
+    layer = Trunk(model.config, model.weights, model.inverse_frequencies, documents, adapter).layers[0]
+    middle, kept = layer.mixer(torch.randn(TILE, model.config.hidden_size, device=device), level)
+    layer.mlp(middle, kept, level)
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(kept)}
+    counted = TILE * _fused_bytes(model.config, 0, Workload(1, 8, TILE, 4, level, fused=True), level)
+    assert 0.95 * counted <= sum(found.values()) <= counted
 
 
 def work(recompute: Recompute, tokens: int = 2048, *, fused: bool = False) -> Workload:
