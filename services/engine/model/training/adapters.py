@@ -45,15 +45,25 @@ class GroupAdapter:
     a_grad: Tensor
     """[R, in] float32: the gradient is added to it."""
     parts: tuple[Part, ...]
+    width: int
+    """Of the group's fused output."""
 
     def reduce(self, x: Tensor) -> Tensor:
         """[T, in] to [T, R]."""
         return torch.mm(x, self.a.t())
 
-    def add(self, hidden: Tensor, out: Tensor) -> None:
-        """Adds what reduce() leads to onto the fused output [T, out], in place."""
+    def expand(self, hidden: Tensor) -> Tensor:
+        """[T, R] of reduce() to what it adds to the fused output, [T, out].
+
+        Made first, for the base's product to be added to it: so only this small part is rounded by itself, and the sum
+        once. The other way round the sum would be rounded twice, an error as large as that of the whole layer.
+        """
+        covered = sum(part.columns.stop - part.columns.start for part in self.parts) == self.width
+        make = torch.empty if covered else torch.zeros
+        out = make(len(hidden), self.width, dtype=hidden.dtype, device=hidden.device)
         for part in self.parts:
-            out[:, part.columns].addmm_(hidden[:, part.ranks], part.b.t())
+            torch.mm(hidden[:, part.ranks], part.b.t(), out=out[:, part.columns])
+        return out
 
     def back(self, grad: Tensor) -> Tensor:
         """Gradient in reduce()'s result, [T, R], of that in the fused output."""
@@ -62,9 +72,9 @@ class GroupAdapter:
             torch.mm(grad[:, part.columns], part.b, out=result[:, part.ranks])
         return result
 
-    def add_input_grad(self, hidden_grad: Tensor, grad: Tensor) -> None:
-        """Adds back()'s result onto the gradient in the input [T, in], in place."""
-        grad.addmm_(hidden_grad, self.a)
+    def input_grad(self, hidden_grad: Tensor) -> Tensor:
+        """back()'s result to its part of the gradient in the input, [T, in]."""
+        return torch.mm(hidden_grad, self.a)
 
     def gradients(self, x: Tensor, hidden: Tensor, hidden_grad: Tensor, grad: Tensor) -> None:
         """Adds to the gradients of both factors.
@@ -175,7 +185,8 @@ class WorkingAdapter:
         if not parts:
             return None
         place, shape = slice(members[0].start, members[-1].stop), (rank, group.in_features)
-        return GroupAdapter(self._a[place].view(shape), _gradient(lora.flat_a)[place].view(shape), tuple(parts))
+        a, a_grad = self._a[place].view(shape), _gradient(lora.flat_a)[place].view(shape)
+        return GroupAdapter(a, a_grad, tuple(parts), group.out_features)
 
 
 def _gradient(flat: Tensor) -> Tensor:

@@ -194,16 +194,14 @@ class Layer:
         return self._linear(rms_norm(middle, self._weights.post_norm, self._eps), self._weights.gate_up, "gate_up")
 
     def _linear(self, x: Tensor, weight: Matrix, group: str) -> Tensor:
-        out = weight.product(x, pdl=False) if isinstance(weight, DenseMatrix) else F.linear(x, weight.dense())
-        return self._adapted(x, out, group)
+        if (adapter := self._adapter.get(group)) is not None:
+            return adapter.expand(adapter.reduce(x)).addmm_(x, weight.dense().t())
+        return weight.product(x, pdl=False) if isinstance(weight, DenseMatrix) else F.linear(x, weight.dense())
 
     def _add(self, residual: Tensor, x: Tensor, weight: Matrix, group: str) -> Tensor:
-        return self._adapted(x, torch.addmm(residual, x, weight.dense().t()), group)
-
-    def _adapted(self, x: Tensor, out: Tensor, group: str) -> Tensor:
-        if (adapter := self._adapter.get(group)) is not None:
-            adapter.add(adapter.reduce(x), out)
-        return out
+        if group in self._adapter:
+            return self._linear(x, weight, group).add_(residual)
+        return torch.addmm(residual, x, weight.dense().t())
 
     def _mix(self, projected: Tensor) -> tuple[Tensor, DeltaInside | AttentionInside]:
         if isinstance(self._weights.mixer, AttentionWeights):
@@ -248,12 +246,10 @@ class Layer:
 
     def _back(self, grad: Tensor, weight: Matrix, group: str) -> tuple[Tensor, Tensor | None]:
         """Gradient in a linear layer's input, and in the adapter's low-rank rows if there is one."""
-        result = torch.mm(grad, weight.dense())
         if (adapter := self._adapter.get(group)) is None:
-            return result, None
+            return torch.mm(grad, weight.dense()), None
         reduced = adapter.back(grad)
-        adapter.add_input_grad(reduced, result)
-        return result, reduced
+        return adapter.input_grad(reduced).addmm_(grad, weight.dense()), reduced
 
     def _gradients(self, group: str, x: Tensor, reduced_grad: Tensor | None, grad: Tensor) -> None:
         if reduced_grad is not None:
