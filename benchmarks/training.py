@@ -35,6 +35,7 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.footprint import Quantization
 from services.engine.model.lora import LoraParams
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.arena import GraphMemory
 from services.engine.model.training.forward import TrainableForward
 from services.engine.model.training.recompute import Recompute
 from services.trainer.host import ComputeGate
@@ -145,7 +146,8 @@ class Trainer:
         if recompute not in self._forwards:
             self._forwards.clear()  # and the memory of its graphs
             torch.cuda.empty_cache()
-            self._forwards[recompute] = TrainableForward(self.model, self.lora, recompute)
+            memory = GraphMemory.on_demand(self.model.device)
+            self._forwards[recompute] = TrainableForward(self.model, self.lora, recompute, memory)
         return self._forwards[recompute]
 
     def step(self, tokens: torch.Tensor, case: Case, recompute: Recompute, parts: Parts) -> float:

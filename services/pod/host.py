@@ -9,6 +9,7 @@ from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters import AdapterManager
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.arena import Arena
 from services.pod.gate import Gate
 from services.pod.rollouts import EngineRollouts
 from services.trainer.ledger import TrainingLedger
@@ -34,7 +35,9 @@ class PodHost:
     """Who holds how much of train_memory_bytes."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes))
+        device = self.model.device
+        memory = Arena(device, self.train_memory_bytes) if device.type == "cuda" else None
+        object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes, memory))
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
         """See services.trainer.host.PolicyHost."""

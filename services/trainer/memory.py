@@ -12,6 +12,7 @@ from kernels.gated_delta import CHUNK
 from services.common.errors import DoesNotFit
 from services.engine.model.config import ModelConfig
 from services.engine.model.training.recompute import Recompute
+from services.engine.model.training.shapes import captured_rows
 
 MASTER_BYTES = 16
 """A trained number: float32 master, gradient, and AdamW's two moments."""
@@ -42,6 +43,8 @@ class TrainingMemory:
     """One tile of the head's output with what is made of it."""
     teacher: int = 0
     """What a teacher reads with, beside its weights: its adapter, its activations, its tile of logits."""
+    captured: int = 0
+    """Of these, what steps compute in that are captured as CUDA graphs."""
 
     @property
     def total(self) -> int:
@@ -90,8 +93,11 @@ class Workload:
 
 
 def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
-    """Bytes for a job."""
+    """Bytes for a job. On a GPU a microbatch is captured with as many rows as there are captured steps for."""
     layers = range(config.num_layers)
+    rows = captured_rows(work.tokens) if work.fused else None
+    if rows is not None:
+        work = replace(work, tokens=rows)
     if work.fused:
         kept = sum(_fused_bytes(config, layer, work, work.recompute) for layer in layers)
         working = max(_fused_working(config, layer, work) for layer in layers)
@@ -111,16 +117,21 @@ def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
         copies = 0
         final = config.hidden_size * (2 * work.itemsize + 8)
         logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * 3
+    activations = int(MARGIN * work.tokens * (kept + working + final))
+    teacher = (0, 0) if work.teacher is None else _teacher_bytes(work.teacher, work)
     return TrainingMemory(
         adapter=work.adapter_numbers * (MASTER_BYTES + copies),
-        activations=int(MARGIN * work.tokens * (kept + working + final)),
+        activations=activations,
         logits=logits,
-        teacher=0 if work.teacher is None else _teacher_bytes(work.teacher, work),
+        teacher=sum(teacher),
+        # One after the other in the same memory.
+        captured=0 if rows is None else max(activations, teacher[0]),
     )
 
 
-def _teacher_bytes(teacher: TeacherWork, work: Workload) -> int:
-    """A forward without gradient is one layer at a time; what the whole of it leaves is its final hidden states."""
+def _teacher_bytes(teacher: TeacherWork, work: Workload) -> tuple[int, int]:
+    """Activations, and the rest. A forward without gradient is one layer at a time; what the whole of it leaves is its
+    final hidden states."""
     config, layers = teacher.config, range(teacher.config.num_layers)
     final = config.hidden_size * 4 * work.itemsize
     if work.fused:
@@ -132,7 +143,7 @@ def _teacher_bytes(teacher: TeacherWork, work: Workload) -> int:
         logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * TEACHER_LOGIT_COPIES
     # Masters; beside them, on a GPU, room for gradients that nobody asks for and the factors as the model reads them.
     adapter = teacher.adapter_numbers * (8 + work.itemsize if work.fused else 4)
-    return adapter + int(MARGIN * work.tokens * (layer + final)) + logits
+    return int(MARGIN * work.tokens * (layer + final)), adapter + logits
 
 
 def _plain_mlp(config: ModelConfig) -> int:

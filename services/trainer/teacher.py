@@ -13,6 +13,7 @@ from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFoun
 from services.common.jobs import CHECKPOINT, OpdJob
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.arena import GraphMemory
 from services.engine.model.training.forward import FrozenForward
 from services.trainer.data import Microbatch
 from services.trainer.host import PolicyHost
@@ -25,10 +26,16 @@ class Teacher:
 
     model: Qwen3_5
     lora: LoraParams | None
+    memory: GraphMemory | None = None
+    """Where its forwards are captured."""
     forward: FrozenForward = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forward", FrozenForward(self.model, self.lora))
+        object.__setattr__(self, "forward", FrozenForward(self.model, self.lora, self.memory))
+
+    def within(self, memory: GraphMemory | None) -> Teacher:
+        """The same, with its forwards captured in this memory."""
+        return Teacher(self.model, self.lora, memory)
 
     @classmethod
     def of(cls, spec: OpdJob, host: PolicyHost) -> Teacher:

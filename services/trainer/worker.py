@@ -150,6 +150,7 @@ class TrainerWorker:
                 claims.want()
             else:
                 work_or_wait(self._side, self._awake, _IDLE_SECONDS)
+            self._host.ledger.settle()
         claims.join()
         if (found := claims.take()) is not None:
             self._work(*found)  # which hands it back

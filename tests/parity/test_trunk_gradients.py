@@ -15,6 +15,7 @@ from kernels.gpu.train.head import token_scores
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.training import plain, trunk
+from services.engine.model.training.arena import GraphMemory
 from services.engine.model.training.forward import FrozenForward, TrainableForward
 from services.engine.model.training.recompute import Recompute
 from tests.kernels.gpu import interpreter  # noqa: F401
@@ -155,7 +156,7 @@ def test_captured_steps_are_those_launched_one_by_one(
     bound = bind_adapter(adapter_files(tmp_path), model.config, max_rank=8)
     eager, captured = (LoraParams.from_bound(bound, device=device) for _ in range(2))
     captured.link_gradients()
-    forward = TrainableForward(model, captured, recompute)
+    forward = TrainableForward(model, captured, recompute, GraphMemory.on_demand(device))
     for lengths in ([70, 2, 65], [100], [1, 1, 3], [128], [70, 2, 65]):
         tokens = torch.tensor(prompt(sum(lengths)), device=device)
         hidden = model.forward_train(tokens, lengths, eager, recompute=recompute, give_way=lambda: None)
@@ -191,7 +192,7 @@ def test_captured_forwards_of_a_teacher_are_those_launched_one_by_one(
     if adapted:
         make_adapter(pair.path, tmp_path, r=3)
         lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), model.config, max_rank=8), device=device)
-    forward = FrozenForward(model, lora)
+    forward = FrozenForward(model, lora, GraphMemory.on_demand(device))
     found = []
     for lengths in ([70, 2, 65], [100], [1, 1, 3], [128], [70, 2, 65]):
         tokens = torch.tensor(prompt(sum(lengths)), device=device)
@@ -223,7 +224,7 @@ def test_of_captured_steps_only_the_newest_goes_back(pairs: dict[str, Pair], tmp
     make_adapter(pair.path, tmp_path, r=3)
     lora = LoraParams.from_bound(bind_adapter(adapter_files(tmp_path), model.config, max_rank=8), device="cuda")
     lora.link_gradients()
-    forward = TrainableForward(model, lora, "none")
+    forward = TrainableForward(model, lora, "none", GraphMemory.on_demand(torch.device("cuda")))
     # Also where the newer one has another shape: all chains keep what they keep in the same memory.
     for size in (50, 200):
         first = forward(torch.tensor(prompt(50), device="cuda"), [50], lambda: None)

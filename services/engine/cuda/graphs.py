@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from services.engine.cuda.buffers import StepShape
 from services.engine.cuda.shapes import smallest
 from services.engine.cuda.stream import EngineStream
+from services.engine.model.capture import capturing, no_collection
 
 Run = Callable[[StepShape, bool], Tensor]
 """Launches the layers of a shape, without or with adapters, and returns their output [rows, hidden]."""
@@ -48,7 +47,7 @@ class StepGraphs:
         """
         if self._stream.stream is None:
             raise ValueError("CUDA graphs need a CUDA device")
-        with _no_collection():
+        with no_collection():
             for shape in shapes:
                 for with_adapters in (False, True) if adapters else (False,):
                     graph, out = self._capture(shape, with_adapters)
@@ -58,15 +57,8 @@ class StepGraphs:
 
     def _capture(self, shape: StepShape, adapters: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        # Without torch.cuda.graph(), which would collect garbage for a tenth of a second each time (once is enough, see
-        # _no_collection) and give back the memory that the largest step reserved.
-        with self._stream.active():
-            # Other threads may allocate meanwhile (adapters that load), which a global capture would forbid.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                out = self._run(shape, adapters)
-            finally:
-                graph.capture_end()
+        with self._stream.active(), capturing(graph, self._pool):
+            out = self._run(shape, adapters)
         return graph, out
 
     def find(self, wanted: StepShape) -> StepShape | None:
@@ -87,17 +79,3 @@ class StepGraphs:
         graph.replay()
         self.replays += 1
         return out
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Inside, no garbage is collected: what is in a cycle with a graph, an event or page-locked memory would give it
-    back in the middle of a capture on this thread, which ends the capture with an error."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

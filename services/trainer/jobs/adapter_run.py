@@ -16,7 +16,7 @@ from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
 from services.common.manifest import Lineage
 from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
-from services.engine.model.training.forward import TrainableForward
+from services.engine.model.training.forward import FrozenForward, TrainableForward
 from services.trainer.data import Document, Microbatch, pack
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
@@ -128,7 +128,8 @@ class AdapterRun(ABC):
             ),
             host.train_memory_bytes,
         )
-        host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
+        self._graphs = host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
+        """Where steps are captured; None: they are launched kernel by kernel."""
         self._memory = memory
         self._spec = spec
         self._host = host
@@ -139,7 +140,7 @@ class AdapterRun(ABC):
         self._optimizer = AdapterOptimizer(
             [lora.flat_a, lora.flat_b], spec.optimizer, peak=spec.effective_learning_rate, total_steps=total_steps
         )
-        self._forward = TrainableForward(host.model, lora, spec.effective_recompute)
+        self._make_forwards()
         self._finished = 0
         self._num_tokens = 0
         self._optimizer_seconds = 0.0
@@ -195,13 +196,17 @@ class AdapterRun(ABC):
         metrics["tokens_per_second"] = tokens / max(time.perf_counter() - started, 1e-9)
         return metrics
 
+    def _make_forwards(self) -> None:
+        model = self._host.model
+        self._forward = TrainableForward(model, self._lora, self._spec.effective_recompute, self._graphs)
+        self._base_forward = FrozenForward(model, None, self._graphs)
+
     def _give_memory_back(self) -> None:
-        """To the device, for the engine beside this job to have it: serving must not be the next to find none."""
+        """What this job's steps hold, for the pod to get back what of it is not the trainer's (ledger.settle): serving
+        must not be the next to find none."""
         self._optimizer.zero_grad()
-        self._forward = TrainableForward(self._host.model, self._lora, self._spec.effective_recompute)
+        self._make_forwards()
         gc.collect()  # a traceback's frames hold tensors in circles
-        if self._host.model.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def state(self) -> RunState:
         """See JobRun.state."""
@@ -238,14 +243,18 @@ class AdapterRun(ABC):
             torch.autograd.backward(loss)
 
     def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:
-        """[N, hidden]: final hidden states of the rows whose next token is trained."""
-        give_way = self._host.gate.give_way
-        if lora is self._lora and torch.is_grad_enabled():
-            hidden = self._forward(microbatch.token_ids, microbatch.lengths, give_way)
+        """[N, hidden]: final hidden states of the rows whose next token is trained.
+
+        Args:
+            lora: the adapter in training, or None for the base model.
+        """
+        if lora is self._lora:
+            forward: Callable[..., Tensor] = self._forward
+        elif lora is None:
+            forward = self._base_forward
         else:
-            hidden = self._host.model.forward_train(
-                microbatch.token_ids, microbatch.lengths, lora, recompute="none", give_way=give_way
-            )
+            raise ValueError("neither the adapter in training nor the base model")
+        hidden = forward(microbatch.token_ids, microbatch.lengths, self._host.gate.give_way)
         return hidden.index_select(0, microbatch.rows)
 
 

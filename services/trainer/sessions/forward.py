@@ -9,7 +9,6 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.sessions import Forward, ForwardBackward
-from services.engine.model.lora import LoraParams
 from services.engine.model.training.forward import TrainableForward
 from services.trainer.host import PolicyHost
 from services.trainer.sessions.losses import token_loss
@@ -27,7 +26,8 @@ class Scoring:
     """What is left of a call. Gradients go to the adapter's masters as they are made.
 
     Args:
-        forward: makes gradients; None: a forward without.
+        forward: of the session's adapter.
+        backward: whether gradients are made.
         microbatch_tokens: inputs that short data are packed up to.
         failed: see Failed; called before a part raises.
     """
@@ -35,18 +35,17 @@ class Scoring:
     def __init__(
         self,
         host: PolicyHost,
-        lora: LoraParams,
-        forward: TrainableForward | None,
+        forward: TrainableForward,
         call: Forward | ForwardBackward,
         *,
+        backward: bool,
         microbatch_tokens: int,
         failed: Failed,
     ) -> None:
         self._host = host
-        self._lora = lora
         self._call = call
         self._forward = forward
-        self._backward = forward is not None
+        self._backward = backward
         self._failed = failed
         self._batches = scored_batches(call.data, microbatch_tokens, host.model.device)[::-1]
         self._loss = torch.zeros((), dtype=torch.float64, device=host.model.device)
@@ -75,10 +74,7 @@ class Scoring:
     def _microbatch(self, batch: ScoredBatch) -> None:
         call = self._call
         tokens, lengths, give_way = batch.microbatch.token_ids, batch.microbatch.lengths, self._host.gate.give_way
-        if self._forward is not None:
-            hidden = self._forward(tokens, lengths, give_way)
-        else:
-            hidden = self._host.model.forward_train(tokens, lengths, self._lora, recompute="none", give_way=give_way)
+        hidden = self._forward(tokens, lengths, give_way)
         rows = hidden.index_select(0, batch.microbatch.rows)
         logprobs = self._host.model.token_logprobs(rows, batch.targets, call.temperature, give_way=give_way)
         part = token_loss(call.loss, call.loss_config, logprobs, batch.weights, batch.advantages, batch.behaviour)

@@ -10,6 +10,7 @@ import torch
 from services.common.errors import InvalidRequest, Overloaded
 from services.common.sessions import Forward, ForwardBackward, OptimStep
 from services.engine.model.lora import LoraParams
+from services.engine.model.training.arena import GraphMemory
 from services.engine.model.training.forward import TrainableForward
 from services.engine.model.training.recompute import Recompute
 from services.trainer.host import PolicyHost
@@ -46,17 +47,26 @@ class SessionPolicy:
 
     Args:
         lora: the adapter to start with.
+        graphs: where steps are captured; None: nowhere.
         steps: optimizer steps that were taken before (of a checkpoint).
     """
 
-    def __init__(self, host: PolicyHost, lora: LoraParams, shape: Shape, *, steps: int = 0) -> None:
+    def __init__(
+        self,
+        host: PolicyHost,
+        lora: LoraParams,
+        shape: Shape,
+        graphs: GraphMemory | None = None,
+        *,
+        steps: int = 0,
+    ) -> None:
         self._host = host
         self._shape = shape
         self.lora = lora
         lora.link_gradients()
         self.optimizer = MasterOptimizer([lora.flat_a, lora.flat_b])
         self.steps = steps
-        self._forward = TrainableForward(host.model, lora, shape.recompute)
+        self._forward = TrainableForward(host.model, lora, shape.recompute, graphs, most_tokens=shape.microbatch_tokens)
         self._accumulated = False
         """Whether there is a gradient to apply."""
         self._broken: str | None = None
@@ -81,9 +91,9 @@ class SessionPolicy:
                 self._check_longest(call)
             scoring = Scoring(
                 self._host,
-                self.lora,
-                self._forward if isinstance(call, ForwardBackward) else None,
+                self._forward,
                 call,
+                backward=isinstance(call, ForwardBackward),
                 microbatch_tokens=self._shape.microbatch_tokens,
                 failed=failed,
             )
@@ -131,7 +141,7 @@ class SessionPolicy:
         longest = max(range(len(call.data)), key=lambda index: len(call.data[index].token_ids))
         count = len(call.data[longest].inputs)
         need, usual = need_of(self._host, self.lora, self._shape, count), need_of(self._host, self.lora, self._shape)
-        # What it is more than the session has reserved to stay (on a GPU), and to compute.
-        extra = need.working + need.resident - usual.resident
+        # Beside what the session has reserved to stay. So long a one is launched kernel by kernel.
+        extra = need.uncaptured().working + need.resident - usual.resident
         what = f"data[{longest}] with {count} tokens"
         self._host.ledger.check_working(extra, what=what, param=f"data[{longest}].token_ids")

@@ -125,9 +125,9 @@ def _take_up(occupant: Occupant, snapshot: Snapshot | None, request: OpenSession
     """
     host = occupant.host
     lora = starting_adapter(request.lora, host, snapshot.files if snapshot is not None else None)
-    host.ledger.reserve_session(occupant.id, need_of(host, lora, occupant.shape))
+    graphs = host.ledger.reserve_session(occupant.id, need_of(host, lora, occupant.shape))
     try:
-        policy = SessionPolicy(host, lora, occupant.shape, steps=snapshot.steps if snapshot is not None else 0)
+        policy = SessionPolicy(host, lora, occupant.shape, graphs, steps=snapshot.steps if snapshot is not None else 0)
         if snapshot is not None:
             policy.optimizer.load_state(snapshot.optimizer)
     except BaseException:

@@ -4,45 +4,29 @@ A step of 512 tokens is 27 ms of kernels on an H200 and 143 ms of Python that la
 engine's thread from the interpreter. So steps of few rows are captured once for a number of rows and of documents, a
 graph for each half of a layer and direction so that the trainer can give way between them, and replayed from then on.
 
-All graphs share one memory pool, and those of a chain always run in the same order: what a later one allocates may lie
-where an earlier one's temporaries were.
+All graphs share one memory pool (arena.GraphMemory), and those of a chain always run in the same order: what a later
+one allocates may lie where an earlier one's temporaries were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from kernels.gpu.train.documents import Documents
+from services.engine.model.capture import capturing, no_collection
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora_params import LoraParams
 from services.engine.model.training.adapters import WorkingAdapter
+from services.engine.model.training.arena import GraphMemory
 from services.engine.model.training.layer import Kept
 from services.engine.model.training.recompute import Recompute
+from services.engine.model.training.shapes import captured_shape
 from services.engine.model.training.trunk import Trunk
 from services.engine.model.weights import ModelWeights
-
-_ROWS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Numbers of rows that are captured; fewer rows are filled up with a document that no loss looks at."""
-_DOCUMENTS = (4, 16, 64, 256)
-
-
-def captured_shape(lengths: Sequence[int]) -> tuple[int, int] | None:
-    """Rows and room for documents of the chain that serves these lengths; None: more than is captured."""
-    total = sum(lengths)
-    rows = next((rows for rows in _ROWS if rows >= total), None)
-    room = next((room for room in _DOCUMENTS if room > len(lengths)), None)
-    return None if rows is None or room is None else (rows, room)
-
-
-class Uses:
-    """Counts the forwards of all chains of one pool: what was kept is that of the newest, whichever chain it ran in."""
-
-    def __init__(self) -> None:
-        self.newest = 0
 
 
 class Chain:
@@ -52,8 +36,7 @@ class Chain:
         adapter: already taken over from the masters; its place stays the same. None: the base model.
         rows, room: rows, and documents there is room for.
         recompute: what the backward computes again; None: there will be none.
-        pool: memory shared with other chains, of which only one is in use at a time.
-        uses: shared by all chains of the pool.
+        memory: shared with other chains, of which only one is in use at a time.
     """
 
     def __init__(
@@ -65,8 +48,7 @@ class Chain:
         rows: int,
         room: int,
         recompute: Recompute | None,
-        pool: Any,
-        uses: Uses,
+        memory: GraphMemory,
     ) -> None:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self._documents = Documents.build([rows], device, room=room)
@@ -74,16 +56,14 @@ class Chain:
         self._grad = torch.zeros(rows, config.hidden_size, dtype=dtype, device=device)
         self._forward: list[torch.cuda.CUDAGraph] = []
         self._backward: list[torch.cuda.CUDAGraph] = []
-        self._uses = uses
+        self._memory = memory
         # Held, because its scratch is what the graphs write to.
         self._trunk = trunk = Trunk(config, weights, inverse, self._documents, adapter)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._rehearse(trunk, recompute)
-            torch.cuda.synchronize(device)
-            self._hidden = self._capture(trunk, recompute, pool, stream)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        # On the stream that its tensors belong to in the allocator's eyes, before the one that captures.
+        self._rehearse(trunk, recompute)
+        memory.stream.wait_stream(torch.cuda.current_stream(device))
+        with memory.apart(), torch.cuda.stream(memory.stream), no_collection():
+            self._hidden = self._capture(trunk, recompute)
 
     def _rehearse(self, trunk: Trunk, recompute: Recompute | None) -> None:
         """Compiles everything that will be captured. With a gradient of zeros, which adds nothing to the masters'."""
@@ -98,11 +78,10 @@ class Chain:
         if recompute is not None:
             trunk.finish_backward(x, self._grad)
 
-    def _capture(self, trunk: Trunk, recompute: Recompute | None, pool: Any, stream: torch.cuda.Stream) -> Tensor:
-        def graph(into: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
+    def _capture(self, trunk: Trunk, recompute: Recompute | None) -> Tensor:
+        def graph(into: list[torch.cuda.CUDAGraph]) -> AbstractContextManager[None]:
             into.append(torch.cuda.CUDAGraph())
-            # The engine's thread may allocate meanwhile.
-            return torch.cuda.graph(into[-1], pool=pool, stream=stream, capture_error_mode="thread_local")
+            return capturing(into[-1], self._memory.pool.id)
 
         everything: list[Kept] = []
         x = hidden = self._grad
@@ -140,8 +119,8 @@ class Chain:
         rows, total = self._tokens.shape[0], token_ids.shape[0]
         self._tokens[:total].copy_(token_ids)
         self._documents.replace([*lengths, rows - total] if total < rows else lengths)
-        self._uses.newest += 1
-        return CapturedStep(self, self._uses.newest, total, give_way)
+        self._memory.newest += 1
+        return CapturedStep(self, self._memory.newest, total, give_way)
 
     def run_forward(self, use: int, total: int, give_way: Callable[[], None]) -> Tensor:
         """See Step; only for the newest step()."""
@@ -155,7 +134,7 @@ class Chain:
     def run_backward(self, use: int, grad: Tensor, give_way: Callable[[], None]) -> None:
         """See Step; only for the newest step()."""
         self._check(use)
-        self._uses.newest += 1  # what was kept is used up
+        self._memory.newest += 1  # what was kept is used up
         self._grad[: len(grad)].copy_(grad)
         self._grad[len(grad) :].zero_()
         for graph in self._backward:
@@ -163,7 +142,7 @@ class Chain:
             graph.replay()
 
     def _check(self, use: int) -> None:
-        if use != self._uses.newest:
+        if use != self._memory.newest:
             raise RuntimeError("this forward has been gone through backwards already, or another one came after it")
 
 
@@ -189,6 +168,7 @@ class Chains:
         lora: the masters, on the model's device. Their gradients must stay where they are: zero them, do not drop them.
             None: the base model.
         recompute: what the backwards compute again; None: there will be none, and the masters stay as they are now.
+        memory: where the graphs compute.
     """
 
     def __init__(
@@ -198,12 +178,12 @@ class Chains:
         inverse: Tensor,
         lora: LoraParams | None,
         recompute: Recompute | None,
+        memory: GraphMemory,
     ) -> None:
         self._config, self._weights, self._inverse = config, weights, inverse
         self._recompute: Recompute | None = recompute
         self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._uses = Uses()
+        self._memory = memory
         self._chains: dict[tuple[int, int], Chain] = {}
 
     def step(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> CapturedStep | None:
@@ -226,7 +206,6 @@ class Chains:
                 self._adapter,
                 *shape,
                 self._recompute,
-                self._pool,
-                self._uses,
+                self._memory,
             )
         return chain.step(token_ids, lengths, give_way)

@@ -9,32 +9,45 @@ import torch
 from torch import Tensor
 
 from services.engine.model.lora_params import LoraParams
+from services.engine.model.training.shapes import ROWS
 
 if TYPE_CHECKING:
     from services.engine.model.qwen3_5 import Qwen3_5
+    from services.engine.model.training.arena import GraphMemory
     from services.engine.model.training.recompute import Recompute
 
 
 class TrainableForward:
-    """The forward of one adapter in training. On a GPU steps of few tokens are captured as CUDA graphs.
+    """The forward of one adapter in training.
 
     Args:
         lora: masters on the model's device; on a GPU their gradients are added to where LoraParams.link_gradients()
             puts them, and must be zeroed, not dropped.
         recompute: what the backward computes again.
+        memory: where steps are captured as CUDA graphs; None: none are.
+        most_tokens: of the steps that ``memory`` has room for; None: of all that are captured.
     """
 
-    def __init__(self, model: Qwen3_5, lora: LoraParams, recompute: Recompute) -> None:
+    def __init__(
+        self,
+        model: Qwen3_5,
+        lora: LoraParams,
+        recompute: Recompute,
+        memory: GraphMemory | None = None,
+        *,
+        most_tokens: int | None = None,
+    ) -> None:
         self._model, self._lora, self._recompute = model, lora, recompute
+        self._most_tokens = ROWS[-1] if most_tokens is None else most_tokens
         self._chains = None
-        if model.device.type == "cuda":
+        if memory is not None:
             from services.engine.model.training.captured import Chains
 
-            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, recompute)
+            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, recompute, memory)
 
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
         """See Qwen3_5.forward_train. Of steps that are captured only the newest can be gone back through."""
-        if self._chains is not None:
+        if self._chains is not None and len(token_ids) <= self._most_tokens:
             from services.engine.model.training.trunk import differentiable
 
             if (step := self._chains.step(token_ids, lengths, give_way)) is not None:
@@ -43,20 +56,21 @@ class TrainableForward:
 
 
 class FrozenForward:
-    """The forward of a model that nothing is trained in: a teacher. On a GPU steps of few tokens are captured as CUDA
-    graphs, half a layer each, because launching one kernel by kernel takes longer than computing it.
+    """The forward of a model that nothing is trained in: a teacher, or a reference.
 
     Args:
         lora: on the model's device; not to be changed. None: the base model.
+        memory: where forwards of few tokens are captured as CUDA graphs, half a layer each, because launching one
+            kernel by kernel takes longer than computing it; None: none are.
     """
 
-    def __init__(self, model: Qwen3_5, lora: LoraParams | None) -> None:
+    def __init__(self, model: Qwen3_5, lora: LoraParams | None, memory: GraphMemory | None = None) -> None:
         self._model, self._lora = model, lora
         self._chains = None
-        if model.device.type == "cuda":
+        if memory is not None:
             from services.engine.model.training.captured import Chains
 
-            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, None)
+            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, None, memory)
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:

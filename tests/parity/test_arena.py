@@ -1,0 +1,187 @@
+"""Training's memory on a GPU: taken once, cut as a job needs it, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.common.errors import DoesNotFit
+from services.common.jobs import LoraSettings, SftJob
+from services.engine.model.lora import LoraParams
+from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.model.training.arena import Arena
+from services.engine.model.training.forward import TrainableForward
+from services.engine.settings import EngineSettings
+from services.pod.engine import Engine, build_engine, settle
+from services.pod.host import PodHost
+from services.pod.training import pod_host
+from services.trainer.jobs import adapter_run
+from services.trainer.jobs.sft import SftRun
+from services.trainer.memory import TrainingMemory
+from services.trainer.settings import TrainerSettings
+from tests.parity.conftest import Pair
+from tests.rollout_support import TINY, MemoryRegistry, User
+
+pytestmark = pytest.mark.cuda
+MIB = 2**20
+
+
+def driver_calls() -> int:
+    """How often torch has asked the driver for memory, or given some back."""
+    stats = torch.cuda.memory_stats()
+    return int(stats["num_device_alloc"]) + int(stats["num_device_free"])
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def test_is_cut_for_who_comes_alone(device: torch.device) -> None:
+    arena = Arena(device, 512 * MIB)
+    assert abs(arena.reserved() - 512 * MIB) <= 2 * MIB
+    assert arena.begin(0, 100 * MIB, alone=True) is None
+    kept = torch.zeros(300 * MIB, dtype=torch.uint8, device=device)
+    assert arena.begin(200 * MIB, 100 * MIB, alone=False) is None, "somebody's tensors lie there"
+    del kept
+    graphs = arena.begin(200 * MIB, 100 * MIB, alone=True)
+    assert graphs is not None
+    assert arena.graph_bytes == 200 * MIB
+    assert abs(arena.reserved() - 512 * MIB) <= 4 * MIB
+    assert arena.begin(150 * MIB, 50 * MIB, alone=False) is graphs
+    assert arena.begin(201 * MIB, 50 * MIB, alone=False) is None
+    assert arena.begin(100 * MIB, 300 * MIB, alone=True) is graphs, "it fits as it is cut"
+    before = driver_calls()
+    made = torch.zeros(250 * MIB, dtype=torch.uint8, device=device)
+    assert driver_calls() == before
+    del made
+    arena.end()
+
+
+def test_what_was_taken_beyond_it_goes_back(device: torch.device) -> None:
+    arena = Arena(device, 128 * MIB)
+    arena.begin(0, MIB, alone=True)
+    more = torch.zeros(512 * MIB, dtype=torch.uint8, device=device)
+    assert arena.reserved() >= 600 * MIB
+    del more
+    arena.end()
+    assert abs(arena.reserved() - 128 * MIB) <= 4 * MIB
+
+
+def test_steps_do_not_ask_the_driver_for_memory(pairs: dict[str, Pair], device: torch.device) -> None:
+    """Captured and launched ones, and their numbers are those of steps without an arena."""
+    model = Qwen3_5.from_directory(pairs["grouped"].path, dtype="float32", device=device)
+    arena = Arena(device, 1024 * MIB)
+    tokens = torch.arange(120, device=device) % model.config.vocab_size
+
+    def losses(forward: TrainableForward, lora: LoraParams) -> list[float]:
+        found = []
+        for lengths in ([70, 50], [40, 40, 40], [70, 50]):
+            hidden = forward(tokens, lengths, lambda: None)
+            loss = -model.token_logprobs(hidden[:-1], tokens[1:]).mean()
+            loss.backward()
+            with torch.no_grad():
+                for flat in (lora.flat_a, lora.flat_b):
+                    assert flat.grad is not None
+                    flat.sub_(flat.grad, alpha=0.1)
+                    flat.grad.zero_()
+            found.append(float(loss.detach()))
+        return found
+
+    def fresh() -> LoraParams:
+        lora = LoraParams.create(model.config, LoraSettings(rank=4), device=device)
+        lora.link_gradients()
+        return lora
+
+    plain = fresh()
+    expected = losses(TrainableForward(model, plain, "none"), plain)
+    graphs = arena.begin(600 * MIB, 300 * MIB, alone=True)
+    assert graphs is not None
+    for memory in (graphs, None):
+        lora = fresh()
+        forward = TrainableForward(model, lora, "none", memory)
+        first = losses(forward, lora)
+        assert first == pytest.approx(expected, rel=1e-5)
+        before = driver_calls()
+        again = losses(forward, lora)
+        assert driver_calls() == before
+        assert again[-1] < first[0]
+        del forward
+    arena.end()
+
+
+# The pod.
+
+
+@pytest.fixture
+def pod() -> Iterator[tuple[Engine, PodHost]]:
+    settings = EngineSettings.model_validate(
+        {
+            "model": TINY,
+            "device": "cuda",
+            "train_memory_bytes": 600 * MIB,
+            "kv_cache_bytes": 64 * MIB,
+            "max_num_seqs": 8,
+            "cuda_graphs": 8,
+        }
+    )
+    engine = build_engine(settings, MemoryRegistry(), None)
+    settle()
+    engine.start()
+    try:
+        yield engine, pod_host(settings, TrainerSettings(), engine)
+    finally:
+        engine.stop()
+
+
+def sft(texts: int, **settings: object) -> SftJob:
+    examples = [{"text": f"the answer to question {number} is {number * 7}. " * 12} for number in range(texts)]
+    return SftJob.model_validate({"adapter": "memory", "examples": examples, "batch_size": texts, **settings})
+
+
+def test_out_of_memory_ends_the_job_and_nothing_else(
+    pod: tuple[Engine, PodHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that the byte plan lets in although the device has no room: its step fails with a message, what it took is
+    given back, the streams beside it go on as if nothing had been, and so does the next job."""
+    engine, host = pod
+    prompt = tuple(range(5, 25))
+    user = User(engine)
+    alone = user.answer(user.submit(prompt, max_tokens=400))
+
+    def lets_everything_in(*_: object) -> TrainingMemory:
+        return TrainingMemory(MIB, MIB, MIB)
+
+    beside = [user.submit(prompt, max_tokens=400) for _ in range(4)]
+    _, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    with monkeypatch.context() as patched:
+        patched.setattr(adapter_run, "check_fits", lets_everything_in)
+        torch.cuda.set_per_process_memory_fraction((reserved + 64 * MIB) / total)
+        try:
+            run = SftRun.prepare(sft(400, max_tokens_per_microbatch=60_000, recompute="none"), host, None)
+            with pytest.raises(DoesNotFit, match="ran out of memory in step 0"):
+                run.step(0)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    del run
+    host.ledger.release_job()
+    host.ledger.settle()
+    assert torch.cuda.memory_reserved() <= reserved + 4 * MIB
+    assert [user.answer(name) for name in beside] == [alone] * 4
+
+    after = SftRun.prepare(sft(8), host, None)
+    losses = [after.step(index)["loss"] for index in range(after.total_steps)]
+    assert len(losses) == after.total_steps
+    assert all(0 < loss < 20 for loss in losses)
+
+
+def test_a_job_that_cannot_fit_is_refused_before_it_takes_anything(pod: tuple[Engine, PodHost]) -> None:
+    _, host = pod
+    before = driver_calls()
+    with pytest.raises(DoesNotFit, match=r"the memory plan leaves 600\.0 MiB for training"):
+        SftRun.prepare(sft(400, max_tokens_per_microbatch=60_000, recompute="none"), host, None)
+    assert driver_calls() - before <= 2, "its adapter"
+    assert not host.ledger.held()
