@@ -2,11 +2,16 @@
 
 The engine samples completions by an adapter in a slot, token by token through recurrent states and paged KV; the
 trainer reads the same tokens packed, in chunks. Both say log-probabilities of the sampled tokens at temperature 1. One
-JSON line: mean, 99th percentile and most of |trainer - engine| over the tokens, the mean of the sampled tokens'
-log-probabilities (how sharp the model is), and means by quarter of the completion (a state's error would grow).
+JSON line a kind of weights:
 
-Random weights of the shape, each layer adding a little as in a trained model, or a checkpoint (--model); an adapter of
-rank 16 on all linear layers with random numbers.
+- mean_abs, p99_abs, max_abs: of trainer - engine, over the tokens; mean_abs_by_quarter: of each completion (an error of
+  states would grow)
+- engine_exact, trainer_exact: mean distance of each from the same weights computed in float32
+- logprob_mean: of the sampled tokens, which says how sharp the model is
+
+Random weights of the shape, each layer adding a little as in a trained model, with an adapter of rank 16 on all linear
+layers that changes each by about the same part. --weights sharp: as likely as a trained model's answers are
+(logprob_mean -0.5); flat: every token about as likely as any (-11.7). Or a checkpoint (--model).
 """
 
 from __future__ import annotations
@@ -29,14 +34,21 @@ from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
 from services.common.jobs import LoraSettings
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora import LoraParams
+from services.engine.model.qwen3_5 import Qwen3_5
 from services.pod.engine import build_engine, settle, use_threads
 from services.pod.host import PodHost
 from services.pod.training import pod_host
-from services.trainer.data import completion_document, pack
+from services.trainer.data import Microbatch, completion_document, pack
 from services.trainer.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.settings import TrainerSettings
 
 RANK = 16
+
+
+SHARP = 0.3
+"""Of the final norm: with a tied head the random model repeats its last token, so likely as this makes it."""
+_OUTWARD = ("out_proj", "o_proj", "down_proj")
+"""Whose random weights are small (benchmarks.random_checkpoint, gentle)."""
 
 
 def random_policy(host: PodHost) -> LoraParams:
@@ -44,13 +56,18 @@ def random_policy(host: PodHost) -> LoraParams:
     lora = LoraParams.create(host.model.config, LoraSettings(rank=RANK, alpha=2.0 * RANK), device=host.model.device)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for target in lora.targets.values():
-            target.b.copy_(torch.empty(target.b.shape).normal_(std=0.01, generator=generator))
+        for path, target in lora.targets.items():
+            std = 1e-4 if path.endswith(_OUTWARD) else 1e-3
+            target.b.copy_(torch.empty(target.b.shape).normal_(std=std, generator=generator))
     return lora
 
 
-def measure(host: PodHost, rollouts: int, prompt: int, new_tokens: int) -> dict[str, Any]:
-    """Samples, reads and compares; the fields above."""
+def measure(host: PodHost, exact: Qwen3_5, rollouts: int, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """Samples, reads and compares; the fields above.
+
+    Args:
+        exact: the same weights in float32.
+    """
     random = np.random.default_rng(0)
     vocab = min(host.codec.vocab_size, host.model.config.vocab_size)
     prompts = [tuple(random.integers(0, vocab, prompt).tolist()) for _ in range(rollouts)]
@@ -62,29 +79,39 @@ def measure(host: PodHost, rollouts: int, prompt: int, new_tokens: int) -> dict[
         completion_document(list(ids), list(completion.token_ids), number)
         for number, (ids, completion) in enumerate(zip(prompts, sampled, strict=True))
     ]
-    apart: list[torch.Tensor] = []
-    said: list[torch.Tensor] = []
+    found: dict[str, list[torch.Tensor]] = {"engine": [], "trainer": [], "exact": []}
     for microbatch in pack(documents, 2048, host.model.device):
-        with host.gate.training(), torch.no_grad():
-            hidden = host.model.forward_train(
-                microbatch.token_ids, microbatch.lengths, lora, recompute="none", give_way=host.gate.give_way
-            )
-            logprobs = host.model.token_logprobs(hidden.index_select(0, microbatch.rows), microbatch.targets).cpu()
         sizes = [document.num_trained for document in microbatch.documents]
-        for document, part in zip(microbatch.documents, torch.split(logprobs, sizes), strict=True):
-            engine = torch.tensor(sampled[document.source].logprobs)
-            apart.append((part - engine).abs())
-            said.append(engine)
+        for name, model in (("trainer", host.model), ("exact", exact)):
+            found[name] += torch.split(_read(host, model, lora, microbatch), sizes)
+        found["engine"] += [torch.tensor(sampled[document.source].logprobs) for document in microbatch.documents]
+    apart = [(one - other).abs() for one, other in zip(found["trainer"], found["engine"], strict=True)]
+    engine, trainer, truth = (torch.cat(found[name]) for name in ("engine", "trainer", "exact"))
     everything = torch.cat(apart)
-    quarters = [torch.cat([one.tensor_split(4)[part] for one in apart]).mean().item() for part in range(4)]
+
+    def short(value: torch.Tensor) -> float:
+        return float(f"{float(value):.3e}")
+
     return {
         "tokens": everything.numel(),
-        "mean_abs": float(f"{everything.mean():.3e}"),
-        "p99_abs": float(f"{everything.quantile(0.99):.3e}"),
-        "max_abs": float(f"{everything.max():.3e}"),
-        "logprob_mean": round(float(torch.cat(said).mean()), 3),
-        "mean_abs_by_quarter": [float(f"{value:.3e}") for value in quarters],
+        "mean_abs": short(everything.mean()),
+        "p99_abs": short(everything.quantile(0.99)),
+        "max_abs": short(everything.max()),
+        "mean_abs_by_quarter": [
+            short(torch.cat([one.tensor_split(4)[part] for one in apart]).mean()) for part in range(4)
+        ],
+        "engine_exact": short((engine - truth).abs().mean()),
+        "trainer_exact": short((trainer - truth).abs().mean()),
+        "logprob_mean": round(float(engine.mean()), 3),
     }
+
+
+def _read(host: PodHost, model: Qwen3_5, lora: LoraParams, microbatch: Microbatch) -> torch.Tensor:
+    with host.gate.training(), torch.no_grad():
+        hidden = model.forward_train(
+            microbatch.token_ids, microbatch.lengths, lora, recompute="none", give_way=host.gate.give_way
+        )
+        return model.token_logprobs(hidden.index_select(0, microbatch.rows), microbatch.targets).cpu()
 
 
 @contextmanager
@@ -113,23 +140,30 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--weights", default="sharp,flat", help="any of sharp,flat")
     parser.add_argument("--out", type=Path, help="append the line to this file")
     options = parser.parse_args()
     only_warnings()
-    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        model = options.model or (TINY if options.shape == "tiny" else Path(scratch, "model"))
-        if model.parent == Path(scratch):
-            write(model, config_of(options.shape), gentle=True)
-        longest = options.prompt + options.new_tokens
-        with pod(model, options.device, longest, state_dtype=options.state_dtype) as host:
-            found = measure(host, options.rollouts, options.prompt, options.new_tokens)
-    facts = {"model": str(options.model or options.shape), "state_dtype": options.state_dtype}
-    line = json.dumps(found | facts | environment())
-    print(line)
-    if options.out is not None:
-        with options.out.open("a") as file:
-            file.write(line + "\n")
+    longest = options.prompt + options.new_tokens
+    for weights in ("given",) if options.model or options.shape == "tiny" else options.weights.split(","):
+        with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+            path = options.model or (TINY if options.shape == "tiny" else Path(scratch, "model"))
+            if path.parent == Path(scratch):
+                write(path, config_of(options.shape) | {"tie_word_embeddings": weights == "sharp"}, gentle=True)
+            # Half of a GPU, for the weights in float32 to have room.
+            with pod(path, options.device, longest, memory_fraction=0.5) as host:
+                exact = Qwen3_5.from_directory(path, dtype=torch.float32, device=options.device)
+                if weights == "sharp":
+                    for model in (host.model, exact):
+                        model.weights.final_norm.mul_(SHARP)
+                found = measure(host, exact, options.rollouts, options.prompt, options.new_tokens)
+                del exact
+        facts = {"model": str(options.model or options.shape), "weights": weights}
+        line = json.dumps(found | facts | environment())
+        print(line, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":

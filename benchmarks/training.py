@@ -170,10 +170,10 @@ class Trainer:
         return float(loss.detach())
 
 
-def measure(trainer: Trainer, case: Case, recompute: Recompute, repeats: int) -> dict[str, Any]:
+def measure(trainer: Trainer, case: Case, recompute: Recompute, repeats: int, warm_up: int = 2) -> dict[str, Any]:
     """One case, in the fields above."""
     tokens = torch.randint(trainer.config.vocab_size, (case.total,), device="cuda")
-    for _ in range(2):
+    for _ in range(warm_up):
         trainer.step(tokens, case, recompute, Parts())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--quant", choices=get_args(Quantization), default="none")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the kernels of each case, too")
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()
@@ -228,7 +229,7 @@ def main() -> None:
     facts = {"shape": options.shape, "quantization": options.quant, "rank": options.rank} | environment()
     for case in (Case.parse(text) for text in options.cases.split(",")):
         for recompute in options.recompute.split(","):
-            line = json.dumps(measure(trainer, case, recompute, options.repeats) | facts)
+            line = json.dumps(measure(trainer, case, recompute, options.repeats, options.warm_up) | facts)
             print(line, flush=True)
             if options.out is not None:
                 with options.out.open("a") as file:

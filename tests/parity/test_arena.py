@@ -169,7 +169,7 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
     del run
     host.ledger.release_job()
     host.ledger.settle()
-    assert torch.cuda.memory_reserved() <= reserved + 4 * MIB
+    assert torch.cuda.memory_reserved() <= reserved + 32 * MIB, "beside the arena there is what the adapter was in"
     assert [user.answer(name) for name in beside] == [alone] * 4
 
     after = SftRun.prepare(sft(8), host, None)

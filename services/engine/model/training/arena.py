@@ -21,7 +21,7 @@ import structlog
 import torch
 
 _SMALL = 2**20
-"""Bytes: up to here torch takes memory from pieces of their own, twice as large."""
+"""Bytes: up to here torch takes memory from pieces of their own, two in each."""
 _SMALL_PIECES = 32
 _OVERGROWN = 1.02
 """Of what was taken at first; small pieces and round sizes are within."""
@@ -35,7 +35,7 @@ class GraphMemory:
     Args:
         pool: where their tensors lie.
         stream: what they are captured on; a pool's memory belongs to a stream.
-        apart: entered around captures; inside, this thread allocates from no other pool.
+        apart: entered around captures; inside, this thread allocates from no other pool by itself.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Arena:
         """Nobody computes any more. What was taken from the device beyond the arena, by a job that needed more than its
         plan said, is given back."""
         self._leave()
-        if self.reserved() > _OVERGROWN * self.nbytes + 4 * _SMALL * _SMALL_PIECES:
+        if self.reserved() > _OVERGROWN * self.nbytes + 2 * _SMALL * _SMALL_PIECES:
             self._cut(self.graph_bytes)
 
     def reserved(self) -> int:
@@ -150,7 +150,7 @@ class Arena:
             return
         with torch.cuda.use_mem_pool(pool, self._device), torch.cuda.stream(stream):
             pieces = [_SMALL] * _SMALL_PIECES
-            if nbytes > 2 * sum(pieces):
-                pieces.append(nbytes - 2 * sum(pieces))
+            if nbytes > sum(pieces):
+                pieces.append(nbytes - sum(pieces))
             held = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in pieces]
             del held

@@ -59,11 +59,13 @@ class Chain:
         self._memory = memory
         # Held, because its scratch is what the graphs write to.
         self._trunk = trunk = Trunk(config, weights, inverse, self._documents, adapter)
-        # On the stream that its tensors belong to in the allocator's eyes, before the one that captures.
-        self._rehearse(trunk, recompute)
         memory.stream.wait_stream(torch.cuda.current_stream(device))
         with memory.apart(), torch.cuda.stream(memory.stream), no_collection():
+            # What it takes the captures take again.
+            with torch.cuda.use_mem_pool(memory.pool, device):
+                self._rehearse(trunk, recompute)
             self._hidden = self._capture(trunk, recompute)
+        torch.cuda.current_stream(device).wait_stream(memory.stream)
 
     def _rehearse(self, trunk: Trunk, recompute: Recompute | None) -> None:
         """Compiles everything that will be captured. With a gradient of zeros, which adds nothing to the masters'."""
