@@ -155,4 +155,5 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         (slope,) = ctx.saved_tensors
         scale = (grads[0] / ctx.temperature).unsqueeze(1)
-        return (slope.float() * scale).to(slope.dtype), None, None, None, None, None, None
+        # Multiplied in float32, and without a tensor of it.
+        return torch.mul(slope, scale, out=torch.empty_like(slope)), None, None, None, None, None, None

@@ -23,8 +23,8 @@ import torch
 _SMALL = 2**20
 """Bytes: up to here torch takes memory from pieces of their own, two in each."""
 _SMALL_PIECES = 32
-_OVERGROWN = 1.02
-"""Of what was taken at first; small pieces and round sizes are within."""
+_SLACK = _SMALL * _SMALL_PIECES
+"""What the pools may grow by before some is given back: more small pieces, round sizes."""
 
 log = structlog.get_logger("trainer")
 
@@ -98,7 +98,7 @@ class Arena:
         """Nobody computes any more. What was taken from the device beyond the arena, by a job that needed more than its
         plan said, is given back."""
         self._leave()
-        if self.reserved() > _OVERGROWN * self.nbytes + 2 * _SMALL * _SMALL_PIECES:
+        if self.reserved() > self.nbytes + _SLACK:
             self._cut(self.graph_bytes)
 
     def reserved(self) -> int:
