@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,3 +91,65 @@ def test_whatever_is_let_in_fits(steps: list[tuple[str, Need, bool]]) -> None:
         # A job alone is checked against the plan before (services/trainer/memory.py).
         if others:
             assert sum(n.resident for n in held) + max(n.working for n in held) <= 100
+
+
+class Pools:
+    """A WorkingMemory of so many bytes for captured steps."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.begun: list[tuple[int, int, bool]] = []
+        self.ended = 0
+
+    def begin(self, graphs: int, rest: int, *, alone: bool) -> Any:
+        self.begun.append((graphs, rest, alone))
+        return "graphs" if 0 < graphs <= self.room else None
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_captured_steps_share_what_they_compute_in() -> None:
+    pools = Pools(50)
+    ledger = TrainingLedger(100, pools)
+    assert ledger.reserve_session("a", Need(10, 5, captured=50)) == "graphs"
+    assert ledger.reserve_job(Need(20, 5, captured=40)) == "graphs"
+    assert pools.begun == [(50, 15, True), (40, 25, False)]
+    # 10 and 20 stay, 5 and 50 are shared: 15 are left.
+    assert ledger.reserve_session("b", Need(15, 5, captured=50)) == "graphs"
+    with pytest.raises(DoesNotFit):
+        ledger.reserve_session("c", Need(1, 0, captured=1))
+    ledger.release_session("b")
+    with pytest.raises(DoesNotFit, match="something"):
+        ledger.check_working(21, what="something", param="data")
+    ledger.check_working(20, what="something", param="data")
+
+
+def test_without_room_for_captured_steps_they_are_launched_one_by_one() -> None:
+    """What they compute in is then needed beside what the others' captured steps do."""
+    ledger = TrainingLedger(100, Pools(30))
+    ledger.reserve_session("a", Need(10, 5, captured=30))
+    assert ledger.reserve_job(Need(10, 5, captured=40)) is None
+    assert ledger.held()["the running job"] == Need(10, 45)
+    with pytest.raises(DoesNotFit, match=r"to compute"):
+        ledger.reserve_session("b", Need(6, 0))
+
+
+def test_the_memory_ends_when_nobody_holds_any() -> None:
+    pools = Pools(0)
+    ledger = TrainingLedger(100, pools)
+    ledger.reserve_job(Need(10, 5))
+    ledger.settle()
+    assert pools.ended == 0
+    ledger.release_job()
+    ledger.settle()
+    assert pools.ended == 1
+    ledger.reserve_session("a", Need(10, 5))
+    assert pools.begun[-1] == (0, 15, True)
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
+def test_launching_needs_as_much_as_capturing(resident: int, working: int, captured: int) -> None:
+    need = Need(resident, working, captured)
+    assert need.uncaptured().peak == need.peak
+    assert need.uncaptured().captured == 0

@@ -97,6 +97,8 @@ class Arena:
     def end(self) -> None:
         """Nobody computes any more. What was taken from the device beyond the arena, by a job that needed more than its
         plan said, is given back."""
+        if not self._entered:
+            return
         self._leave()
         if self.reserved() > self.nbytes + _SLACK:
             self._cut(self.graph_bytes)
