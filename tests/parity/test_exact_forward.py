@@ -15,10 +15,14 @@ from services.trainer.jobs import prepare_run
 from services.trainer.jobs.grpo import GrpoRun
 from services.trainer.jobs.rollout import RolloutRun
 from services.trainer.replay import replay
+from services.trainer.rollouts import RolloutSampling
 from tests.parity.test_rollout_job import job, raising_after, through_a_checkpoint, without_times
-from tests.parity.test_rollouts import SAMPLED, adapter, requests
+from tests.parity.test_rollouts import adapter, requests
 from tests.rollout_support import Pod, running_pod, wait_for
 
+SHORT = RolloutSampling(3.0, 12)
+SPREAD = {"rounds": 2, "completions": 8, "max_tokens": 8}
+"""Enough completions that no group's rewards are all equal, so that every step has something to learn."""
 AGREEMENT = ("sampler_trainer_logprob_difference", "sampler_trainer_kl", "sampler_trainer_ratio_outside")
 
 
@@ -45,7 +49,7 @@ def posted(
 ) -> tuple[GrpoRun, list[list[float]]]:
     """A job on three groups of rollouts, with what their sampler said of each."""
     asked = requests(pod, 3, each=4)
-    found = pod.host.rollouts.generate(asked, SAMPLED, sampler)
+    found = pod.host.rollouts.generate(asked, SHORT, sampler)
     groups: list[dict[str, Any]] = []
     for number, (one, completion) in enumerate(zip(asked, found, strict=True)):
         if number % 4 == 0:
@@ -53,7 +57,7 @@ def posted(
         groups[-1]["completions"].append(
             {
                 "token_ids": list(completion.token_ids),
-                "temperature": SAMPLED.temperature,
+                "temperature": SHORT.temperature,
                 "truncated": completion.truncated,
                 "reward": float(number % 4) - len(completion.token_ids) / 50,
                 **({"logprobs": completion.logprobs.tolist()} if recorded else {}),
@@ -68,11 +72,9 @@ def posted(
 
 def test_the_first_step_of_a_round_is_exactly_on_policy(pod: Pod) -> None:
     """What was sampled is what is trained on, to the bit, in every round; so nothing is decoded again there."""
-    run = sampling(pod, epochs=2, groups_per_step=1, generate={"rounds": 2})
+    run = sampling(pod, epochs=2, groups_per_step=1, generate=SPREAD)
     history = [run.step(index) for index in range(run.total_steps)]
     first, later = history[::4], [step for index, step in enumerate(history) if index % 4]
-    trained = [step for step in history if "loss" in step]
-    assert len(trained) > 5
     for step in first:
         assert step["ratio_mean"] == 1.0
         assert step["behaviour_kl"] == 0.0
@@ -81,10 +83,9 @@ def test_the_first_step_of_a_round_is_exactly_on_policy(pod: Pod) -> None:
         assert "replay_seconds" not in step
         assert 0 < step["forward_gap_mean"] <= step["forward_gap_max"] < 1e-3
     for step in later:
-        if "loss" in step:
-            assert step["replay_seconds"] > 0
-            assert step["forward_gap_mean"] < 1e-4
-            assert abs(step["behaviour_kl"]) > 1e-7
+        assert step["replay_seconds"] > 0
+        assert step["forward_gap_mean"] < 1e-4
+        assert abs(step["behaviour_kl"]) > 1e-7
         assert not set(AGREEMENT) & step.keys()
 
 
@@ -113,7 +114,7 @@ def test_it_learns_what_the_ordinary_mode_learns(pod: Pod) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), (index, name)
         assert "forward_gap_mean" not in theirs
     for mine, theirs in zip(exact.lora.parameters(), ordinary.lora.parameters(), strict=True):
-        assert float((mine - theirs).abs().max()) < 1e-4
+        assert float((mine - theirs).detach().abs().max()) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def straight(shared: Pod) -> Callable[[], Any]:
 
     def run() -> Any:
         if not found:
-            run = sampling(shared, epochs=2, groups_per_step=1, generate={"rounds": 2}, beta=0.1)
+            run = sampling(shared, epochs=2, groups_per_step=1, generate=SPREAD, beta=0.1)
             curve = [without_times(run.step(index)) for index in range(run.total_steps)]
             found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()]))
         return found[0]
@@ -131,10 +132,10 @@ def straight(shared: Pod) -> Callable[[], Any]:
     return run
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
 def test_resume_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
     curve, parameters = straight()
-    fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": {"rounds": 2}, "beta": 0.1}
+    fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": SPREAD, "beta": 0.1}
     first = sampling(pod, **fields)
     for index in range(stop):
         first.step(index)
@@ -149,21 +150,21 @@ def test_resume_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> 
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("looks", [0, 1, 2])
-def test_an_interrupted_replay_has_not_happened(pod: Pod, looks: int) -> None:
-    fields: dict[str, Any] = {"epochs": 2, "generate": {"rounds": 1, "max_tokens": 60, "completions": 12}, "beta": 0.1}
+def test_an_interrupted_replay_has_not_happened(pod: Pod) -> None:
+    fields: dict[str, Any] = {"epochs": 2, "generate": {"rounds": 1, "max_tokens": 40, "completions": 8}, "beta": 0.1}
     whole = sampling(pod, **fields)
     curve = [without_times(whole.step(index)) for index in range(2)]
     run = sampling(pod, **fields)
     run.step(0)
     before = run.state()
-    with raising_after(looks) as interrupt:
-        run.step(1, interrupt)
-    wait_for(lambda: pod.slots_taken() == 0)
-    wait_for(lambda: pod.engine.loop.status().background == 0)
-    after = run.state()
-    assert before.tensors.keys() == after.tensors.keys()
-    assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
+    for looks in range(3):
+        with raising_after(looks) as interrupt:
+            run.step(1, interrupt)
+        wait_for(lambda: pod.slots_taken() == 0)
+        wait_for(lambda: pod.engine.loop.status().background == 0)
+        after = run.state()
+        assert before.tensors.keys() == after.tensors.keys()
+        assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
     assert without_times(run.step(1)) == curve[1]
 
 
@@ -240,7 +241,7 @@ def test_what_the_engine_cannot_hold_is_refused() -> None:
                 "completions": [{"token_ids": [6] * size, "reward": float(size)} for size in (4, 11)],
             }
         ]
-        spec = {"adapter": "a", "groups": groups}
+        spec = {"adapter": "a", "groups": groups, "lora": {"rank": 4}}
         prepare_run(GrpoJob.model_validate(spec), pod.host, None)
         with pytest.raises(InvalidRequest, match=r"groups\[0\].completions\[1\]: a prompt of 30 tokens leaves room"):
             prepare_run(GrpoJob.model_validate(spec | {"exact_forward": True}), pod.host, None)

