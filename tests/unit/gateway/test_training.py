@@ -343,7 +343,9 @@ def test_exact_forward(running: Running, http: httpx.Client) -> None:
     spec = running.queue.specs[job["id"]]
     assert isinstance(spec, GrpoJob)
     assert spec.exact_forward
-    error = refusal(http.post("/v1/train/opd", json={"adapter": "bot", "prompts": ["2+2"], "exact_forward": True}))
+    opd = {"adapter": "bot", "prompts": ["2+2"], "rounds": 1, "max_tokens": 8, "teacher": "base"}
+    assert http.post("/v1/train/opd", json=opd).status_code == 202
+    error = refusal(http.post("/v1/train/opd", json=opd | {"exact_forward": True}))
     assert "exact_forward" in f"{error['param']} {error['message']}"
     generate = {"prompts": ["2+2"], "rounds": 1, "max_tokens": 8, "reward": {"type": "regex", "pattern": "4"}}
     body = {"adapter": "bot", "generate": generate, "exact_forward": True}
