@@ -21,7 +21,7 @@ from tests.parity.test_rollouts import adapter, requests
 from tests.rollout_support import Pod, running_pod, wait_for
 
 SHORT = RolloutSampling(3.0, 12)
-SPREAD = {"rounds": 2, "completions": 8, "max_tokens": 8}
+SPREAD = {"rounds": 2, "completions": 8, "temperature": 3.0}
 """Enough completions that no group's rewards are all equal, so that every step has something to learn."""
 AGREEMENT = ("sampler_trainer_logprob_difference", "sampler_trainer_kl", "sampler_trainer_ratio_outside")
 
