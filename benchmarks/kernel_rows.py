@@ -76,7 +76,7 @@ def sampling(rows: int, selections: int) -> Case:
         from services.engine.cuda.sampling_tables import SamplingTables
 
         logits = [t.normal(rows, VOCAB, scale=3.0, dtype=torch.float32) for _ in range(t.copies(4 * rows * VOCAB))]
-        step = torch.stack((t.ints(range(1, rows + 1)), t.ints([3] * rows)))
+        step = torch.stack((t.ints(range(1, rows + 1)), t.ints([3] * rows), t.ints([-1] * rows)))
         tables = SamplingTables([], rows + 1, VOCAB, t.device)
         features = tables.seat([_chunk(slot, selections) for slot in range(1, rows + 1)])
         buffers = SamplingBuffers.allocate(rows, VOCAB, t.device)

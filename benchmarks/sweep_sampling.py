@@ -159,7 +159,7 @@ def _compile(config: SamplingConfig, dtype: torch.dtype) -> Callable[[torch.devi
         for edits in ((None, None), (words, None), (words, biases)):
             sample_rows(
                 logits,
-                zeros(2, 1),
+                zeros(3, 1),
                 table,
                 buffers,
                 zeros(2),

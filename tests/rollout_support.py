@@ -164,7 +164,11 @@ def running_pod(
     engine = build_engine(EngineSettings(**chosen), registry or cast(AdapterRegistry, memory), None)
     engine.start()
     rollouts = EngineRollouts(
-        engine.loop, engine.adapters.private, sequences=sequences, timeout_seconds=timeout_seconds
+        engine.loop,
+        engine.adapters.private,
+        vocab_size=engine.model.config.vocab_size,
+        sequences=sequences,
+        timeout_seconds=timeout_seconds,
     )
     host = PodHost(
         model=engine.model,

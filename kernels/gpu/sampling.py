@@ -134,7 +134,8 @@ def sample_rows(
 
     Args:
         logits: [R, V] float32 or bfloat16, rows contiguous, not changed.
-        step: [2, R] int32: the state slot of each row (0: padding, nothing is written) and its output count.
+        step: [3, R] int32: the state slot of each row (0: padding, nothing is written), its output count and, for the
+            requests that bring their tokens, the one to take; of others the third is not read into anything.
         table: [num_slots, 16] int32: the parameters of the request in each slot (`kernels.gpu.sampling_rows`).
         last_tokens: [num_slots] int32, gets the tokens.
         results: [R, 4] or, with alternatives, [R, 44] int32; see RESULT_WORDS.
@@ -153,7 +154,7 @@ def sample_rows(
     width = results.shape[1]
     if vocab != buffers.vocab or rows > buffers.max_rows or logits.stride(1) != 1:
         raise ValueError(f"sampling: logits {tuple(logits.shape)}, buffers for [{buffers.max_rows}, {buffers.vocab}]")
-    if step.shape != (2, rows) or not step.is_contiguous() or results.shape[0] < rows or not results.is_contiguous():
+    if step.shape != (3, rows) or not step.is_contiguous() or results.shape[0] < rows or not results.is_contiguous():
         raise ValueError(f"sampling: {rows} rows, step {tuple(step.shape)}, results {tuple(results.shape)}")
     if width < (ROW_WORDS if alternatives else RESULT_WORDS):
         raise ValueError(f"sampling: results of {width} words do not hold the alternatives")

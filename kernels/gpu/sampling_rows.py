@@ -39,6 +39,8 @@ LOGPROB = tl.constexpr(16)
 
 NUCLEUS = tl.constexpr(32)
 """top_p is the only filter of the request."""
+FORCED = tl.constexpr(64)
+"""The request brings its tokens: that of the step is taken where another would be drawn."""
 
 NO_TOKEN = tl.constexpr(2147483647)
 FIRST_BLOCK = tl.constexpr(-(1 << 31))

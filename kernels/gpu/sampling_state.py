@@ -16,6 +16,7 @@ from kernels.gpu.sampling_rows import (
     EDIT_ROW,
     EDITED,
     FLAGS,
+    FORCED,
     LOGPROB,
     PARAMETERS,
     edited_logits,
@@ -85,7 +86,7 @@ class Batch(NamedTuple):
 
     rows: Any
     step: Any
-    """[2, rows] int32: the state slot of each row (0: padding) and its output count."""
+    """[3, rows] int32: the state slot of each row (0: padding), its output count and, of FORCED ones, the token."""
     results: Any
     result_stride: Any
 
@@ -196,7 +197,13 @@ def bits(x):
 
 @triton.jit
 def finish(token, row, request, log_z, raw_log_z, batch, tables):
-    """Writes the row's token, its log-probabilities and the books that the next step reads."""
+    """Writes the row's token, its log-probabilities and the books that the next step reads.
+
+    Args:
+        token: that was drawn. A forced row takes its own in place of it, and all else is as if that had been drawn.
+    """
+    forced = tl.load(batch.step + 2 * batch.rows + row.index)
+    token = tl.where((request.flags & FORCED) != 0, forced, token)
     token = tl.minimum(tl.maximum(token, 0), tables.vocab - 1)
     x = tl.load(request.logits + token).to(tl.float32)
     logprob = heated(x, request.parameters) - log_z

@@ -54,12 +54,12 @@ class Guesser:
             if not chunk.samples:
                 continue
             right = chunk.guesses and sampled[0] == chunk.token_ids[-1]
-            if not chunk.request.sampling.edits_logits:
+            if chunk.request.sampling.guessable:
                 rows.append(len(next_ids) - 1 - chunk.guesses + right)
                 drawn.append(chunk._replace(output_count=chunk.output_count + 1 + right))
                 places.append(len(guesses))
             guesses.append(-1)
-        if all(chunk.request.sampling.edits_logits for chunk in chunks):
+        if not any(chunk.request.sampling.guessable for chunk in chunks):
             return guesses
         device = self._model.device
         out = self._model.guess(hidden, torch.tensor(next_ids, device=device), step, self._cache)

@@ -62,6 +62,12 @@ class Chunk(NamedTuple):
     """The token behind a chunk that does not sample."""
 
     @property
+    def forced_id(self) -> int:
+        """The token that is to be taken here, -1 where one is drawn."""
+        forced = self.request.sampling.forced_ids
+        return forced[self.output_count] if forced else -1
+
+    @property
     def sampled_rows(self) -> int:
         return 1 + self.guesses if self.samples else 0
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from services.common.errors import InvalidRequest
+
+_WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logprobs", "forced_ids"})
+"""Settings that mean something where the tokens are given."""
 
 
 class FinishReason(enum.Enum):
@@ -44,6 +47,9 @@ class SamplingParams:
     max_tokens: int = 16
     top_logprobs: int | None = None
     """None: no raw log-probabilities; 0: of the sampled token only."""
+    forced_ids: tuple[int, ...] = ()
+    """Teacher forcing: the tokens to take, one a step, where others would be drawn; what is said of them is what would
+    be said of drawn ones. See ``forcing``. Nothing outside this process can ask for it."""
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, rule: str) -> None:
@@ -74,10 +80,45 @@ class SamplingParams:
             all(math.isfinite(bias) and -100 <= bias <= 100 for bias in self.logit_bias.values()),
             "a map of token id to a bias between -100 and 100",
         )
+        if self.forced_ids:
+            self._check_forced()
+
+    @classmethod
+    def forcing(cls, token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
+        """Takes exactly these tokens, whatever they are, and says how likely each was.
+
+        Args:
+            token_ids: at least one; the caller knows that they are of the vocabulary.
+            temperature: of the distribution; 0 is that of 1, as for greedy tokens.
+        """
+        if not token_ids:
+            raise InvalidRequest("forced_ids must not be empty", param="forced_ids")
+        return cls(temperature=temperature, max_tokens=len(token_ids), ignore_eos=True, forced_ids=token_ids)
+
+    def _check_forced(self) -> None:
+        """Where nothing is chosen, a setting of the choice is refused, not ignored."""
+        if min(self.forced_ids) < 0:
+            raise InvalidRequest(f"forced_ids has the token id {min(self.forced_ids)}", param="forced_ids")
+        if not self.ignore_eos or self.max_tokens != len(self.forced_ids):
+            raise InvalidRequest(
+                f"{len(self.forced_ids)} forced_ids need ignore_eos and as many max_tokens, got {self.max_tokens}",
+                param="forced_ids",
+            )
+        usual = SamplingParams()
+        for setting in fields(self):
+            name = setting.name
+            if name not in _WITH_FORCED and getattr(self, name) != getattr(usual, name):
+                raise InvalidRequest(f"{name} would do nothing: the tokens are given (forced_ids)", param=name)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def guessable(self) -> bool:
+        """Whether speculation may guess tokens ahead. Not given ones: steps take them one by one, as those they replay
+        were sampled where nothing is guessed."""
+        return not self.edits_logits and not self.forced_ids
 
     @property
     def edits_logits(self) -> bool:

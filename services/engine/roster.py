@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import pairwise
 
-from services.common.errors import InvalidRequest
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.engine.limits import SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.request import Request
@@ -49,6 +49,12 @@ class Roster:
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request_id {request.request_id!r} is in use", param="request_id")
         max_output = self._config.max_output(len(request.prompt_token_ids), request.sampling.max_tokens)
+        if max_output < len(request.sampling.forced_ids):
+            raise ContextLengthExceeded(
+                f"{len(request.prompt_token_ids)} prompt tokens and {len(request.sampling.forced_ids)} given ones are "
+                f"over the context of {self._config.max_model_len} tokens",
+                param="forced_ids",
+            )
         self._added += 1
         sequence = Sequence(request, max_output, self._added, self._config.eos_token_ids)
         self._by_id[request.request_id] = sequence

@@ -82,6 +82,8 @@ class Sampler:
         elif not rows.unit_temperature:
             edited = edited / rows.temperature
         tokens = self._choose(edited, rows, chunks)
+        if rows.forced_rows:
+            tokens[rows.forced] = torch.tensor([chunks[row].forced_id for row in rows.forced_rows], device=self._device)
         picked = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - log_z
         alternatives = self._alternatives(logits, tokens, rows)
         return _results(tokens.tolist(), picked.tolist(), alternatives)

@@ -74,6 +74,10 @@ class SamplingRows:
         # One more than the largest k shows whether the k-th value is tied with the next.
         self.candidates = max((params[r].top_k + 1 for r in filtered), default=0)
 
+        self.forced_rows = [r for r, p in enumerate(params) if p.forced_ids]
+        """Whose tokens are given: what is drawn there is put aside."""
+        self.forced = self._index(self.forced_rows)
+
         self.logprob_rows = [r for r, p in enumerate(params) if p.top_logprobs is not None]
         self.logprob_counts = [params[r].top_logprobs or 0 for r in self.logprob_rows]
         self.most_alternatives = max(self.logprob_counts, default=0)

@@ -64,7 +64,7 @@ class Sequence:
         """With speculation: where a chunk with a guess leaves its state. If the guess is right the two change roles."""
         self.guess = -1
         """Of the next token; -1: none."""
-        self.guessable = not sampling.edits_logits
+        self.guessable = sampling.guessable
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output
         """What ``known`` reaches if nothing ends the answer before; never fed back."""

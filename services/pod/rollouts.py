@@ -19,7 +19,7 @@ from services.engine.private_versions import PrivateVersion, PrivateVersions
 from services.engine.request import FinishReason, SamplingParams
 from services.engine.updates import Finished, SequenceUpdate
 from services.engine.wire import AdapterChoice
-from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling
+from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, ScoreRequest
 
 _PRIORITY = 2**31
 """Behind everything that a protobuf int32 can ask for."""
@@ -31,13 +31,23 @@ class EngineRollouts:
     """Implements services.trainer.rollouts.RolloutSource.
 
     Args:
+        vocab_size: of the model.
         sequences: most rollouts in the engine at once.
         timeout_seconds: of a call that has no deadline.
     """
 
-    def __init__(self, loop: EngineLoop, private: PrivateVersions, *, sequences: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        private: PrivateVersions,
+        *,
+        vocab_size: int,
+        sequences: int,
+        timeout_seconds: float,
+    ) -> None:
         self._loop = loop
         self._private = private
+        self._vocab_size = vocab_size
         # More could not run, and would only be preempted by each other.
         self._sequences = min(sequences, loop.config.max_num_seqs)
         self._timeout = timeout_seconds
@@ -71,7 +81,6 @@ class EngineRollouts:
     ) -> list[Completion]:
         """See RolloutSource.generate."""
         adapter = _choice(policy)
-        deadline = time.monotonic() + self._timeout if deadline is None else deadline
         call = next(self._calls)
         submissions = [
             Submission(
@@ -89,12 +98,56 @@ class EngineRollouts:
             )
             for number, request in enumerate(requests)
         ]
+        return [_completion(finished) for finished in self._run(submissions, interrupt, deadline)]
+
+    def score(
+        self,
+        requests: Sequence[ScoreRequest],
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[array[float]]:
+        """See RolloutSource.score."""
+        adapter = _choice(policy)
+        call = next(self._calls)
+        for request in requests:
+            self._check_given(request)
+        submissions = [
+            Submission(
+                f"score:{call}:{number}",
+                request.prompt,
+                SamplingParams.forcing(request.completion, request.temperature),
+                adapter,
+                # Only of this call: whether the cache still has a prompt of an earlier one must not show in the bits.
+                cache_salt=f"score:{call}",
+                priority=_PRIORITY,
+                background=True,
+            )
+            for number, request in enumerate(requests)
+        ]
+        found = self._run(submissions, interrupt, deadline)
+        return [_scores(request, finished) for request, finished in zip(requests, found, strict=True)]
+
+    def _check_given(self, request: ScoreRequest) -> None:
+        largest = max((*request.prompt, *request.completion), default=0)
+        if largest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is outside the vocabulary of {self._vocab_size}", param="completion"
+            )
+        self.check(len(request.prompt), len(request.completion))
+
+    def _run(
+        self, submissions: Sequence[Submission], interrupt: Callable[[], None], deadline: float | None
+    ) -> list[Finished]:
+        """What became of each, in their order."""
+        deadline = time.monotonic() + self._timeout if deadline is None else deadline
         batch = _Batch(self._loop, submissions, self._sequences)
         try:
             finished = batch.run(interrupt, deadline)
         finally:
             batch.close()
-        return [_completion(finished[submission.request_id]) for submission in submissions]
+        return [finished[submission.request_id] for submission in submissions]
 
 
 class _Batch:
@@ -191,3 +244,9 @@ def _completion(finished: Finished) -> Completion:
         array("f", finished.sampling_logprobs),
         truncated=finished.finish_reason is FinishReason.LENGTH,
     )
+
+
+def _scores(request: ScoreRequest, finished: Finished) -> array[float]:
+    if tuple(finished.output_ids) != request.completion:
+        raise TemperError("the engine took other tokens than it was given")
+    return array("f", finished.sampling_logprobs)

@@ -103,6 +103,7 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
         rollouts=EngineRollouts(
             engine.loop,
             engine.adapters.private,
+            vocab_size=engine.model.config.vocab_size,
             sequences=trainer.rollout_sequences,
             timeout_seconds=trainer.rollout_timeout_seconds,
         ),

@@ -49,3 +49,24 @@ class Agreement:
             "sampler_trainer_kl": kl / count,
             "sampler_trainer_ratio_outside": outside / count,
         }
+
+
+class ForwardGap:
+    """How far the trainer's own forward is from the engine's values that stand in for it (exact_forward)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._most = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, engine: Tensor, trainer: Tensor) -> None:
+        """Both [N] float32: log-probabilities of the same tokens under the same policy."""
+        difference = (trainer.detach().double() - engine.double()).abs()
+        total = difference.sum()
+        self._sums += torch.stack([torch.full_like(total, len(difference)), total])
+        self._most = torch.maximum(self._most, difference.max())
+
+    def metrics(self) -> dict[str, float]:
+        """``forward_gap_mean`` and ``forward_gap_max``, absolute; empty if there was no token."""
+        count, total = self._sums.tolist()
+        return {} if count == 0 else {"forward_gap_mean": total / count, "forward_gap_max": float(self._most)}

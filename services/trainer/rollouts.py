@@ -1,4 +1,5 @@
-"""What a job asks of the engine beside it to sample completions; the pod (services/pod/rollouts.py) answers."""
+"""What a job asks of the engine beside it to sample completions or to score them; the pod answers
+(services/pod/rollouts.py)."""
 
 from __future__ import annotations
 
@@ -42,6 +43,16 @@ class Completion:
     """float32, one a token: log softmax(logits / temperature)[token]; at temperature 0 of the plain distribution."""
     truncated: bool
     """It hit max_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One completion to score."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    temperature: float
+    """What it was sampled at; 0 is scored as 1, as greedy tokens are."""
 
 
 class PrivatePolicy(Protocol):
@@ -97,5 +108,27 @@ class RolloutSource(Protocol):
             DeadlineExceeded: the engine did not get to it in time.
             Unavailable: the engine drains or has stopped.
             TemperError: a step failed.
+        """
+        ...
+
+    def score(
+        self,
+        requests: Sequence[ScoreRequest],
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[array[float]]:
+        """The log-probabilities of given completions, in their order, each as ``Completion.logprobs``.
+
+        The engine takes their tokens one by one where ``generate`` draws them: the same scheduler, kernels, adapter
+        slot and sampler. Where its kernels do not depend on the batch, what it says of a completion that ``generate``
+        sampled under the same policy is what it said then, to the bit; elsewhere if the same requests are in each
+        step, i.e. for the same completions in the same order with no other traffic.
+
+        Blocks, is interrupted and raises as ``generate``.
+
+        Raises:
+            InvalidRequest: a completion does not fit, or has a token id outside the vocabulary.
         """
         ...

@@ -198,6 +198,9 @@ def _rollout(
     document = completion_document(prompt, tokens, index)
     if document.length > limit:
         raise overlong(at, document.length, limit, "leave it out", counted="tokens with its prompt")
+    if spec.exact_forward:
+        with placed(at):
+            host.rollouts.check(len(prompt), len(tokens))
     return Rollout(
         document=document,
         advantage=advantage,

@@ -353,6 +353,7 @@ class InStep:
             assert mine.error is None
             if self.tolerance < 1e-3:
                 assert mine.token_id == theirs.token_id
+                assert abs(mine.sampling_logprob - theirs.sampling_logprob) < 10 * self.tolerance
         assert len(ours.guesses) == len(result.guesses)
         if self.tolerance < 1e-3:
             assert list(ours.guesses) == list(result.guesses)

@@ -159,6 +159,47 @@ def test_a_batch_does_not_change_a_bit(shape: Shape) -> None:
         assert list(alone[0].sampling_logprobs) == list(among.sampling_logprobs), request.request_id
 
 
+def test_a_replay_in_another_crowd_does_not_change_a_bit(shape: Shape) -> None:
+    """With batch invariance, what was sampled in a crowd has the same log-probabilities to the bit where its tokens are
+    given: alone, and in reverse beside requests that draw, in captured steps whose inputs only the device knows."""
+    model = Qwen3_5.from_directory(shape.path, dtype="bfloat16", device="cuda", storage=Storage(invariant=True))
+    options = RunnerOptions(batch_invariant=True)
+    temperatures = (1.0, 0.7, 0.0, 1.5)
+    made = [
+        Request(
+            f"r{n}",
+            prompt,
+            SamplingParams(seed=n, temperature=temperatures[n % 4], max_tokens=8 + n, ignore_eos=True),
+            arrival=n,
+        )
+        for n, prompt in enumerate(prompts())
+    ]
+    fixed = {"prefill_alignment": 64, "token_budget": 128, "prefix_cache": False}
+    crowd, _ = serve(model, made, arrivals=3, options=options, **fixed)
+    given = [
+        Request(
+            f"given {n}",
+            done.request.prompt_token_ids,
+            SamplingParams.forcing(tuple(done.output_ids), done.request.sampling.temperature),
+            arrival=n,
+        )
+        for n, done in enumerate(crowd)
+    ]
+    beside = [
+        Request(f"drawn {n}", prompt, SamplingParams(seed=90 + n, max_tokens=20, ignore_eos=True), arrival=50 + n)
+        for n, prompt in enumerate(prompts()[:4])
+    ]
+    mixed = [request for pair in zip(beside, given[::-1], strict=False) for request in pair] + given[::-1][4:]
+    replayed, _ = serve(model, mixed, arrivals=2, options=options, **fixed)
+    alone, _ = serve(model, [given[3]], arrivals=1, options=options, **fixed | {"token_budget": 512})
+    found = {done.request.request_id: done for done in [*replayed, *alone]}
+    for n, done in enumerate(crowd):
+        again = found[f"given {n}"]
+        assert list(again.output_ids) == list(done.output_ids), n
+        assert list(again.sampling_logprobs) == list(done.sampling_logprobs), n
+    assert list(alone[0].sampling_logprobs) == list(crowd[3].sampling_logprobs)
+
+
 def prompts() -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(5)
     return [tuple(torch.randint(0, 2000, (n,), generator=generator).tolist()) for n in (1, 17, 64, 65, 130, 200, 31, 5)]

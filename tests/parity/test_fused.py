@@ -42,6 +42,17 @@ def test_prefill_decode_and_mixed_steps() -> None:
     assert run.steps == 4
 
 
+def test_given_tokens() -> None:
+    """Beside drawn ones: the next step finds them on the device, and both runners say the same of them."""
+    run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), LIMITS, pending=True)
+    drawn = requests(3, 2, tokens=3)
+    given = (60, 7, 31)
+    forced = replace(drawn[1], request_id="given", sampling=SamplingParams.forcing(given, 0.7), arrival=9)
+    results = run.run([*drawn, forced])
+    assert tuple(results["given"].output_ids) == given != tuple(results["r1"].output_ids)
+    assert run.steps == 3
+
+
 def test_adapters_of_a_batch() -> None:
     """Rows with two adapters and with none, in prefills and in decodes; kernels cut as for any other batch."""
     run = InStep(

@@ -139,6 +139,9 @@ class GrpoJob(JobBase):
     """What makes up for the trainer's log-probabilities not being the sampler's: weights trainer / sampler, of a token
     or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's."""
     mismatch_cap: float = Field(3.0, gt=0, le=1e6)
+    exact_forward: bool = False
+    """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
+    the trainer's forward: rollouts are decoded again before each step that did not sample them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -187,6 +190,11 @@ class GrpoJob(JobBase):
             ("max_completion_length", self.loss_type == "dr_grpo", "only loss_type dr_grpo divides by it"),
             ("unbiased_kl", self.beta > 0, "it says how the KL is estimated, and beta 0 leaves the KL out"),
             ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
+            (
+                "mismatch_correction",
+                self.generate is None or not self.exact_forward,
+                "with exact_forward the log-probabilities of what the job samples are the sampler's own",
+            ),
         ):
             if not read and getattr(self, name) != default(name):
                 raise ValueError(f"{name} would do nothing here: {way_out}")

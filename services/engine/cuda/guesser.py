@@ -43,7 +43,7 @@ class GuessRows:
         for chunk in chunks:
             if not chunk.samples:
                 continue
-            if not chunk.request.sampling.edits_logits:
+            if chunk.request.sampling.guessable:
                 guess = chunk.token_ids[-1] if chunk.guesses else -1
                 columns.append((at, guess, rows[at], chunk.slot, chunk.output_count + 1))
                 places.append(count)
@@ -92,4 +92,5 @@ def sample_guesses(
     right = (tokens.index_select(0, first) == guess).to(torch.int32)
     logits = forward.guess_logits(out.index_select(0, row + right))
     features = replace(sampling.features, edits=False, biases=False, alternatives=False)
-    return sampler.launch(logits, replace(sampling, features=features), torch.stack((slot, number + right)))
+    # The third row is the token of a forced request, and nothing is guessed for one.
+    return sampler.launch(logits, replace(sampling, features=features), torch.stack((slot, number + right, slot)))

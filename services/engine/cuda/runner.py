@@ -238,7 +238,7 @@ class CudaRunner:
         sampling = self._sampler.prepare(sampled)
         extra = sampling.step
         guessing: GuessRows | None = None
-        if self._limits.speculative and not all(chunk.request.sampling.edits_logits for chunk in chunks):
+        if self._limits.speculative and any(chunk.request.sampling.guessable for chunk in chunks):
             guessing = GuessRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
             extra = np.concatenate((extra.reshape(-1), guessing.words.reshape(-1)))
         step = self._buffers.load(
@@ -262,14 +262,14 @@ class CudaRunner:
         if sampled:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
             words = self._sampler.launch(
-                forward.logits(chosen), sampling, step.extra[: sampling.step.size].view(2, -1)
+                forward.logits(chosen), sampling, step.extra[: sampling.step.size].view(3, -1)
             ).words
         if guessing is not None:
             return self._launch_guesses(step, captured, x, words, sampling, guessing, forward)
         if words is None:
             return LaunchedStep(self._stream.mark(), None)
         host = self._fetch(words)
-        # Requests whose logits are edited only: nothing is guessed.
+        # Requests whose logits are edited or tokens given only: nothing is guessed.
         none = [-1] * sum(chunk.samples for chunk in chunks) if self._limits.speculative else ()
         return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none))
 

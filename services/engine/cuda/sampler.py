@@ -37,8 +37,8 @@ class SampleRows:
     """What a step's sampling needs of the host."""
 
     step: npt.NDArray[np.int32]
-    """[2, R]: the state slot and the output count of each row. The runner may copy it to the device with its other
-    buffers and give the copy to ``launch``."""
+    """[3, R]: the state slot and the output count of each row, and the token it is to take, -1 where one is drawn. The
+    runner may copy it to the device with its other buffers and give the copy to ``launch``."""
     features: BatchFeatures
 
 
@@ -88,9 +88,10 @@ class CudaSampler:
         if len(chunks) > self._max_rows:
             raise ValueError(f"{len(chunks)} rows to sample, the most is {self._max_rows}")
         features = self._tables.seat(chunks)
-        step = np.empty((2, len(chunks)), dtype=np.int32)
+        step = np.empty((3, len(chunks)), dtype=np.int32)
         step[0] = [chunk.slot for chunk in chunks]
         step[1] = [chunk.output_count for chunk in chunks]
+        step[2] = [chunk.forced_id for chunk in chunks] if features.forced else -1
         return SampleRows(step, features)
 
     @torch.inference_mode()
@@ -100,7 +101,7 @@ class CudaSampler:
         Args:
             logits: [R, V] float32 or bfloat16, not changed. R may be larger than the number of chunks if ``step`` is
                 given, with slot 0 for the rows beyond.
-            step: [2, R] int32 on the device, what ``rows.step`` says; None: copied here.
+            step: [3, R] int32 on the device, what ``rows.step`` says; None: copied here.
         """
         if step is None:
             step = torch.from_numpy(rows.step)

@@ -52,6 +52,7 @@ class BatchFeatures:
     edits: bool
     biases: bool
     alternatives: bool
+    forced: bool
 
 
 class SamplingTables:
@@ -120,6 +121,7 @@ class SamplingTables:
             edits=bool(flags & layout.EDITED.value),
             biases=bool(flags & layout.BIASED.value),
             alternatives=alternatives,
+            forced=bool(flags & layout.FORCED.value),
         )
 
     def _goes_on(self, chunk: Chunk) -> bool:
@@ -267,4 +269,6 @@ def _flags(params: SamplingParams, vocab: int) -> int:
         flags |= layout.BIASED.value
     if params.top_logprobs is not None:
         flags |= layout.LOGPROB.value
+    if params.forced_ids:
+        flags |= layout.FORCED.value
     return flags

@@ -43,6 +43,13 @@ def check_grpo(served: ServedModel, job: GrpoJob) -> None:
                 )
             if limit and prompt + completion > limit:
                 raise over(f"{name}[{index}]", prompt + completion, limit, "leave it out")
+            context = served.info.max_model_len
+            if job.exact_forward and context and prompt + completion > context:
+                raise InvalidRequest(
+                    f"{name}[{index}] has {prompt + completion} tokens with its prompt, and exact_forward has the "
+                    f"engine decode it, whose context is {context}: leave it out, or leave exact_forward out",
+                    param=f"{name}[{index}]",
+                )
 
 
 def _parts(served: ServedModel, job: GrpoJob) -> Iterator[tuple[str, int, list[int]]]:

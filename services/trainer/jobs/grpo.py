@@ -5,16 +5,23 @@ that came as text (or without log-probabilities) are scored under the policy the
 `recomputed_rollouts`: re-tokenized text is not always what was sampled. With a mismatch_correction the ratio of every
 rollout is against the trainer's own log-probabilities of the policy the job starts from, and what the sampler computed
 goes into a weight.
+
+With exact_forward the values of all these log-probabilities, of the policy in training, of the one the job starts from
+and of the base, are the engine's, which takes the step's completions token by token as it would sample them; gradients
+are those of the trainer's forward. See services/trainer/replay.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from services.common.jobs import GrpoJob
+from services.engine.model.lora import LoraParams
+from services.trainer.agreement import ForwardGap
 from services.trainer.data import Document, Microbatch, largest_microbatch
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
@@ -27,6 +34,7 @@ from services.trainer.losses import (
     policy_loss,
     surrogate_form,
 )
+from services.trainer.replay import replay, with_values
 from services.trainer.scored_rollouts import ScoredRollouts, scored_rollouts
 
 
@@ -62,6 +70,10 @@ class GrpoRun(AdapterRun):
         self._start: dict[int, Tensor] = {}
         """[trained tokens] float32 on the CPU: log-probabilities of the policy before the first step on them, by
         rollout."""
+        self._reference: dict[int, Tensor] = {}
+        """The same of the model without adapter, as the engine has them; of exact_forward."""
+        self._values: dict[int, Tensor] = {}
+        """The same of the policy in training, for the present step."""
 
     @classmethod
     def prepare(cls, spec: GrpoJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> GrpoRun:
@@ -117,13 +129,48 @@ class GrpoRun(AdapterRun):
         """Rollouts whose sampler said nothing."""
         return [at for at, rollout in enumerate(self._rollouts) if rollout.behaviour is None and not rollout.masked]
 
+    @property
+    def _learnt_from(self) -> list[int]:
+        """Rollouts that are not masked."""
+        return [at for at, rollout in enumerate(self._rollouts) if not rollout.masked]
+
+    @property
+    def _scored_at_start(self) -> list[int]:
+        """Rollouts whose log-probabilities under the starting policy later steps need. A single step does not: there
+        the starting policy is the one in training."""
+        if self._steps_on_these == 1:
+            return []
+        return self._recomputed if self._job.mismatch_correction == "none" else self._learnt_from
+
+    def _known_values(self, index: int) -> dict[int, Tensor]:
+        """What the engine says of rollouts under the policy as it is before step ``index``, where that is known without
+        asking. Of posted rollouts it is not: another adapter, engine or setting may have sampled them."""
+        del index
+        return {}
+
+    def _ask_engine(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Gets the values that step ``index`` takes from the engine, and before the first one also what later ones need
+        of the policy as it still is. The base never changes: it is asked once, of all rollouts."""
+        started = time.perf_counter()
+        trained = {document.source for document in self.batch(index)}
+        at_start = set(self._scored_at_start) if self._is_first(index) else set()
+        known = self._known_values(index)
+        asked = (trained | at_start) - known.keys()
+        self._values = known | self._replay(asked, self._lora, interrupt)
+        if at_start:
+            self._start = {at: self._values[at] for at in sorted(at_start)}
+        asks_base = self._job.beta > 0 and not self._reference
+        if asks_base:
+            self._reference = self._replay(set(self._learnt_from), None, interrupt)
+        return {"replay_seconds": time.perf_counter() - started} if asked or asks_base else {}
+
+    def _replay(self, rollouts: Set[int], lora: LoraParams | None, interrupt: Callable[[], None]) -> dict[int, Tensor]:
+        return replay(self._host, [self._rollouts[at] for at in sorted(rollouts)], lora, interrupt)
+
     def _score_start(self, interrupt: Callable[[], None]) -> None:
-        """Scores rollouts under the starting policy, before the first step changes it. A single step does not need
-        it: there the starting policy is the one in training."""
-        wanted = self._recomputed
-        if self._job.mismatch_correction != "none":
-            wanted = [at for at, rollout in enumerate(self._rollouts) if not rollout.masked]
-        if not wanted or self._steps_on_these == 1:
+        """Scores rollouts under the starting policy, before the first step changes it."""
+        wanted = self._scored_at_start
+        if not wanted:
             return
         found = {}
         for microbatch in self._pack([self._rollouts[at].document for at in wanted]):
@@ -135,24 +182,29 @@ class GrpoRun(AdapterRun):
         self._start = found
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        if self._is_first(index):
-            self._score_start(interrupt)
         job, device = self._job, self._host.model.device
+        timing: dict[str, float] = {}
+        if job.exact_forward:
+            timing = self._ask_engine(index, interrupt)
+        elif self._is_first(index):
+            self._score_start(interrupt)
         trained = self._trained(index)
         documents = [document for group in trained for document in group]
         total = sum(document.num_trained for document in documents)
         weights = self._completion_weights(index)
         sums = torch.zeros(6, device=device)
         mismatch = MismatchStats(device, job.mismatch_correction)
+        gap = ForwardGap(device)
         inputs = 0
         for microbatch in self._pack(documents):
             interrupt()
             with self._host.gate.training():
-                reference = None
-                if job.beta > 0:
-                    with torch.no_grad():
-                        reference = self._logprobs(microbatch, with_adapter=False)
+                reference = self._base_logprobs(microbatch) if job.beta > 0 else None
                 logprobs = self._logprobs(microbatch, with_adapter=True)
+                if job.exact_forward:
+                    values = _rows(self._values, microbatch)
+                    gap.add(values, logprobs)
+                    logprobs = with_values(logprobs, values)
                 old, behaviour, recorded = self._past_rows(microbatch, logprobs.detach())
                 lengths = _sizes(microbatch)
                 correction, outside = mismatch_weights(
@@ -182,7 +234,10 @@ class GrpoRun(AdapterRun):
                     [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
                 )
             inputs += microbatch.num_tokens
-        return self._metrics(index, sums.tolist(), total) | mismatch.metrics(), inputs
+        found = self._metrics(index, sums.tolist(), total) | mismatch.metrics()
+        if job.exact_forward:
+            found |= gap.metrics() | timing
+        return found, inputs
 
     def _completion_weights(self, index: int) -> dict[int, float]:
         """By rollout."""
@@ -219,6 +274,13 @@ class GrpoRun(AdapterRun):
             metrics["kl"] = kl
         return metrics
 
+    def _base_logprobs(self, microbatch: Microbatch) -> Tensor:
+        """[N] log-probabilities under the model without adapter, by whoever has those of the policy."""
+        if self._job.exact_forward:
+            return _rows(self._reference, microbatch)
+        with torch.no_grad():
+            return self._logprobs(microbatch, with_adapter=False)
+
     def _logprobs(self, microbatch: Microbatch, *, with_adapter: bool) -> Tensor:
         """[N] log-probabilities of the targets, each at the temperature its rollout was sampled at."""
         hidden = self._scored_hidden(microbatch, self._lora if with_adapter else None)
@@ -238,8 +300,8 @@ class GrpoRun(AdapterRun):
         return logprobs
 
     def _past_rows(self, microbatch: Microbatch, current: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[N] each: log-probabilities of the policy the job starts from as the trainer has them, as the sampler had
-        them (or else the trainer), and whether it was the sampler.
+        """[N] each: log-probabilities of the policy the job starts from as the trainer has them (or the engine, with
+        exact_forward), as the sampler had them (or else the former), and whether it was the sampler.
 
         Where the starting policy has not been scored, ``current`` is it: in the only step of a job of one step; in
         other steps it stands in where nobody reads it.
@@ -262,15 +324,26 @@ class GrpoRun(AdapterRun):
     def state(self) -> RunState:
         """See JobRun.state. The starting policy is gone after the first step: what it said is kept."""
         state = super().state()
-        return RunState(state.tensors | {f"start.{at}": part for at, part in self._start.items()}, state.data)
+        kept = {f"start.{at}": part for at, part in self._start.items()}
+        kept |= {f"reference.{at}": part for at, part in self._reference.items()}
+        return RunState(state.tensors | kept, state.data)
 
     def load_state(self, state: RunState) -> int:
         """See JobRun.load_state."""
         step = super().load_state(state)
-        prefix = "start."
-        kept = {name.removeprefix(prefix): part for name, part in state.tensors.items() if name.startswith(prefix)}
-        self._start = {int(at): part.clone() for at, part in kept.items()}
+        self._start = _by_rollout("start.", state)
+        self._reference = _by_rollout("reference.", state)
         return step
+
+
+def _by_rollout(prefix: str, state: RunState) -> dict[int, Tensor]:
+    kept = {name.removeprefix(prefix): part for name, part in state.tensors.items() if name.startswith(prefix)}
+    return {int(at): part.clone() for at, part in kept.items()}
+
+
+def _rows(values: Mapping[int, Tensor], microbatch: Microbatch) -> Tensor:
+    """[N] those of the microbatch's rollouts."""
+    return torch.cat([values[document.source] for document in microbatch.documents]).to(microbatch.rows.device)
 
 
 def _sizes(microbatch: Microbatch) -> list[int]:

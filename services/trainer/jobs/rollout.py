@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.generate import GenerateSettings, RolloutPrompt
@@ -94,7 +96,7 @@ class RolloutRun(GrpoRun):
             metrics |= self._begin(number, interrupt)
         started = time.perf_counter()
         metrics |= super().step(index, interrupt)
-        metrics["train_seconds"] = time.perf_counter() - started
+        metrics["train_seconds"] = time.perf_counter() - started - metrics.get("replay_seconds", 0.0)
         metrics["round"] = float(number + 1)
         if position + 1 == self._steps_per_round and self._evaluates_after(number):
             metrics |= self._evaluate(interrupt)
@@ -110,6 +112,12 @@ class RolloutRun(GrpoRun):
     @property
     def _steps_on_these(self) -> int:
         return self._steps_per_round
+
+    def _known_values(self, index: int) -> dict[int, Tensor]:
+        """The policy has not changed since it sampled the round: what the engine said then is what it says."""
+        if not self._is_first(index):
+            return {}
+        return {at: one.behaviour for at, one in enumerate(self._rollouts) if one.behaviour is not None}
 
     @property
     def _longest(self) -> int:
@@ -214,7 +222,8 @@ class RolloutRun(GrpoRun):
         """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
         if self._round is None or self._finished >= (self._round.number + 1) * self._steps_per_round:
-            kept = {name: value for name, value in state.tensors.items() if not name.startswith("start.")}
+            gone = ("start.", "reference.")
+            kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
             return RunState(kept, state.data)
         tensors, data = self._round.state()
         return RunState(state.tensors | tensors, {**state.data, "round": data})
@@ -223,10 +232,10 @@ class RolloutRun(GrpoRun):
         """See JobRun.load_state."""
         step = super().load_state(state)
         if "round" in state.data:
-            start = self._start
+            said = self._start, self._reference
             number = int(state.data["round"]["number"])
             self._enter(Round.of_state(state.tensors, state.data["round"], self._chosen(number)))
-            self._start = start
+            self._start, self._reference = said
         return step
 
 

@@ -22,7 +22,7 @@ def launches() -> None:
         rms_norm(x, weight, 1e-6, x, pdl=pdl)
         swiglu(torch.zeros(2, 2 * _INTERMEDIATE, dtype=torch.bfloat16), pdl=pdl)
         gather_tokens(slots, slots, slots, torch.zeros(8, _HIDDEN, dtype=torch.bfloat16))
-    step = torch.zeros(2, 2, dtype=torch.int32)
+    step = torch.zeros(3, 2, dtype=torch.int32)
     table = torch.zeros(4, PARAMETER_WORDS, dtype=torch.int32)
     results = torch.zeros(2, ROW_WORDS, dtype=torch.int32)
     buffers = SamplingBuffers.allocate(2, _VOCAB, "cpu")

@@ -247,7 +247,7 @@ def test_padding_rows_write_nothing(device: torch.device) -> None:
     sampler = fresh(device)
     chunks = [chunk(SamplingParams(seed=1, top_p=0.9, presence_penalty=1.0), 2, [4])]
     logits = random_logits(3, device, 2, 1.0)
-    step = torch.tensor([[2, 0, 0], [1, 0, 0]], dtype=torch.int32, device=device)
+    step = torch.tensor([[2, 0, 0], [1, 0, 0], [-1, -1, -1]], dtype=torch.int32, device=device)
     words = sampler.launch(logits, sampler.prepare(chunks), step).words
     assert_same(sampler.read(words[:1].cpu()), reference(logits[:1], chunks))
     assert sampler.last_tokens.nonzero().flatten().tolist() in ([2], [])
@@ -286,3 +286,46 @@ def test_a_nucleus_that_refuses_most_winners(device: torch.device) -> None:
     expected = reference(logits, chunks)
     for _ in range(2):
         assert_same(run(sampler, logits, chunks), expected)
+
+
+def test_a_given_token_is_scored_as_if_it_had_been_drawn(device: torch.device) -> None:
+    """Bit by bit, whatever else is in the batch; and it is where the next step looks for it."""
+    logits = random_logits(8, device, 31, 2.0)
+    settings: list[dict[str, Any]] = [{"temperature": t} for t in (1.0, 0.7, 0.0, 1.0)]
+    settings += [{"top_p": 0.8}, {"top_k": 9}, {"presence_penalty": 1.0, "top_logprobs": 3}, {"temperature": 1.3}]
+    chunks = [chunk(SamplingParams(seed=i, **f), i + 1, [4]) for i, f in enumerate(settings)]
+    drawn = run(fresh(device), logits, chunks)
+    plain = [row for row, fields in enumerate(settings) if fields.keys() == {"temperature"}]
+    unlikely = int(logits[3].argmin())
+    mixed = list(chunks)
+    for row in plain:
+        token = unlikely if row == 3 else drawn[row].token_id
+        mixed[row] = chunk(SamplingParams.forcing((1, token, 2), settings[row]["temperature"]), row + 1, [1])
+    sampler = fresh(device)
+    found = run(sampler, logits, mixed)
+    assert [a == b for a, b in zip(found, drawn, strict=True)] == [row != 3 for row in range(8)]
+    assert found[3].token_id == unlikely
+    assert found[3].sampling_logprob == pytest.approx(float(logits[3].log_softmax(-1)[unlikely]), abs=2e-5)
+    assert sampler.last_tokens[1:9].tolist() == [token.token_id for token in found]
+    assert_same(found, reference(logits, mixed))
+    # The slots' next requests draw again.
+    assert run(sampler, logits, chunks) == drawn
+
+
+def test_given_tokens_are_taken_in_turn(device: torch.device) -> None:
+    """Steps are prepared before the host knows the tokens of those ahead."""
+    given = (9, EOS, 0, VOCAB - 1)
+    sampler, request = fresh(device), Request("r", (1, 2), SamplingParams.forcing(given, 1.0))
+    for count, token in enumerate(given):
+        pending = Chunk(request, [PENDING if count else 2], 1 + count, [1], 5, True, [], count)
+        logits = random_logits(1, device, count, 1.0)
+        found = sampler.read(sampler.launch(logits, sampler.prepare([pending])).words.cpu())[0]
+        assert (found.token_id, int(sampler.last_tokens[5])) == (token, token)
+        assert found.sampling_logprob == pytest.approx(float(logits[0].log_softmax(-1)[token]), abs=2e-5)
+
+
+def test_a_bad_row_of_a_given_token_is_an_error(device: torch.device) -> None:
+    logits = random_logits(2, device, 1, 1.0)
+    logits[1, 140] = math.nan
+    chunks = [chunk(SamplingParams.forcing((4,), 1.0), slot) for slot in (1, 2)]
+    assert [token.error is None for token in run(fresh(device), logits, chunks)] == [True, False]

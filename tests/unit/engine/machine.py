@@ -27,10 +27,21 @@ def reference(prompt: tuple[int, ...], count: int) -> list[int]:
     return output
 
 
+def answer(asked: Request, count: int) -> list[int]:
+    """The first ``count`` tokens of a request: those it brings, or what a lone one gets."""
+    return list(asked.sampling.forced_ids[:count]) or reference(asked.prompt_token_ids, count)
+
+
+def behind(asked: Request, history: tuple[int, ...]) -> int:
+    """The token of a request behind what it knows."""
+    forced = asked.sampling.forced_ids
+    return forced[len(history) - len(asked.prompt_token_ids)] if forced else next_token(history)
+
+
 def request(name: str, prompt: tuple[int, ...], **changes: object) -> Request:
     sampling = {
         key: changes.pop(key)
-        for key in ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty")
+        for key in ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "forced_ids")
         if key in changes
     }
     return Request(name, prompt, SamplingParams(**sampling), **changes)
@@ -87,7 +98,9 @@ class ToyRunner:
             assert copy.target not in slots
             self.states[copy.target] = self.states[copy.source]
         sampled = [histories for histories in ran if histories]
-        tokens = [SampledToken(next_token(history), -0.5) for histories in sampled for history in histories]
+        asked = [row.request for chunk in plan.chunks for row in chunk.rows]
+        behind_which = [history for histories in sampled for history in histories]
+        tokens = [SampledToken(behind(*row), -0.5) for row in zip(asked, behind_which, strict=True)]
         if not self.config.speculative:
             return StepResult(tokens)
         return StepResult(tokens, [self._guess(histories) for histories in sampled])
@@ -95,8 +108,8 @@ class ToyRunner:
     def _guess(self, histories: list[tuple[int, ...]]) -> int:
         """Right about every other time, sometimes none."""
         history = histories[0]
-        for behind in histories[1:]:
-            history = behind if behind[-1] == next_token(history) else history
+        for longer in histories[1:]:
+            history = longer if longer[-1] == next_token(history) else history
         guess = next_token((*history, next_token(history)))
         return (guess, guess, guess + 1, 1, -1)[hash((history, 17)) % 5]
 
@@ -117,7 +130,7 @@ class ToyRunner:
             assert self._depth > 1
             assert len(output) < chunk.output_count < len(output) + self._depth
             # Those between are in the state already; only the newest enters it now.
-            output = reference(chunk.request.prompt_token_ids, chunk.output_count)
+            output = answer(chunk.request, chunk.output_count)
             assert output[-1] == newest
             token_ids = (newest,)
         else:
@@ -129,6 +142,7 @@ class ToyRunner:
         if chunk.guesses:
             assert chunk.verifies
             assert not chunk.request.sampling.edits_logits
+            assert chunk.request.sampling.guessable
             assert len(output) + 2 <= min(
                 chunk.request.sampling.max_tokens, self.config.max_model_len - len(chunk.request.prompt_token_ids)
             )
@@ -162,5 +176,5 @@ class ToyRunner:
         if not chunk.samples:
             assert chunk.next_id == known[end]
             return []
-        self.last_tokens[chunk.slot] = chunk.request.request_id, next_token(known)
+        self.last_tokens[chunk.slot] = chunk.request.request_id, behind(chunk.request, known)
         return [known[: len(known) - back] for back in range(chunk.guesses, -1, -1)]

@@ -18,7 +18,7 @@ from services.engine.request import AdapterPin, FinishReason
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
-from tests.unit.engine.machine import ToyRunner, reference, request
+from tests.unit.engine.machine import ToyRunner, behind, request
 
 PINS = [AdapterPin(), AdapterPin("a@1", "digest-a", 1)]
 
@@ -129,6 +129,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
             if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
+                with pytest.raises(InvalidRequest):
+                    self.scheduler.add(added)
+                return
+            self.scheduler.add(added)
+            self.requests[added.request_id] = added
+            self.outputs[added.request_id] = []
+            self.live.add(added.request_id)
+
+    @rule(
+        shared=st.sampled_from([1, 3, 12, 24]),
+        given=st.lists(st.integers(0, 49), min_size=1, max_size=12),
+        priority=st.integers(-1, 1),
+        pin=st.sampled_from(PINS),
+        copies=st.integers(1, 3),
+    )
+    def add_forced(self, shared: int, given: list[int], priority: int, pin: AdapterPin, copies: int) -> None:
+        """Requests that bring their tokens, stop tokens among them."""
+        prompt = tuple(position % 4 for position in range(shared))
+        for copy in range(copies):
+            self.added += 1
+            forced = tuple(given[copy:] or given)
+            added = request(
+                f"r{self.added}",
+                prompt,
+                max_tokens=len(forced),
+                ignore_eos=True,
+                forced_ids=forced,
+                priority=priority,
+                pin=pin,
+                arrival=self.added,
+            )
+            size = len(prompt) + len(forced)
+            if size > self.config.max_model_len or size - 1 > self.config.capacity_tokens:
                 with pytest.raises(InvalidRequest):
                     self.scheduler.add(added)
                 return
@@ -274,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             asked, output = self.requests[name], self.outputs[name]
             if update.token is not None:
                 output.append(update.token.token_id)
-                assert output[-1:] == reference((*asked.prompt_token_ids, *output[:-1]), 1)
+                assert output[-1] == behind(asked, (*asked.prompt_token_ids, *output[:-1]))
             if update.finish_reason is None:
                 assert update.token is not None
                 assert not self._stops(name)
@@ -284,6 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert list(update.finished.output_ids) == output
             assert len(update.finished.sampling_logprobs) == len(output)
             assert update.finished.cached_tokens < len(asked.prompt_token_ids)
+            if asked.sampling.forced_ids and update.finish_reason is FinishReason.LENGTH:
+                assert tuple(output) == asked.sampling.forced_ids
             if update.finish_reason is FinishReason.STOP:
                 assert self._stops(name)
             if update.finish_reason is FinishReason.LENGTH:

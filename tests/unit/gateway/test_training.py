@@ -14,6 +14,7 @@ from services.common.errors import NotFound
 from services.common.jobs import GrpoJob
 from services.common.pb import engine_pb2
 from tests.unit.gateway.conftest import MODEL, Running, Starter
+from tests.unit.gateway.fake_engine import FakeEngine
 
 SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "epochs": 2, "learning_rate": 1e-3}
 GRPO = {"adapter": "bot", "prompt": "2+2", "completions": ["4", "5"], "rewards": [1.0, 0.0], "learning_rate": 1e-4}
@@ -318,6 +319,7 @@ def test_kto_refused(http: httpx.Client, change: dict[str, Any], says: str) -> N
         ({"mismatch_cap": 2}, "mismatch_cap would do nothing here"),
         ({"loss_type": "cispo", "clip_low": 0.1}, "clip_low would do nothing here"),
         ({"loss_type": "dr_grpo", "max_completion_length": 1, "completions": ["4", "five"]}, "max_completion_length"),
+        ({"exact_forward": "often"}, "exact_forward"),
     ],
 )
 def test_grpo_settings_refused(http: httpx.Client, change: dict[str, Any], says: str) -> None:
@@ -333,6 +335,36 @@ def test_grpo_settings_are_queued(running: Running, http: httpx.Client) -> None:
     spec = running.queue.specs[job["id"]]
     assert isinstance(spec, GrpoJob)
     assert (spec.scale_rewards, spec.clip_low, spec.mismatch_cap) == ("none", 3e-4, 3.0)
+
+
+def test_exact_forward(running: Running, http: httpx.Client) -> None:
+    """GRPO alone has it; and a correction of what the job samples itself would be void."""
+    job = http.post("/v1/train/grpo", json=GRPO | {"exact_forward": True}).json()
+    spec = running.queue.specs[job["id"]]
+    assert isinstance(spec, GrpoJob)
+    assert spec.exact_forward
+    opd = {"adapter": "bot", "prompts": ["2+2"], "rounds": 1, "max_tokens": 8, "teacher": "base"}
+    assert http.post("/v1/train/opd", json=opd).status_code == 202
+    error = refusal(http.post("/v1/train/opd", json=opd | {"exact_forward": True}))
+    assert "exact_forward" in f"{error['param']} {error['message']}"
+    generate = {"prompts": ["2+2"], "rounds": 1, "max_tokens": 8, "reward": {"type": "regex", "pattern": "4"}}
+    body = {"adapter": "bot", "generate": generate, "exact_forward": True}
+    assert http.post("/v1/train/grpo", json=body).status_code == 202
+    error = refusal(http.post("/v1/train/grpo", json=body | {"mismatch_correction": "token_mask"}))
+    assert "mismatch_correction would do nothing here" in error["message"]
+
+
+def test_exact_forward_needs_room_in_the_engine(start: Starter) -> None:
+    running = start(FakeEngine(max_model_len=40, max_train_tokens=100))
+    completions = [{"token_ids": [1] * size, "reward": size} for size in (10, 11)]
+    body = {"adapter": "bot", "groups": [{"prompt_token_ids": [1] * 30, "completions": completions}]}
+    with httpx.Client(base_url=running.url, timeout=20) as http:
+        assert http.post("/v1/train/grpo", json=body).status_code == 202
+        error = refusal(http.post("/v1/train/grpo", json=body | {"exact_forward": True}))
+        assert error["param"] == "groups[0].completions[1]"
+        assert "41 tokens with its prompt" in error["message"]
+        completions[1]["token_ids"] = [1] * 9
+        assert http.post("/v1/train/grpo", json=body | {"exact_forward": True}).status_code == 202
 
 
 def test_some_groups_may_teach_nothing(http: httpx.Client) -> None:
