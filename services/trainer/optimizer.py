@@ -140,7 +140,7 @@ class AdapterOptimizer(MasterOptimizer):
         Raises:
             InvalidRequest: the gradient is not finite; nothing has been applied.
         """
-        rate = learning_rate(self._settings, self._peak, index, self._total_steps)
+        rate = self._rate(index)
         norm = self.apply(
             learning_rate=rate,
             betas=(self._settings.beta1, self._settings.beta2),
@@ -150,3 +150,10 @@ class AdapterOptimizer(MasterOptimizer):
             what=f"step {index}",
         )
         return {"grad_norm": norm, "learning_rate": rate}
+
+    def rest(self, index: int) -> dict[str, float]:
+        """In the place of step(), where there was nothing to learn from: moments of earlier steps move nothing."""
+        return {"grad_norm": 0.0, "learning_rate": self._rate(index)}
+
+    def _rate(self, index: int) -> float:
+        return learning_rate(self._settings, self._peak, index, self._total_steps)

@@ -226,6 +226,42 @@ def test_a_round_in_which_nothing_is_better_changes_nothing(pod: Pod) -> None:
         assert torch.equal(left, right)
 
 
+def test_a_later_round_in_which_nothing_is_better_changes_nothing(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do moments of the rounds before."""
+    run = prepared(pod, generate={"rounds": 2})
+    run.step(0)
+    before = [parameter.detach().clone() for parameter in run.lora.parameters()]
+    monkeypatch.setattr(run, "_score", lambda prompts, found, interrupt: [1.0] * len(found))
+    metrics = run.step(1)
+    assert metrics["groups_skipped"] == 2
+    assert metrics["learning_rate"] > 0
+    assert all(torch.equal(one, other) for one, other in zip(before, run.lora.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_first_step_that_learns_is_of_the_starting_policy(
+    pod: Pod, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a step without anything to learn from came before it in the round."""
+    settings = {"exact_forward": True} if exact else {"mismatch_correction": "token_truncate"}
+    run = prepared(pod, epochs=2, groups_per_step=1, generate={"rounds": 1}, **settings)
+    # Of the two groups only the second has spread; the round's first step has no group, and its third has none again.
+    monkeypatch.setattr(run, "_score", lambda prompts, found, interrupt: [0.0] * 5 + [1.0] * (len(found) - 5))
+    assert "loss" not in run.step(0)
+    first = run.step(1)
+    assert first["sampler_trainer_logprob_difference"] == (0.0 if exact else pytest.approx(0, abs=1e-4))
+    if exact:
+        assert first["ratio_mean"] == 1.0
+        assert "replay_seconds" not in first
+    else:
+        assert run._start.keys() == {document.source for document in run.batch(1)}
+    assert "loss" not in run.step(2)
+    last = run.step(3)
+    assert abs(last["behaviour_kl"]) > 1e-7
+    if not exact:
+        assert last["mismatch_weight_mean"] == pytest.approx(first["mismatch_weight_mean"], abs=1e-6)
+
+
 def test_prompts_come_each_once_before_one_comes_again(pod: Pod) -> None:
     run = prepared(pod, generate={"rounds": 6})
     chosen = [prompt.token_ids for number in range(6) for prompt in run._chosen(number)]

@@ -187,7 +187,7 @@ class AdapterRun(ABC):
             ) from error
         accumulated = time.perf_counter()
         with self._host.gate.training():
-            metrics |= self._optimizer.step(index)
+            metrics |= self._optimizer.step(index) if tokens else self._optimizer.rest(index)
         self._optimizer_seconds = time.perf_counter() - accumulated
         self._optimizer.zero_grad()
         self._finished = index + 1
@@ -232,7 +232,8 @@ class AdapterRun(ABC):
 
     @abstractmethod
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read."""
+        """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read: with none the
+        adapter stays as it is."""
 
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
         return pack(documents, microbatch_tokens(self._spec, self._host), self._host.model.device)

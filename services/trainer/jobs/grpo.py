@@ -99,8 +99,9 @@ class GrpoRun(AdapterRun):
         return self.total_steps
 
     def _is_first(self, index: int) -> bool:
-        """Whether no step on these rollouts has changed the policy yet."""
-        return index % self._steps_on_these == 0
+        """Whether no step on these rollouts has changed the policy yet: those before had none to learn from."""
+        begin = index - index % self._steps_on_these
+        return not any(self._members(at) for at in range(begin, index))
 
     @property
     def _longest(self) -> int:
