@@ -15,6 +15,7 @@ from torch import Tensor
 from services.adapter_tools.singular import DenseMatrix, leading
 from services.adapter_tools.workshop import ALONE, Workshop
 
+
 @dataclass(frozen=True, slots=True)
 class Factors:
     """The matrix b @ a."""

