@@ -6,8 +6,9 @@ case. With --matrices N only so many layers of each kind of matrix are merged, a
 
 One JSON line a method and number of parents, written to --out as it comes:
 
-- kinds: by module its shape, how many the model has, median seconds of one, relative error of the rank (mean)
-- whole_seconds: of all matrices, counted up
+- kinds: by module its shape, how many the model has, median seconds of one, the same of the processor (of all threads;
+  what others do on the machine is not in it), relative error of the rank (mean)
+- whole_seconds, whole_cpu_seconds: of all matrices, counted up
 - peak_gb: on a GPU the most that was allocated beside the parents, 10⁹ bytes; planned_gb: what a job reserves
 """
 
@@ -76,17 +77,21 @@ def measure(options: argparse.Namespace, method: str, parents: int) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
     for kind, paths in kinds.items():
         shape = target_shapes(config)[paths[0]]
-        seconds, errors = [], []
+        seconds: list[float] = []
+        processor: list[float] = []
+        errors: list[float] = []
         for path in [paths[0], *paths][: 1 + (options.matrices or len(paths))]:  # the first is merged twice: a warm-up
             given = random_parents(shape, parents, options.rank, len(seconds))
-            started = time.perf_counter()
+            started, before = time.perf_counter(), time.process_time()
             merged = merge_layer(path, given, settings, 0, shop)
             seconds.append(time.perf_counter() - started)
+            processor.append(time.process_time() - before)
             errors.append(merged.error)
         found[kind] = {
             "shape": list(shape),
             "count": len(paths),
             "seconds": round(statistics.median(seconds[1:]), 4),
+            "cpu_seconds": round(statistics.median(processor[1:]), 4),
             "error": round(statistics.mean(errors), 5),
         }
     return {
@@ -96,6 +101,7 @@ def measure(options: argparse.Namespace, method: str, parents: int) -> dict[str,
         "threads": torch.get_num_threads(),
         "kinds": found,
         "whole_seconds": round(sum(kind["count"] * kind["seconds"] for kind in found.values()), 1),
+        "whole_cpu_seconds": round(sum(kind["count"] * kind["cpu_seconds"] for kind in found.values()), 1),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
         "planned_gb": max(working_bytes(shape, parents, settings, shop) for shape in target_shapes(config).values())
         / 1e9,

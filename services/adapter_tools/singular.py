@@ -21,8 +21,8 @@ _CONVERGED = {torch.float64: 1e-7, torch.float32: 1e-6}
 """Of the energy that is not captured: what the columns since the last look have added when the iteration ends."""
 _ROUNDING = {torch.float64: 1e-15, torch.float32: 1e-10}
 """Of the whole energy: what the captured energy is exact to."""
-_WHOLE_SHARE = 2
-"""A basis of more than 1 / this of the side costs as much as all eigenvectors."""
+_WHOLE_SHARE = 0.75
+"""Of the side: a larger basis costs as much as all eigenvectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def _iterated(matrix: DenseMatrix, count: int) -> Tensor | None:
     shop, side, device = matrix.shop, matrix.side, matrix.numbers.device
     width = count + _OVERSAMPLING
     look = max(1, _LOOK_COLUMNS // width) * width
-    most = side // _WHOLE_SHARE // width * width
+    most = int(_WHOLE_SHARE * side) // width * width
     if most < 2 * look:
         return None
     energy, captured = matrix.energy(), 0.0
@@ -143,7 +143,8 @@ def _iterated(matrix: DenseMatrix, count: int) -> Tensor | None:
                 vectors = torch.linalg.eigh(projected[:used, :used]).eigenvectors[:, -count:].flip(1)
             vectors = vectors.to(device)
             with shop.turn():
-                return known @ vectors
+                found: Tensor = known @ vectors
+            return found
     return None
 
 

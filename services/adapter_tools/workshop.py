@@ -51,7 +51,7 @@ class Workshop:
         ValueError: a piece of less than one number.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     gate: Gate = field(default_factory=OpenGate)
     numbers: int | None = None
     """Of a piece at most, but at least one row; None: what suits the device."""
