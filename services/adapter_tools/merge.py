@@ -75,7 +75,7 @@ def working_bytes(shape: tuple[int, int], num_parents: int, settings: MergeSetti
     numbers, side = out * width, min(shape)
     count = min(settings.rank or 1, side)
     piece = min(numbers * num_parents, max(shop.piece_numbers, width * num_parents))
-    merging = (4 + 1) * numbers + 4 * 5 * piece
+    merging = (4 + 1) * numbers + 4 * 7 * piece
     # The basis and its products with blocks; or, where that does not end, the Gram matrix and a piece in float64.
     blocks = 8 * 4 * (count + 8) * (out + width)
     finding = 4 * numbers + blocks + 8 * side * side + 8 * min(numbers, max(shop.piece_numbers, width))

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 _NUMBERS = {"cpu": 2**19}
-_NUMBERS_ELSEWHERE = 2**23
-"""Of a piece. On one CPU core a piece's product with 24 columns takes a millisecond, on a GPU all of a 4B model's
-largest matrix a tenth of one."""
+_NUMBERS_ELSEWHERE = 2**21
+"""Of a piece. On one CPU core a piece's product with 24 columns and back takes two milliseconds; on a GPU smaller ones
+would be launches more than work."""
 
 
 class Gate(Protocol):

@@ -168,7 +168,7 @@ class MergeRun:
             try:
                 done[path] = self._merge(path)
             except torch.OutOfMemoryError as error:
-                _give_memory_back(self._shop.device, error)
+                _forget(error)
                 raise DoesNotFit(
                     f"the device ran out of memory while it merged {path}, although the merge's plan of "
                     f"{mib(self._memory)} is within the {mib(self._train_memory)} for training: something else takes "
@@ -224,9 +224,7 @@ def _factors(target: BoundTarget) -> Factors:
     return Factors(target.a.double(), target.b.double() * target.scale)
 
 
-def _give_memory_back(device: torch.device, error: BaseException) -> None:
-    """To the engine beside this job: serving must not be the next to find none."""
-    traceback.clear_frames(error.__traceback__)  # they hold the matrices
+def _forget(error: BaseException) -> None:
+    """What an error's frames hold, for the pod to get back what of it is not the trainer's (ledger.settle)."""
+    traceback.clear_frames(error.__traceback__)
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
