@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.adapter_tools import singular, sparse
 from services.adapter_tools.low_rank import Factors, nearest
@@ -264,6 +265,41 @@ def test_everything_takes_its_turn_in_pieces(method: str, monkeypatch: pytest.Mo
         assert gate.ways >= 7 * pieces, "each pass over the matrix, four blocks at least, gives way after each piece"
     else:
         assert gate.turns == 1
+
+
+class Apart(Workshop):
+    """As on a GPU, whose turn does not cover what the CPU does."""
+
+    def host(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Inside(TorchDispatchMode):
+    """Operators that run inside the gate."""
+
+    def __init__(self, gate: Counter) -> None:
+        super().__init__()
+        self.gate = gate
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.gate.inside:
+            self.names.add(str(function).split(".")[1])
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_in_a_turn_waits_for_a_gpu() -> None:
+    """Numbers asked for, sizes that depend on numbers, decompositions, draws, tensors made of Python's numbers."""
+    gate = Counter()
+    shop = Apart(gate=gate, numbers=50_000)
+    waiting = {"_local_scalar_dense", "nonzero", "index", "masked_select", "lift_fresh", "rand", "randn", "randint"}
+    waiting |= {"linalg_qr", "_linalg_eigh", "linalg_eigvalsh", "_linalg_svd", "sort", "unique"}
+    with Inside(gate) as inside:
+        for method in ("dare_linear", "dare_ties"):
+            merge_layer("x", parents((560, 640)), merge_settings(method), 0, shop)
+        kth_largest_by_bits(torch.rand(30, 40), 17, shop)
+    assert {"mm", "addmm", "where", "relu_"} <= inside.names, "it looks at the right place"
+    assert not inside.names & waiting
 
 
 def test_an_error_leaves_the_gate() -> None:
