@@ -1,8 +1,10 @@
 """Merging adapters of a model's shape: `python -m benchmarks.merge --matrices 1`.
 
 Random adapters on all linear layers, for each method and number of parents. Speed depends on the numbers only through
-how many blocks the search for the best low rank takes: random ones, whose merged entries have no low rank, are the slow
-case. With --matrices N only so many layers of each kind of matrix are merged, and the whole is counted up from them.
+how many columns the search for the nearest matrix of a rank takes. Singular values of the parents fall by --decay from
+one to the next: with 0.75, as trained ones do, the smaller ones drown in what dropping and trimming add, and directions
+of noise must be told apart, which is the slow case; with 1.0 they do not. With --matrices N only so many layers of each
+kind of matrix are merged, and the whole is counted up from them.
 
 One JSON line a method and number of parents, written to --out as it comes:
 
@@ -37,15 +39,16 @@ METHODS = ("weighted", "svd", "ties", "dare_linear", "dare_ties")
 DENSITY = {"ties": 0.2, "dare_linear": 0.5, "dare_ties": 0.5}
 
 
-def random_parents(shape: tuple[int, int], count: int, rank: int, seed: int) -> list[Weighted]:
+def random_parents(shape: tuple[int, int], count: int, rank: int, decay: float, seed: int) -> list[Weighted]:
     """Adapters of one layer, of unequal weights."""
     generator = torch.Generator().manual_seed(seed)
     out, width = shape
+    sizes = decay ** torch.arange(rank, dtype=torch.float64)
     return [
         Weighted(
             Factors(
                 torch.randn(rank, width, generator=generator).double(),
-                torch.randn(out, rank, generator=generator).double() / rank,
+                torch.randn(out, rank, generator=generator).double() * sizes,
             ),
             1.0 / (place + 1),
             place,
@@ -81,7 +84,7 @@ def measure(options: argparse.Namespace, method: str, parents: int) -> dict[str,
         processor: list[float] = []
         errors: list[float] = []
         for path in [paths[0], *paths][: 1 + (options.matrices or len(paths))]:  # the first is merged twice: a warm-up
-            given = random_parents(shape, parents, options.rank, len(seconds))
+            given = random_parents(shape, parents, options.rank, options.decay, len(seconds))
             started, before = time.perf_counter(), time.process_time()
             merged = merge_layer(path, given, settings, 0, shop)
             seconds.append(time.perf_counter() - started)
@@ -98,6 +101,7 @@ def measure(options: argparse.Namespace, method: str, parents: int) -> dict[str,
         "method": method,
         "parents": parents,
         "rank": options.rank,
+        "decay": options.decay,
         "threads": torch.get_num_threads(),
         "kinds": found,
         "whole_seconds": round(sum(kind["count"] * kind["seconds"] for kind in found.values()), 1),
@@ -123,6 +127,7 @@ def main() -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS), help="comma-separated")
     parser.add_argument("--parents", type=lambda text: [int(one) for one in text.split(",")], default=[2, 4])
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--decay", type=float, default=0.75, help="of the parents' singular values")
     parser.add_argument("--matrices", type=int, default=None, help="of each kind; all of them if not given")
     parser.add_argument("--threads", type=int, default=None, help="of the CPU")
     parser.add_argument("--out", type=Path, default=None)
