@@ -67,12 +67,10 @@ def truncated(factors: Factors, rank: int) -> Factors:
 
 
 def nearest(matrix: Tensor, rank: int, shop: Workshop = ALONE) -> Factors:
-    """The nearest matrix of at most ``rank`` to a dense one, its squared distance within a millionth of the smallest
-    possible, of the matrix' own float64; of a float32 matrix also within 1e-9 of its squared norm, see below.
+    """The nearest matrix of at most ``rank`` to a dense one: its squared distance within a millionth of the smallest
+    possible, or within 1e-10 of the matrix' squared norm (of a float64 one 1e-15), which is what rounding hides.
 
-    By the leading singular vectors of its smaller side: a fraction of an SVD's time. Squaring leaves singular values
-    below 1e-8 of the largest undetermined (float32: 1e-4), which is below what float32 factors hold, and below what
-    matters to a matrix that is not of low rank anyway.
+    By the leading singular vectors of its smaller side: a fraction of an SVD's time.
 
     Args:
         matrix: [out, in] float64 or float32, on the shop's device.
