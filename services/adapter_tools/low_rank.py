@@ -1,6 +1,6 @@
 """Matrices as products of thin factors, and the nearest one of a lower rank.
 
-All arithmetic is float64: what a merge loses is what its rank cuts off, and that is reported.
+Factors are float64 on the CPU: what a merge loses is what its rank cuts off, and that is reported.
 """
 
 from __future__ import annotations
@@ -12,14 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_OVERSAMPLING = 8
-"""Vectors of a block beyond those that are asked for."""
-_BLOCKS = 4
-"""Between two looks at how far the iteration is."""
-_CONVERGED = 1e-7
-"""Of the energy that is not captured: what four more blocks have added when the iteration ends."""
-_ROUNDING = 1e-14
-"""Of the whole energy: what the sums above are exact to."""
+from services.adapter_tools.singular import DenseMatrix, leading
+from services.adapter_tools.workshop import ALONE, Workshop
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,56 +66,25 @@ def truncated(factors: Factors, rank: int) -> Factors:
     return _balanced(q_b @ u[:, :kept], sigma[:kept], vh[:kept] @ q_a.T)
 
 
-def nearest(matrix: Tensor, rank: int) -> Factors:
-    """The nearest matrix of at most ``rank`` to a dense [out, in] float64 one, its squared distance within a millionth
-    of the smallest possible.
+def nearest(matrix: Tensor, rank: int, shop: Workshop = ALONE) -> Factors:
+    """The nearest matrix of at most ``rank`` to a dense one: its squared distance within a millionth of the smallest
+    possible, or within 1e-10 of the matrix' squared norm (of a float64 one 1e-15), which is what rounding hides.
 
-    By the leading eigenvectors of the smaller Gram matrix: a fraction of an SVD's time. Squaring leaves singular values
-    below 1e-8 of the largest undetermined, which is far below what float32 factors hold.
+    By the leading singular vectors of its smaller side: a fraction of an SVD's time.
+
+    Args:
+        matrix: [out, in] float64 or float32, on the shop's device.
+        shop: where it is computed.
     """
-    rows, columns = matrix.shape
-    kept = min(rank, rows, columns)
-    if rows <= columns:
-        u = _leading(matrix @ matrix.T, kept)
-        projected = u.T @ matrix
-        sigma = projected.norm(dim=1)
-        return _balanced(u, sigma, _directions(projected, sigma))
-    v = _leading(matrix.T @ matrix, kept)
-    projected = matrix @ v
-    sigma = projected.norm(dim=0)
-    return _balanced(_directions(projected.T, sigma).T, sigma, v.T)
-
-
-def _leading(gram: Tensor, count: int) -> Tensor:
-    """[n, count] eigenvectors of the largest eigenvalues, the largest first.
-
-    Of a large matrix by block Krylov iteration (Musco and Musco, arXiv 1504.05477), until what more it could capture
-    does not matter: for n = 2560 a tenth of the time of all eigenvectors. Always the same start, so the same result.
-    """
-    size = gram.shape[0]
-    width = count + _OVERSAMPLING
-    block = torch.randn(size, width, dtype=gram.dtype, generator=torch.Generator().manual_seed(0))
-    basis = block[:, :0]
-    image = gram @ basis
-    energy, captured = float(gram.diagonal().sum()), 0.0
-    while basis.shape[1] + _BLOCKS * width <= size // 3:
-        for _ in range(_BLOCKS):
-            for _ in range(2):  # the second time removes what rounding left of the basis
-                block = torch.linalg.qr(block - basis @ (basis.T @ block)).Q
-            basis = torch.cat([basis, block], dim=1)
-            block = gram @ block
-            image = torch.cat([image, block], dim=1)
-        found = torch.linalg.eigh(basis.T @ image)
-        before, captured = captured, float(found.eigenvalues[-count:].sum())
-        if captured - before <= _CONVERGED * max(energy - captured, _ROUNDING * energy):
-            leading: Tensor = basis @ found.eigenvectors[:, -count:].flip(1)
-            return leading
-    vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
-    return vectors[:, -count:].flip(1)
-
-
-def _directions(rows: Tensor, lengths: Tensor) -> Tensor:
-    return rows / torch.where(lengths > 0, lengths, 1.0).unsqueeze(1)
+    dense = DenseMatrix(matrix, shop)
+    thin = leading(dense, min(rank, dense.side))
+    with shop.turn():
+        image = dense.across(thin)
+    near, far = thin.cpu(), image.cpu().double()
+    with shop.host():
+        sigma = far.norm(dim=0)
+        far = far / torch.where(sigma > 0, sigma, 1.0)
+        return _balanced(far, sigma, near.T) if dense.tall else _balanced(near, sigma, far.T)
 
 
 def _balanced(u: Tensor, sigma: Tensor, vh: Tensor) -> Factors:

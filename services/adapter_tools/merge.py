@@ -7,12 +7,13 @@ With the parents' deltas D_i = scale_i · B_i A_i and weights w_i, the exact mer
     dare_linear     drop each entry of D_i with probability 1 − density, divide the rest by density; λ Σ w_i D_i
                     (Yu et al., arXiv 2311.03099)
     dare_ties       the same with the election of signs and the mean of ties
-Weighted merges never form a delta: the factors are concatenated. The others do, one layer at a time.
+Weighted merges never form a delta: the factors are concatenated, on the CPU, in float64. The others do, one layer at a
+time, in float32 on the workshop's device.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,21 +21,13 @@ import torch
 from torch import Tensor
 
 from services.adapter_tools.low_rank import Factors, concatenated, nearest, truncated
-from services.common.jobs import MergeSettings
+from services.adapter_tools.sparse import Weighted as Weighted
+from services.adapter_tools.sparse import merged_entries
+from services.adapter_tools.workshop import ALONE, Workshop
+from services.common.jobs import SPARSE_METHODS, MergeSettings
 
-_SIGNS = frozenset(["ties", "dare_ties"])
-"""Methods that elect a sign for each entry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """One parent's delta of a layer."""
-
-    factors: Factors
-    """Its scale included."""
-    weight: float
-    index: int
-    """Its place among the sources, which DARE's random entries depend on."""
+_MARGIN = 1.15
+"""For what is not counted, and for what an allocator rounds up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +42,16 @@ class Merged:
     """‖stored − exact‖ / ‖exact‖, Frobenius; 0 where the exact delta is 0."""
 
 
-def merge_layer(path: str, parents: Sequence[Weighted], settings: MergeSettings, seed: int) -> Merged:
+def merge_layer(
+    path: str, parents: Sequence[Weighted], settings: MergeSettings, seed: int, shop: Workshop = ALONE
+) -> Merged:
     """Merges the deltas of one linear layer.
 
     Args:
         path: of the layer; with ``seed`` and a parent's index it decides which entries DARE drops.
         parents: those that adapt the layer, at least one; all [out, in] alike.
+        shop: where dense deltas are computed, and whose turns everything takes. Results do not depend on it beyond
+            rounding.
 
     Raises:
         ValueError: the parents' shapes differ.
@@ -62,12 +59,27 @@ def merge_layer(path: str, parents: Sequence[Weighted], settings: MergeSettings,
     shapes = {(parent.factors.b.shape[0], parent.factors.a.shape[1]) for parent in parents}
     if len(shapes) != 1:
         raise ValueError(f"{path}: parents of shapes {sorted(shapes)} cannot be merged")
-    if settings.method in ("weighted", "svd"):
-        return _low_rank(parents, settings)
-    exact = _dense(path, parents, settings, seed)
-    stored = nearest(exact, settings.rank or 1).rounded()
-    norm = float(exact.norm())
-    return _result(stored, float((exact - stored.dense()).norm()) / norm if norm > 0 else 0.0)
+    if settings.method not in SPARSE_METHODS:
+        with shop.host():
+            return _low_rank(parents, settings)
+    exact = merged_entries(path, parents, settings, seed, shop)
+    stored = nearest(exact, settings.rank or 1, shop).rounded()
+    return _result(stored, _error(exact, stored, shop))
+
+
+def working_bytes(shape: tuple[int, int], num_parents: int, settings: MergeSettings, shop: Workshop) -> int:
+    """What `merge_layer` has at once of a layer's [out, in] on the shop's device; 0 if it needs the CPU only."""
+    if settings.method not in SPARSE_METHODS:
+        return 0
+    out, width = shape
+    numbers, side = out * width, min(shape)
+    count = min(settings.rank or 1, side)
+    piece = min(numbers * num_parents, max(shop.piece_numbers, width * num_parents))
+    merging = (4 + 1) * numbers + 4 * 7 * piece
+    # The basis and its products with blocks; or, where that does not end, the Gram matrix and a piece in float64.
+    blocks = 8 * 4 * (count + 8) * (out + width)
+    finding = 4 * numbers + blocks + 8 * side * side + 8 * min(numbers, max(shop.piece_numbers, width))
+    return int(_MARGIN * max(merging, finding))
 
 
 def _low_rank(parents: Sequence[Weighted], settings: MergeSettings) -> Merged:
@@ -80,55 +92,17 @@ def _low_rank(parents: Sequence[Weighted], settings: MergeSettings) -> Merged:
     return _result(stored, stored.distance(exact) / norm if norm > 0 else 0.0)
 
 
-def _dense(path: str, parents: Sequence[Weighted], settings: MergeSettings, seed: int) -> Tensor:
-    """The exact merged delta, [out, in] float64. At most four such matrices exist at once, however many parents."""
-
-    density = settings.density if settings.density is not None else 1.0
-    smallest: dict[int, float] = {}
-
-    def sparse(parent: Weighted) -> Tensor:
-        delta = parent.factors.dense()
-        if settings.method == "ties":
-            if parent.index not in smallest:
-                smallest[parent.index] = smallest_kept(delta, density)
-            return torch.where(delta.abs() >= smallest[parent.index], delta, 0.0)
-        return drop(delta, density, _generator(seed, path, parent.index))
-
-    out, width = parents[0].factors.b.shape[0], parents[0].factors.a.shape[1]
-    total = torch.zeros(out, width, dtype=torch.float64)
-    for parent in parents:
-        total += parent.weight * sparse(parent)
-    if settings.method not in _SIGNS:
-        return settings.scale * total
-    elected = total.sign_()
-    agreeing = torch.zeros_like(elected)
-    weights = torch.zeros_like(elected)
-    for parent in parents:  # computed a second time: cheaper than keeping every parent's delta
-        entries = parent.weight * sparse(parent)
-        agrees = (entries.sign() == elected) & (entries != 0)
-        agreeing += entries.mul_(agrees)
-        weights += abs(parent.weight) * agrees
-    return settings.scale * agreeing / torch.where(weights > 0, weights, 1.0)
-
-
-def smallest_kept(delta: Tensor, density: float) -> float:
-    """The magnitude from which an entry is among the largest ``density`` of them; equal entries stay together."""
-    kept = max(1, int(density * delta.numel()))
-    return float(delta.abs().flatten().kthvalue(delta.numel() - kept + 1).values)
-
-
-def drop(delta: Tensor, density: float, generator: torch.Generator) -> Tensor:
-    """Each entry is kept with probability ``density`` and divided by it: the mean over draws is the delta."""
-    if density >= 1:
-        return delta
-    kept = torch.rand(delta.shape, generator=generator, dtype=torch.float64) < density
-    return torch.where(kept, delta / density, 0.0)
-
-
-def _generator(seed: int, path: str, index: int) -> torch.Generator:
-    """Its draws depend on nothing else: not on the order of layers, nor on a restart."""
-    digest = hashlib.sha256(f"{seed}:{path}:{index}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+def _error(exact: Tensor, stored: Factors, shop: Workshop) -> float:
+    a, b = stored.a.float().to(shop.device), stored.b.float().to(shop.device)
+    with shop.turn():
+        missed = torch.zeros((), dtype=torch.float64, device=shop.device)
+        energy = torch.zeros_like(missed)
+        for rows in shop.pieces(exact.shape):
+            difference = torch.addmm(exact[rows], b[rows], a, alpha=-1)
+            missed += torch.linalg.vector_norm(difference, dtype=torch.float64).square()
+            energy += torch.linalg.vector_norm(exact[rows], dtype=torch.float64).square()
+    norm = float(energy)
+    return math.sqrt(float(missed) / norm) if norm > 0 else 0.0
 
 
 def _result(stored: Factors, error: float) -> Merged:

@@ -13,7 +13,7 @@ from services.common.jobs.dpo import DpoExample, DpoJob
 from services.common.jobs.examples import AskedExample, ExampleJob
 from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
 from services.common.jobs.kto import KtoExample, KtoJob
-from services.common.jobs.merge import MergeJob, MergeMethod, MergeSettings, MergeSource
+from services.common.jobs.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
 from services.common.jobs.opd import CHECKPOINT, DistillPrompt, OpdJob
 from services.common.jobs.prompts import SampledPrompt
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
@@ -24,6 +24,7 @@ __all__ = [
     "CHECKPOINT",
     "JOBS",
     "KINDS",
+    "SPARSE_METHODS",
     "AskedExample",
     "Better",
     "DistillPrompt",

@@ -1,17 +1,22 @@
 """Merging adapters as a job: a step is one layer of the model, so it reports, resumes and is cancelled like training.
 
-Everything is computed on the CPU, in this thread, without the compute gate: the engine's device is never asked.
+Factors are small and stay on the CPU. What works on entries of whole matrices (ties, dare) runs on the model's device,
+in pieces through the compute gate; its memory is counted like a training job's. On a GPU without room for it the CPU
+does it, and the job says so.
 """
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
 
 from services.adapter_tools.low_rank import Factors
-from services.adapter_tools.merge import Merged, Weighted, merge_layer
-from services.common.errors import InvalidRequest
+from services.adapter_tools.merge import Merged, Weighted, merge_layer, working_bytes
+from services.adapter_tools.workshop import ALONE, Workshop
+from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import MergeJob
 from services.common.manifest import Lineage, LineageParent
 from services.engine.model.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
@@ -20,6 +25,8 @@ from services.engine.model.lora_params import TrainableTarget
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import spec_digest
 from services.trainer.jobs.base import RunState
+from services.trainer.ledger import Need
+from services.trainer.memory import mib
 from services.trainer.origins import Origin
 
 
@@ -32,6 +39,8 @@ class MergeRun:
         Raises:
             InvalidRequest: the engine could not serve a result of this rank.
             AdapterRejected: a source does not bind to the base model.
+            DoesNotFit: the memory plan of a CPU leaves too little.
+            MemoryTaken: it would fit, but not beside the open sessions.
         """
         if len(sources) != len(spec.sources):
             raise ValueError(f"{len(sources)} adapters given for {len(spec.sources)} sources")
@@ -48,6 +57,30 @@ class MergeRun:
         ]
         self._merged: dict[str, Merged] = {}
         self._check_rank(host.max_lora_rank)
+        self._memory = 0
+        self._shop = self._reserved(host)
+
+    def _reserved(self, host: PolicyHost) -> Workshop:
+        """Where the merge runs, with the memory for its largest layer reserved."""
+        shop = Workshop(host.model.device, host.gate)
+        self._memory = max(self._bytes(path, shop) for layer in self._layers for path in layer)
+        self._train_memory = host.train_memory_bytes
+        if self._memory <= self._train_memory:
+            host.ledger.reserve_job(Need(resident=0, working=self._memory))
+            return shop
+        if shop.device.type != "cpu":
+            return ALONE
+        raise DoesNotFit(
+            f"the merge needs {mib(self._memory)} for its largest layer, and the memory plan leaves "
+            f"{mib(self._train_memory)} for training: merge by weighted or svd, which work on the factors, or give the "
+            "engine more memory for training (TEMPER_TRAIN_MEMORY_BYTES)",
+            param="method",
+        )
+
+    def _bytes(self, path: str, shop: Workshop) -> int:
+        targets = self._targets(path)
+        shape = (targets[0].b.shape[0], targets[0].a.shape[1])
+        return working_bytes(shape, len(targets), self._spec, shop)
 
     def _check_rank(self, highest: int) -> None:
         if self._spec.rank is not None:
@@ -78,7 +111,13 @@ class MergeRun:
             f"{source.weight:g} × {origin.version} (rank {parent.max_rank}, {len(parent.targets)} layers)"
             for source, origin, parent in zip(self._spec.sources, self._origins, self._parents, strict=True)
         ]
-        return (f"merging by {self._spec.method}: " + ", ".join(parts),)
+        said = [f"merging by {self._spec.method}: " + ", ".join(parts)]
+        if self._memory > self._train_memory:
+            said.append(
+                f"on the CPU: the largest layer needs {mib(self._memory)}, and the memory plan leaves "
+                f"{mib(self._train_memory)} of the device for training"
+            )
+        return tuple(said)
 
     @property
     def lora(self) -> LoraParams:
@@ -126,12 +165,17 @@ class MergeRun:
         done: dict[str, Merged] = {}
         for path in self._layers[index]:
             interrupt()
-            parents = [
-                Weighted(_factors(parent.targets[path]), source.weight, place)
-                for place, (parent, source) in enumerate(zip(self._parents, self._spec.sources, strict=True))
-                if path in parent.targets
-            ]
-            done[path] = merge_layer(path, parents, self._spec, self._spec.seed)
+            try:
+                done[path] = self._merge(path)
+            except torch.OutOfMemoryError as error:
+                _forget(error)
+                raise DoesNotFit(
+                    f"the device ran out of memory while it merged {path}, although the merge's plan of "
+                    f"{mib(self._memory)} is within the {mib(self._train_memory)} for training: something else takes "
+                    "more than its share. Give the engine less of the device (TEMPER_MEMORY_FRACTION), or merge by "
+                    "weighted or svd, which need none of it",
+                    param="method",
+                ) from error
         self._merged |= done
         errors = [merged.error for merged in self._merged.values()]
         return {
@@ -139,6 +183,14 @@ class MergeRun:
             "merge_error_max": max(errors),
             "merge_error_mean": sum(errors) / len(errors),
         }
+
+    def _merge(self, path: str) -> Merged:
+        parents = [
+            Weighted(_factors(parent.targets[path]), source.weight, place)
+            for place, (parent, source) in enumerate(zip(self._parents, self._spec.sources, strict=True))
+            if path in parent.targets
+        ]
+        return merge_layer(path, parents, self._spec, self._spec.seed, self._shop)
 
     def state(self) -> RunState:
         """See JobRun.state."""
@@ -170,3 +222,9 @@ class MergeRun:
 
 def _factors(target: BoundTarget) -> Factors:
     return Factors(target.a.double(), target.b.double() * target.scale)
+
+
+def _forget(error: BaseException) -> None:
+    """What an error's frames hold, for the pod to get back what of it is not the trainer's (ledger.settle)."""
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
