@@ -128,7 +128,7 @@ class GrpoRun(AdapterRun):
         found = {}
         for microbatch in self._pack([self._rollouts[at].document for at in wanted]):
             interrupt()
-            with self._host.gate.training(), torch.no_grad():
+            with self._host.gate.training(), self._watch.part("forward"), torch.no_grad():
                 logprobs = self._logprobs(microbatch, with_adapter=True).cpu()
             for document, part in zip(microbatch.documents, torch.split(logprobs, _sizes(microbatch)), strict=True):
                 found[document.source] = part.clone()
@@ -150,33 +150,34 @@ class GrpoRun(AdapterRun):
             with self._host.gate.training():
                 reference = None
                 if job.beta > 0:
-                    with torch.no_grad():
+                    with self._watch.part("reference"), torch.no_grad():
                         reference = self._logprobs(microbatch, with_adapter=False)
-                logprobs = self._logprobs(microbatch, with_adapter=True)
-                old, behaviour, recorded = self._past_rows(microbatch, logprobs.detach())
-                lengths = _sizes(microbatch)
-                correction, outside = mismatch_weights(
-                    old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
-                )
-                # Only of the starting policy do the sampler and the trainer mean the same.
-                if self._is_first(index) or job.mismatch_correction != "none":
-                    mismatch.add(old, behaviour, correction, outside, recorded)
-                part = policy_loss(
-                    logprobs,
-                    behaviour if job.mismatch_correction == "none" else old,
-                    self._per_row(microbatch, [self._rollouts[d.source].advantage for d in microbatch.documents]),
-                    clip_low=job.clip_low,
-                    clip_high=job.clip_high,
-                    total_tokens=total,
-                    reference=reference,
-                    beta=job.beta,
-                    form=surrogate_form(job.loss_type),
-                    lengths=lengths,
-                    cispo_max_ratio=job.cispo_max_ratio,
-                    weights=self._per_row(microbatch, [weights[d.source] for d in microbatch.documents]),
-                    correction=correction,
-                    unbiased_kl=job.unbiased_kl,
-                )
+                with self._watch.part("forward"):
+                    logprobs = self._logprobs(microbatch, with_adapter=True)
+                    old, behaviour, recorded = self._past_rows(microbatch, logprobs.detach())
+                    lengths = _sizes(microbatch)
+                    correction, outside = mismatch_weights(
+                        old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
+                    )
+                    # Only of the starting policy do the sampler and the trainer mean the same.
+                    if self._is_first(index) or job.mismatch_correction != "none":
+                        mismatch.add(old, behaviour, correction, outside, recorded)
+                    part = policy_loss(
+                        logprobs,
+                        behaviour if job.mismatch_correction == "none" else old,
+                        self._per_row(microbatch, [self._rollouts[d.source].advantage for d in microbatch.documents]),
+                        clip_low=job.clip_low,
+                        clip_high=job.clip_high,
+                        total_tokens=total,
+                        reference=reference,
+                        beta=job.beta,
+                        form=surrogate_form(job.loss_type),
+                        lengths=lengths,
+                        cispo_max_ratio=job.cispo_max_ratio,
+                        weights=self._per_row(microbatch, [weights[d.source] for d in microbatch.documents]),
+                        correction=correction,
+                        unbiased_kl=job.unbiased_kl,
+                    )
                 self._backward(part.loss)
                 sums += torch.stack(
                     [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
