@@ -1,4 +1,4 @@
-"""Where the time of a step goes, method by method: `python -m benchmarks.methods --methods sft,dpo,kto,grpo,generate,opd`.
+"""Where a step's time goes, method by method: `python -m benchmarks.methods --methods sft,dpo,kto,grpo,generate,opd`.
 
 Prepared jobs as a pod runs them, on an engine that is otherwise idle: Qwen3.5-4B's shape with random weights (for opd
 it teaches the 0.8B's), rank 16 on all linear layers (opd: q and v), AdamW, microbatches of the default size.
@@ -99,26 +99,20 @@ SMALL = Sizes(examples=4, prompt_tokens=32, new_tokens=24, prompts=2, completion
 
 
 class RandomText:
-    """Text and prompts of random tokens, none of them special; the same for the same seed."""
+    """Text and prompts of random words, each of them a token; the same for the same seed."""
 
     def __init__(self, codec: TextCodec, seed: int = 0) -> None:
         self._codec = codec
         self._random = np.random.default_rng(seed)
-        self._plain = [
-            token
-            for token in range(codec.vocab_size)
-            if token not in codec.special_ids and (text := codec.token_bytes(token)).isascii() and text.isalpha()
-        ]
+        pieces = [(token, codec.token_bytes(token)) for token in range(codec.vocab_size)]
+        # With its space a word is a token of its own whatever it follows.
+        self._words = [token for token, piece in pieces if piece[:1] == b" " and piece[1:].isalpha()]
 
     def prompt(self, tokens: int) -> Prompt:
-        return tuple(self._random.choice(self._plain, tokens).tolist())
+        return tuple(self._random.choice(self._words, tokens).tolist())
 
     def text(self, tokens: int) -> str:
-        """Of so many tokens, or one or two more: put together, pieces may be cut otherwise."""
-        text = ""
-        while (left := tokens - len(self._codec.encode_plain(text))) > 0:
-            text += self._codec.decode(self.prompt(left))
-        return text
+        return self._codec.decode(self.prompt(tokens))
 
 
 def job(kind: str, **fields: Any) -> Spec:
@@ -275,8 +269,7 @@ def methods_pod(model: Path, device: str, sizes: Sizes) -> Iterator[TrainingPod]
         registry_in_memory(),
         max_num_seqs=sizes.prompts * sizes.completions,
         max_lora_rank=RANK,
-        # Text may be a few tokens longer than it should, and ends with one more.
-        max_train_tokens=max(512, 2 * sizes.longest),
+        max_train_tokens=sizes.longest + 1,  # the token that ends a completion
     ) as pod:
         yield pod
 

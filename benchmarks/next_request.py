@@ -37,7 +37,7 @@ class Unheard(AdapterEvents):
 
 def registry_in_memory() -> AdapterRegistry:
     """An empty one, for training_pod()."""
-    return AdapterRegistry(MemoryStore(), "benchmark")
+    return AdapterRegistry(MemoryStore(), "base")
 
 
 class NextRequest:
@@ -60,7 +60,7 @@ class NextRequest:
         """Makes the run's adapter, as it is, a version and has a request that names no version answered by it.
 
         Returns:
-            Seconds: publish (the files into the store), serve (into a slot of the engine), first_token (of the request).
+            Seconds: publish (the files into the store), serve (into a slot of the engine), first_token.
 
         Raises:
             RuntimeError: another version has answered.

@@ -1,4 +1,4 @@
-"""What benchmarks of training jobs share: checkpoints, a pod without its servers, the steps of a job with their parts."""
+"""What benchmarks of training jobs share: checkpoints, a pod without its servers, steps of a job with their parts."""
 
 from __future__ import annotations
 

@@ -62,18 +62,20 @@ def test_from_a_step_to_the_next_request(pod: TrainingPod) -> None:
     assert first_token(pod.engine.loop, prompt, AdapterChoice()) == ""
 
 
-def test_examples_are_of_the_sizes() -> None:
+def test_examples_have_the_sizes() -> None:
     codec = TextCodec.from_directory(TINY)
     jobs = {method: examples_job(method, codec, SIZES, 3) for method in EXAMPLE_METHODS}
     sft, dpo, kto = jobs["sft"], jobs["dpo"], jobs["kto"]
-    assert isinstance(sft, SftJob) and isinstance(dpo, DpoJob) and isinstance(kto, KtoJob)
+    assert isinstance(sft, SftJob)
+    assert isinstance(dpo, DpoJob)
+    assert isinstance(kto, KtoJob)
     assert (len(sft.examples), sft.batch_size) == (len(kto.examples), kto.batch_size) == (6, 2)
     assert (len(dpo.examples), dpo.batch_size) == (3, 1)
     assert [example.label for example in kto.examples] == [True, False] * 3
     for example in sft.examples:
         assert isinstance(example.prompt, str)
-        assert 12 <= len(codec.encode_plain(example.prompt)) <= 14
-        assert 8 <= len(codec.encode_plain(example.completion or "")) <= 10
+        assert len(codec.encode_plain(example.prompt)) == 12
+        assert len(codec.encode_plain(example.completion or "")) == 8
     with pytest.raises(ValueError, match="grpo does not learn from examples"):
         examples_job("grpo", codec, SIZES, 1)
 

@@ -166,7 +166,9 @@ def test_the_start_as_reference(host: TrainingHost) -> None:
     base = prepared(host, "dpo", parent)
     assert abs(base.step(0)["margin"]) > 1e-3
     # A new adapter starts as the base model, and needs no scoring before the first step.
-    assert without_times(prepared(host, "dpo", reference="start").step(0)) == without_times(prepared(host, "dpo").step(0))
+    assert without_times(prepared(host, "dpo", reference="start").step(0)) == without_times(
+        prepared(host, "dpo").step(0)
+    )
 
 
 def test_pairs_that_prefer_nothing_are_named(host: TrainingHost, monkeypatch: pytest.MonkeyPatch) -> None:

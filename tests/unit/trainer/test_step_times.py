@@ -97,6 +97,6 @@ def test_the_parts_of_a_step_are_the_whole(
         assert set(times) == TRAINED | more
         whole = times.pop("train_seconds")
         assert sum(times.values()) == pytest.approx(whole, abs=1e-9)
-        # A piece a layer and tile in either direction; the reference reads what the policy does, or more.
         assert times["optimizer_seconds"] == 10
-        assert min(times.values()) >= 8
+        # Four layers and a tile of the head in either direction.
+        assert min(times.values()) >= 5
