@@ -33,7 +33,6 @@ and of generate also
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -43,7 +42,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks import opd
 from benchmarks.in_process import Prompt, only_warnings
@@ -53,6 +51,7 @@ from benchmarks.training_pod import (
     TrainingPod,
     add_arguments,
     checkpoints,
+    end_job,
     forget_peak,
     measure_steps,
     medians,
@@ -213,7 +212,7 @@ def measure_generate(pod: TrainingPod, sizes: Sizes, steps: int, warm_up: int) -
     found = Steps(seconds, history, peak_gb(pod.host))
     whole = medians([{"seconds": sum(way.values())} for way in ways])["seconds"]
     del run
-    _clear(pod)
+    end_job(pod.host)
     own = own_job(pod, sizes, next_request)
     return {
         "method": "generate",
@@ -244,20 +243,14 @@ def own_job(pod: TrainingPod, sizes: Sizes, next_request: NextRequest) -> dict[s
 
 def _line(found: Steps) -> dict[str, Any]:
     tokens = [step["tokens_per_second"] * step["train_seconds"] for step in found.history]
+    # A round without spread has no loss.
+    losses = [round(step["loss"], 4) for step in found.history if "loss" in step]
     return {
         **found.figures(),
         "tokens_per_step": round(sum(tokens) / len(tokens)),
         "tokens_per_second": round(sum(tokens) / sum(found.seconds)),
-        "loss": [round(step["loss"], 4) for step in (found.history[0], found.history[-1])],
+        "loss": losses[:: max(1, len(losses) - 1)],
     }
-
-
-def _clear(pod: TrainingPod) -> None:
-    """What a job that has ended held on the device is given back."""
-    pod.host.ledger.release_job()
-    gc.collect()
-    if pod.host.model.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -274,8 +267,8 @@ def methods_pod(model: Path, device: str, sizes: Sizes) -> Iterator[TrainingPod]
         yield pod
 
 
-def run(options: argparse.Namespace, methods: Sequence[str], student: Path, teacher: Path) -> None:
-    """Measures methods that share a pod: all but opd, or opd."""
+def measure_together(options: argparse.Namespace, methods: Sequence[str], student: Path, teacher: Path) -> None:
+    """Methods that share a pod: all but opd, or opd. Reports each."""
     only_warnings()
     report = report_to(options)
     small = options.shape == "tiny"
@@ -288,7 +281,7 @@ def run(options: argparse.Namespace, methods: Sequence[str], student: Path, teac
     with methods_pod(student if small else teacher, options.device, sizes) as pod:
         for method in methods:
             report(measure(pod, method, sizes, options.steps, options.warm_up))
-            _clear(pod)
+            end_job(pod.host)
 
 
 def main() -> None:
@@ -306,7 +299,7 @@ def main() -> None:
         for methods in filter(None, (shared, ["opd"] if "opd" in asked else [])):
             # In a process of its own: an engine that has stopped does not leave the device as it was.
             process = multiprocessing.get_context("spawn").Process(
-                target=run, args=(options, methods, student, teacher)
+                target=measure_together, args=(options, methods, student, teacher)
             )
             process.start()
             process.join()

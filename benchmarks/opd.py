@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.in_process import Prompt, only_warnings
-from benchmarks.training_pod import add_arguments, checkpoints, measure_steps, report_to, training_pod
+from benchmarks.training_pod import add_arguments, checkpoints, end_job, measure_steps, report_to, training_pod
 from services.common.jobs import OpdJob
 from services.pod.host import PodHost
 from services.trainer.jobs.opd import OpdRun
@@ -139,6 +139,7 @@ def main() -> None:
         with pod(student, teacher, options.device, longest) as host:
             for workload in chosen:
                 report(measure(host, workload, options.steps, options.warm_up))
+                end_job(host)
         if options.trl:
             from benchmarks.opd_trl import measure_trl
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -172,6 +173,14 @@ def measure_steps(host: PodHost, run: JobRun, warm_up: int) -> Steps:
             seconds.append(took)
             history.append(metrics)
     return Steps(seconds, history, peak_gb(host))
+
+
+def end_job(host: PodHost) -> None:
+    """As the trainer's worker does behind a job: the next one finds the memory of this one free. Nothing of its run may
+    be held any more."""
+    host.ledger.release_job()
+    gc.collect()
+    host.ledger.settle()
 
 
 def forget_peak(host: PodHost) -> None:
