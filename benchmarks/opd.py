@@ -12,7 +12,7 @@ written to --out as it comes:
 
 - step_seconds: median wall time of a step, from sampling to the applied update, the device waited for
 - parts: median seconds of swap (the policy into its slot), rollout, teacher, forward (with the divergence), backward,
-  optimizer
+  optimizer, and other: what is in none of them
 - peak_gb: the most that was allocated on the GPU, 10⁹ bytes, all of the engine included; on a CPU of this process
 - completion_length_mean, loss: of the measured steps
 
@@ -22,12 +22,7 @@ written to --out as it comes:
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import statistics
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,19 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.adapters import GeneratedAdapters
-from benchmarks.environment import environment
-from benchmarks.in_process import Prompt, only_warnings, settings_for
-from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
+from benchmarks.in_process import Prompt, only_warnings
+from benchmarks.training_pod import add_arguments, checkpoints, end_job, measure_steps, report_to, training_pod
 from services.common.jobs import OpdJob
-from services.engine.model.config import ModelConfig
-from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.host import PodHost
-from services.pod.training import pod_host
 from services.trainer.jobs.opd import OpdRun
-from services.trainer.settings import TrainerSettings
 
-PARTS = ("swap", "rollout", "teacher", "forward", "backward", "optimizer")
 RANK, MODULES = 16, ["q_proj", "v_proj"]
 
 
@@ -86,29 +74,9 @@ WORKLOADS = {
 
 
 @contextmanager
-def checkpoints(options: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """Directories of the student and the teacher, written for as long as the block runs where none are named."""
-    if options.student is not None and options.teacher is not None:
-        yield options.student, options.teacher
-        return
-    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        student, teacher = Path(scratch, "student"), Path(scratch, "teacher")
-        if options.shape == "tiny":
-            data = json.loads((TINY / "config.json").read_text())
-            write(teacher, data | {"hidden_size": 2 * data["hidden_size"]}, 1)
-            yield options.student or TINY, options.teacher or teacher
-            return
-        if options.student is None:
-            write(student, config_of("qwen3.5-0.8b"), gentle=True)
-        if options.teacher is None:
-            write(teacher, config_of("qwen3.5-4b"), 1, gentle=True)
-        yield options.student or student, options.teacher or teacher
-
-
-@contextmanager
 def pod(student: Path, teacher: Path, device: str, longest: int) -> Iterator[PodHost]:
-    """A running engine with both models, without gRPC, Redis and an object store."""
-    settings = settings_for(
+    """A running engine with both models."""
+    with training_pod(
         student,
         device,
         teacher_model=teacher,
@@ -116,17 +84,8 @@ def pod(student: Path, teacher: Path, device: str, longest: int) -> Iterator[Pod
         max_lora_rank=RANK,
         max_train_tokens=max(512, longest),
         prefix_cache=False,
-    )
-    use_threads(settings)
-    engine: Engine = build_engine(
-        settings, GeneratedAdapters(ModelConfig.from_directory(student), count=0, rank=1), None
-    )
-    settle()
-    engine.start()
-    try:
-        yield pod_host(settings, TrainerSettings(), engine)
-    finally:
-        engine.stop()
+    ) as made:
+        yield made.host
 
 
 def measure(host: PodHost, workload: Workload, steps: int, warm_up: int) -> dict[str, Any]:
@@ -147,54 +106,24 @@ def measure(host: PodHost, workload: Workload, steps: int, warm_up: int) -> dict
         }
     )
     run = OpdRun.prepare(spec, host, None)
-    cuda = host.model.device.type == "cuda"
-    seconds: list[float] = []
-    history: list[dict[str, float]] = []
-    for index in range(run.total_steps):
-        if index == warm_up and cuda:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        metrics = run.step(index)
-        if cuda:
-            torch.cuda.synchronize()
-        if index >= warm_up:
-            seconds.append(time.perf_counter() - began)
-            history.append(metrics)
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    steps_taken = measure_steps(host, run, warm_up)
+    first, last = steps_taken.history[0], steps_taken.history[-1]
     return {
         "workload": workload.name,
         "by": "temper",
-        "step_seconds": round(statistics.median(seconds), 4),
-        "slowest_seconds": round(max(seconds), 4),
-        "parts": {part: round(_median(history, f"{part}_seconds"), 4) for part in PARTS},
-        "peak_gb": round(peak / 1e9, 2),
-        "completion_length_mean": round(statistics.fmean(step["completion_length_mean"] for step in history), 1),
-        "loss": [round(step["loss"], 4) for step in (history[0], history[-1])],
-        "steps": steps,
+        **steps_taken.figures(),
+        "completion_length_mean": round(steps_taken.mean("completion_length_mean"), 1),
+        "loss": [round(step["loss"], 4) for step in (first, last)],
     }
-
-
-def _median(history: Sequence[dict[str, float]], name: str) -> float:
-    return statistics.median(step[name] for step in history)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="gkd,real", help=f"any of {','.join(WORKLOADS)}")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--shape",
-        choices=("qwen3.5", "tiny"),
-        default="qwen3.5",
-        help=f"qwen3.5: {' teaches '.join(sorted(SHAPES, reverse=True))}",
-    )
-    parser.add_argument("--student", type=Path, help="a checkpoint instead of random weights")
-    parser.add_argument("--teacher", type=Path, help="a checkpoint instead of random weights")
-    parser.add_argument("--scratch", type=Path, help="where random checkpoints are written, 10 GB; default: /tmp")
+    add_arguments(parser)
     parser.add_argument("--steps", type=int, default=16, help="measured")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before them: compiled kernels, captured graphs")
     parser.add_argument("--trl", action="store_true", help="TRL's GKDTrainer, too")
-    parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()
     chosen = [WORKLOADS[name] for name in options.workloads.split(",")]
     if options.shape == "tiny":
@@ -204,20 +133,13 @@ def main() -> None:
 
         check_importable()
     only_warnings()
-    facts = {"shape": options.shape, "device": options.device} | environment()
-
-    def report(line: dict[str, Any]) -> None:
-        text = json.dumps(line | facts)
-        print(text, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(text + "\n")
-
+    report = report_to(options)
     with checkpoints(options) as (student, teacher):
         longest = max(workload.longest + workload.new_tokens for workload in chosen)
         with pod(student, teacher, options.device, longest) as host:
             for workload in chosen:
                 report(measure(host, workload, options.steps, options.warm_up))
+                end_job(host)
         if options.trl:
             from benchmarks.opd_trl import measure_trl
 

@@ -10,6 +10,9 @@ line a case, written to --out as it comes:
 - mfu: 4 · (weights a token passes through) · tokens, plus the attention's products, per second, over 989 TFLOP/s: what
   a forward and the backward in the activations need at least; what is computed again does not count
 - parts: milliseconds of forward, head, backward and optimizer, on the device
+
+What a step of each method spends its time on, rollouts and teachers included, is in benchmarks.methods; training while
+the engine serves in benchmarks.training_beside.
 """
 
 from __future__ import annotations

@@ -146,6 +146,11 @@ def assert_same_gradients(found: Mapping[str, torch.Tensor], model: PeftModel, t
     return differences[worst]
 
 
+def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics without those of the clock."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("_seconds", "tokens_per_second"))}
+
+
 def adapter_state(host: TrainingHost, files: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
     """What a run's adapter has to be loaded with to be that of ``files``."""
     bound = bind_adapter(files, host.model.config, max_rank=host.max_lora_rank)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.names import AdapterVersion
 from services.engine.model.lora import LoraParams
+from services.trainer.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +133,26 @@ class RolloutSource(Protocol):
             InvalidRequest: a completion does not fit, or has a token id outside the vocabulary.
         """
         ...
+
+
+def sample(
+    source: RolloutSource,
+    lora: LoraParams,
+    requests: Sequence[RolloutRequest],
+    sampling: RolloutSampling,
+    watch: Stopwatch,
+    interrupt: Callable[[], None],
+) -> list[Completion]:
+    """Completions by an adapter as it is now, in the parts ``swap`` and ``rollout``. The engine is asked for nothing if
+    there are no requests. Raises like RolloutSource."""
+    with ExitStack() as stack:
+        with watch.waiting("swap"):
+            policy = stack.enter_context(source.policy(lora, interrupt)) if requests else None
+        with watch.waiting("rollout"):
+            return source.generate(requests, sampling, policy, interrupt=interrupt) if requests else []
+
+
+def sampling_rate(completions: Sequence[Completion], watch: Stopwatch) -> dict[str, float]:
+    """The metric of what sample() has brought."""
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return {"rollout_tokens_per_second": tokens / max(watch.waited("rollout"), 1e-9)}

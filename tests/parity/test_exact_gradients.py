@@ -136,6 +136,7 @@ def test_gradients_with_the_engines_values(tmp_path: Path, loss_type: str, limit
     spec |= {"max_tokens_per_microbatch": limit, "exact_forward": True}
     host.rollouts = Scripted(host, says)  # type: ignore[attr-defined]
     run = GrpoRun.prepare(GrpoJob.model_validate(spec), host, adapter)  # type: ignore[arg-type]
+    run._before(0, lambda: None)
     metrics, _ = run._accumulate(0, lambda: None)
     assert host.rollouts.asked == [(True, 7), (False, 7)]  # type: ignore[attr-defined]
     assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-4, abs=1e-6)

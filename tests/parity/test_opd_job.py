@@ -26,10 +26,10 @@ from services.common.text.tokenizer import TOKENIZER_FILES
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.opd import OpdRun
-from tests.parity.test_rollout_job import through_a_checkpoint, without_times
+from tests.parity.test_rollout_job import through_a_checkpoint
 from tests.rollout_support import TINY, MemoryRegistry, Pod, running_pod
 from tests.tokenizer_support import qwen_like_tokenizer
-from tests.training_support import write_checkpoint
+from tests.training_support import without_times, write_checkpoint
 
 LEFT = 0.5
 """Share of the held-out divergence to the teacher that may be left; 0.23, 0.32 and 0.30 with seeds 0, 1 and 2."""
@@ -173,6 +173,9 @@ def test_what_a_step_reports(pod: Pod) -> None:
         assert 0 <= step["teacher_agreement"] <= 1
         assert 1 <= step["completion_length_mean"] <= 10
         assert 0 <= step["truncated_fraction"] <= 1
+        parts = [step[f"{part}_seconds"] for part in ("teacher", "forward", "backward", "optimizer")]
+        assert min(parts) > 0
+        assert sum(parts) <= step["train_seconds"]
 
 
 @pytest.mark.parametrize(("lmbda", "sampled"), [(0.0, 0), (0.4, 200), (1.0, 500)])

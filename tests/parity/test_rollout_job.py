@@ -23,11 +23,11 @@ from services.trainer.jobs.base import RunState
 from services.trainer.jobs.rollout import RolloutRun
 from services.trainer.rewards import Webhooks
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
+from tests.training_support import without_times
 from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
 """What the held-out reward rises by at least; 0.41, 0.52 and 0.41 with seeds 0, 1 and 2."""
-TIMES = ("seconds", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,6 @@ def prepared(pod: Pod, **fields: Any) -> RolloutRun:
     run = prepare_run(job(**fields), pod.host, None)
     assert isinstance(run, RolloutRun)
     return run
-
-
-def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
 
 
 def through_a_checkpoint(state: RunState) -> RunState:
@@ -132,7 +128,9 @@ def test_what_a_round_reports(pod: Pod) -> None:
         assert ("rollout_seconds" in step) == begins
         assert ("swap_seconds" in step) == begins
         assert ("score_seconds" in step) == begins
-        assert step["train_seconds"] > 0
+        parts = [step[f"{part}_seconds"] for part in ("forward", "backward", "optimizer")]
+        assert min(parts) > 0
+        assert sum(parts) <= step["train_seconds"]
         assert 1 <= step["completion_length_mean"] <= 12
         assert 0 <= step["truncated_fraction"] <= 1
         assert step["frac_reward_zero_std"] == step["groups_skipped"] / 2

@@ -23,6 +23,7 @@ from services.trainer.jobs.base import RunState
 from services.trainer.ledger import Need
 from services.trainer.memory import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
+from services.trainer.stopwatch import Stopwatch
 
 _MICROBATCH_TOKENS = {"cpu": 512}
 _MICROBATCH_TOKENS_ELSEWHERE = 2048
@@ -143,8 +144,8 @@ class AdapterRun(ABC):
         self._make_forwards()
         self._finished = 0
         self._num_tokens = 0
-        self._optimizer_seconds = 0.0
-        """Of the newest step."""
+        self._watch = Stopwatch(host.model.device)
+        """Of the step under way."""
 
     @property
     def total_steps(self) -> int:
@@ -172,10 +173,12 @@ class AdapterRun(ABC):
         """See JobRun.step."""
         if index != self._finished or index >= self._total_steps:
             raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
+        self._watch = Stopwatch(self._host.model.device)
+        metrics = self._before(index, interrupt)
         started = time.perf_counter()
         self._optimizer.zero_grad()
         try:
-            metrics, tokens = self._accumulate(index, interrupt)
+            found, tokens = self._accumulate(index, interrupt)
         except torch.OutOfMemoryError as error:
             self._give_memory_back()
             raise DoesNotFit(
@@ -185,15 +188,16 @@ class AdapterRun(ABC):
                 "device (TEMPER_MEMORY_FRACTION)",
                 param="max_tokens_per_microbatch",
             ) from error
-        accumulated = time.perf_counter()
-        with self._host.gate.training():
-            metrics |= self._optimizer.step(index) if tokens else self._optimizer.rest(index)
-        self._optimizer_seconds = time.perf_counter() - accumulated
+        with self._host.gate.training(), self._watch.part("optimizer"):
+            found |= self._optimizer.step(index) if tokens else self._optimizer.rest(index)
         self._optimizer.zero_grad()
         self._finished = index + 1
         self._num_tokens += tokens
+        metrics |= found | self._watch.seconds()
+        seconds = time.perf_counter() - started
+        metrics["train_seconds"] = seconds
         metrics["num_tokens"] = float(self._num_tokens)
-        metrics["tokens_per_second"] = tokens / max(time.perf_counter() - started, 1e-9)
+        metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
         return metrics
 
     def _make_forwards(self) -> None:
@@ -230,17 +234,23 @@ class AdapterRun(ABC):
 
     # -- for the jobs
 
+    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Makes what step ``index`` trains on, where it does not exist yet; returns metrics of it. ``train_seconds``
+        begin behind it."""
+        del index, interrupt
+        return {}
+
     @abstractmethod
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read: with none the
-        adapter stays as it is."""
+        adapter stays as it is. What it computes is in parts of ``_watch``."""
 
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
         return pack(documents, microbatch_tokens(self._spec, self._host), self._host.model.device)
 
     def _backward(self, loss: Tensor) -> None:
         """Adds the gradients of a microbatch, on this thread: the one that holds the gate and gives way."""
-        with torch.autograd.set_multithreading_enabled(False):
+        with self._watch.part("backward"), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(loss)
 
     def _scored_hidden(self, microbatch: Microbatch, lora: LoraParams | None) -> Tensor:

@@ -62,12 +62,14 @@ class DpoRun(PreferenceRun):
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training():
-                logprobs = self._sequence_logprobs(microbatch, self._lora)
-                here = {document.source: value for document, value in zip(microbatch.documents, logprobs, strict=True)}
-                # Where the two completions of a pair do not fit into one microbatch, the one that is elsewhere is a
-                # constant: the pair's loss is taken once for each of them, and each time the gradient is its own.
-                touched = [pair for pair in pairs if any(document.source in here for document in pair)]
-                losses = self._losses({**policy, **here}, references, touched)
+                with self._watch.part("forward"):
+                    logprobs = self._sequence_logprobs(microbatch, self._lora)
+                    sources = [document.source for document in microbatch.documents]
+                    here = dict(zip(sources, logprobs, strict=True))
+                    # Where the two completions of a pair do not fit into one microbatch, the one that is elsewhere is a
+                    # constant: the pair's loss is taken once for each of them, and each time the gradient is its own.
+                    touched = [pair for pair in pairs if any(document.source in here for document in pair)]
+                    losses = self._losses({**policy, **here}, references, touched)
                 self._backward(losses.sum() / len(pairs))
             policy |= by_source(microbatch, logprobs)
         self._keep_references(references)
@@ -77,7 +79,7 @@ class DpoRun(PreferenceRun):
     def _score_start(self, interrupt: Callable[[], None]) -> None:
         """The policy the job starts from is gone after the first step: every document is scored before."""
         everything = self._pack_together([*self._examples, *self._held_out])
-        self._keep_references(self._score(everything, self._lora, interrupt))
+        self._keep_references(self._score(everything, self._lora, interrupt, part="reference"))
 
     def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
         microbatches = self._pack_together(self._held_out)

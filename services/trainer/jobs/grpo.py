@@ -13,7 +13,6 @@ are those of the trainer's forward. See services/trainer/replay.py.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
@@ -149,10 +148,15 @@ class GrpoRun(AdapterRun):
         del index
         return {}
 
-    def _ask_engine(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        metrics = super()._before(index, interrupt)
+        if self._job.exact_forward and self._members(index):
+            self._ask_engine(index, interrupt)
+        return metrics
+
+    def _ask_engine(self, index: int, interrupt: Callable[[], None]) -> None:
         """Gets the values that step ``index`` takes from the engine, and before the first one also what later ones need
         of the policy as it still is. The base never changes: it is asked once, of all rollouts."""
-        started = time.perf_counter()
         trained = {document.source for document in self.batch(index)}
         at_start = set(self._scored_at_start) if self._is_first(index) else set()
         known = self._known_values(index)
@@ -160,13 +164,14 @@ class GrpoRun(AdapterRun):
         self._values = known | self._replay(asked, self._lora, interrupt)
         if at_start:
             self._start = {at: self._values[at] for at in sorted(at_start)}
-        asks_base = self._job.beta > 0 and not self._reference
-        if asks_base:
+        if self._job.beta > 0 and not self._reference:
             self._reference = self._replay(set(self._learnt_from), None, interrupt)
-        return {"replay_seconds": time.perf_counter() - started} if asked or asks_base else {}
 
     def _replay(self, rollouts: Set[int], lora: LoraParams | None, interrupt: Callable[[], None]) -> dict[int, Tensor]:
-        return replay(self._host, [self._rollouts[at] for at in sorted(rollouts)], lora, interrupt)
+        if not rollouts:
+            return {}
+        with self._watch.waiting("replay"):
+            return replay(self._host, [self._rollouts[at] for at in sorted(rollouts)], lora, interrupt)
 
     def _score_start(self, interrupt: Callable[[], None]) -> None:
         """Scores rollouts under the starting policy, before the first step changes it."""
@@ -176,7 +181,7 @@ class GrpoRun(AdapterRun):
         found = {}
         for microbatch in self._pack([self._rollouts[at].document for at in wanted]):
             interrupt()
-            with self._host.gate.training(), torch.no_grad():
+            with self._host.gate.training(), self._watch.part("forward"), torch.no_grad():
                 logprobs = self._logprobs(microbatch, with_adapter=True).cpu()
             for document, part in zip(microbatch.documents, torch.split(logprobs, _sizes(microbatch)), strict=True):
                 found[document.source] = part.clone()
@@ -184,10 +189,7 @@ class GrpoRun(AdapterRun):
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         job, device = self._job, self._host.model.device
-        timing: dict[str, float] = {}
-        if job.exact_forward:
-            timing = self._ask_engine(index, interrupt)
-        elif self._is_first(index):
+        if self._is_first(index) and not job.exact_forward:
             self._score_start(interrupt)
         trained = self._trained(index)
         documents = [document for group in trained for document in group]
@@ -201,35 +203,36 @@ class GrpoRun(AdapterRun):
             interrupt()
             with self._host.gate.training():
                 reference = self._base_logprobs(microbatch) if job.beta > 0 else None
-                logprobs = self._logprobs(microbatch, with_adapter=True)
-                if job.exact_forward:
-                    values = _rows(self._values, microbatch)
-                    gap.add(values, logprobs)
-                    logprobs = with_values(logprobs, values)
-                old, behaviour, recorded = self._past_rows(microbatch, logprobs.detach())
-                lengths = _sizes(microbatch)
-                correction, outside = mismatch_weights(
-                    old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
-                )
-                # Only of the starting policy do the sampler and the trainer mean the same.
-                if self._is_first(index) or job.mismatch_correction != "none":
-                    mismatch.add(old, behaviour, correction, outside, recorded)
-                part = policy_loss(
-                    logprobs,
-                    behaviour if job.mismatch_correction == "none" else old,
-                    self._per_row(microbatch, [self._rollouts[d.source].advantage for d in microbatch.documents]),
-                    clip_low=job.clip_low,
-                    clip_high=job.clip_high,
-                    total_tokens=total,
-                    reference=reference,
-                    beta=job.beta,
-                    form=surrogate_form(job.loss_type),
-                    lengths=lengths,
-                    cispo_max_ratio=job.cispo_max_ratio,
-                    weights=self._per_row(microbatch, [weights[d.source] for d in microbatch.documents]),
-                    correction=correction,
-                    unbiased_kl=job.unbiased_kl,
-                )
+                with self._watch.part("forward"):
+                    logprobs = self._logprobs(microbatch, with_adapter=True)
+                    if job.exact_forward:
+                        values = _rows(self._values, microbatch)
+                        gap.add(values, logprobs)
+                        logprobs = with_values(logprobs, values)
+                    old, behaviour, recorded = self._past_rows(microbatch, logprobs.detach())
+                    lengths = _sizes(microbatch)
+                    correction, outside = mismatch_weights(
+                        old, behaviour, lengths, correction=job.mismatch_correction, cap=job.mismatch_cap
+                    )
+                    # Only of the starting policy do the sampler and the trainer mean the same.
+                    if self._is_first(index) or job.mismatch_correction != "none":
+                        mismatch.add(old, behaviour, correction, outside, recorded)
+                    part = policy_loss(
+                        logprobs,
+                        behaviour if job.mismatch_correction == "none" else old,
+                        self._per_row(microbatch, [self._rollouts[d.source].advantage for d in microbatch.documents]),
+                        clip_low=job.clip_low,
+                        clip_high=job.clip_high,
+                        total_tokens=total,
+                        reference=reference,
+                        beta=job.beta,
+                        form=surrogate_form(job.loss_type),
+                        lengths=lengths,
+                        cispo_max_ratio=job.cispo_max_ratio,
+                        weights=self._per_row(microbatch, [weights[d.source] for d in microbatch.documents]),
+                        correction=correction,
+                        unbiased_kl=job.unbiased_kl,
+                    )
                 self._backward(part.loss)
                 sums += torch.stack(
                     [part.loss.detach(), part.ratio, part.clipped_low, part.clipped_high, part.drift, part.kl]
@@ -237,7 +240,7 @@ class GrpoRun(AdapterRun):
             inputs += microbatch.num_tokens
         found = self._metrics(index, sums.tolist(), total) | mismatch.metrics()
         if job.exact_forward:
-            found |= gap.metrics() | timing
+            found |= gap.metrics()
         return found, inputs
 
     def _completion_weights(self, index: int) -> dict[int, float]:
@@ -279,7 +282,7 @@ class GrpoRun(AdapterRun):
         """[N] log-probabilities under the model without adapter, by whoever has those of the policy."""
         if self._job.exact_forward:
             return _rows(self._reference, microbatch)
-        with torch.no_grad():
+        with self._watch.part("reference"), torch.no_grad():
             return self._logprobs(microbatch, with_adapter=False)
 
     def _logprobs(self, microbatch: Microbatch, *, with_adapter: bool) -> Tensor:

@@ -102,9 +102,10 @@ class KtoRun(PreferenceRun):
         for microbatch in microbatches:
             interrupt()
             with self._host.gate.training():
-                logprobs = self._sequence_logprobs(microbatch, self._lora)
-                log_ratios = logprobs - gathered(references, microbatch.documents)
-                losses = self._losses(log_ratios, microbatch.documents, reference_point)
+                with self._watch.part("forward"):
+                    logprobs = self._sequence_logprobs(microbatch, self._lora)
+                    log_ratios = logprobs - gathered(references, microbatch.documents)
+                    losses = self._losses(log_ratios, microbatch.documents, reference_point)
                 self._backward(losses.sum() / len(documents))
             policy |= by_source(microbatch, logprobs)
         self._keep_references(references)
@@ -124,7 +125,7 @@ class KtoRun(PreferenceRun):
         wrong = mismatched(documents, self._host.max_train_tokens)
         microbatches = self._pack(wrong)
         policy = self._score(microbatches, self._lora, interrupt)
-        reference = self._score(microbatches, None, interrupt)
+        reference = self._score(microbatches, None, interrupt, part="reference")
         return kto_reference_point(gathered(policy, wrong) - gathered(reference, wrong))
 
     def _losses(self, log_ratios: Tensor, documents: Sequence[Document], reference_point: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from services.trainer.jobs.base import RunState
 from services.trainer.jobs.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed
-from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling
+from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.teacher import Teacher
 
@@ -102,17 +102,20 @@ class OpdRun(AdapterRun):
 
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step. An interrupted evaluation leaves the step applied."""
+        metrics = super().step(index, interrupt)
+        number, position = divmod(index, self._steps_per_round)
+        metrics["round"] = float(number + 1)
+        if position + 1 == self._steps_per_round and self._evaluates_after(number):
+            metrics |= self.evaluate(interrupt)
+        return metrics
+
+    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        number, position = divmod(self._finished, self._steps_per_round)
+        number = index // self._steps_per_round
         if index == 0 and self._held_out:
             metrics["eval_divergence_before"] = self.evaluate(interrupt)["eval_divergence"]
         if self._number != number:
             metrics |= self._begin(number, interrupt)
-        metrics |= super().step(index, interrupt)
-        metrics["optimizer_seconds"] = self._optimizer_seconds
-        metrics["round"] = float(number + 1)
-        if position + 1 == self._steps_per_round and self._evaluates_after(number):
-            metrics |= self.evaluate(interrupt)
         return metrics
 
     def batch(self, index: int) -> list[Document]:
@@ -133,7 +136,7 @@ class OpdRun(AdapterRun):
         if not members:
             return metrics, 0
         device = self._host.model.device
-        watch, sums = Stopwatch(device), _Sums()
+        watch, sums = self._watch, _Sums()
         agreement = Agreement(device)
         inputs = 0
         for microbatch in self._pack([lesson.document for lesson in members]):
@@ -149,10 +152,9 @@ class OpdRun(AdapterRun):
                     else:
                         first = index % self._steps_per_round < self._steps_per_epoch
                         loss = self._policy_gradient(microbatch, hidden, own, total, sums, agreement if first else None)
-                with watch.part("backward"):
-                    self._backward(loss)
+                self._backward(loss)
             inputs += microbatch.num_tokens
-        return metrics | sums.means(total) | agreement.metrics() | watch.seconds(), inputs
+        return metrics | sums.means(total) | agreement.metrics(), inputs
 
     def _divergence(self, hidden: Tensor, own: Tensor, total: int, sums: _Sums) -> Tensor:
         found = self._compare(hidden, own)
@@ -226,16 +228,15 @@ class OpdRun(AdapterRun):
     # -- rounds
 
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples a round; the seconds of each part."""
+        """Samples a round; how fast."""
         requests = [
             RolloutRequest(pupil.prompt, sample_seed(self._job.seed, number, place))
             for place, pupil in enumerate(self._chosen(number))
             if drawn(self._job, number, place)
         ]
-        found, seconds = self._sample(requests, self._job.sampling_temperature, interrupt)
+        found = self._sample(requests, self._job.sampling_temperature, self._watch, interrupt)
         self._enter(number, found)
-        tokens = sum(len(one.token_ids) for one in found)
-        return seconds | {"rollout_tokens_per_second": tokens / max(seconds["rollout_seconds"], 1e-9)}
+        return sampling_rate(found, self._watch)
 
     def _enter(self, number: int, found: list[Completion]) -> None:
         """These are the completions that the round sampled, in the order of its places."""
@@ -250,18 +251,14 @@ class OpdRun(AdapterRun):
         return [self._prompts[index] for index in prompts_of_round(number, size, count=count, seed=self._job.seed)]
 
     def _sample(
-        self, requests: Sequence[RolloutRequest], temperature: float, interrupt: Callable[[], None]
-    ) -> tuple[list[Completion], dict[str, float]]:
-        """Completions by the adapter as it is now, and how long it took."""
-        started = swapped = time.perf_counter()
-        found: list[Completion] = []
-        if requests:
-            sampling = RolloutSampling(temperature, self._job.max_tokens, frozenset(self._job.stop_token_ids))
-            with self._host.rollouts.policy(self._lora, interrupt) as policy:
-                swapped = time.perf_counter()
-                found = self._host.rollouts.generate(requests, sampling, policy, interrupt=interrupt)
-        done = time.perf_counter()
-        return found, {"swap_seconds": swapped - started, "rollout_seconds": done - swapped}
+        self,
+        requests: Sequence[RolloutRequest],
+        temperature: float,
+        watch: Stopwatch,
+        interrupt: Callable[[], None],
+    ) -> list[Completion]:
+        sampling = RolloutSampling(temperature, self._job.max_tokens, frozenset(self._job.stop_token_ids))
+        return sample(self._host.rollouts, self._lora, requests, sampling, watch, interrupt)
 
     # -- what is held out
 
@@ -270,7 +267,9 @@ class OpdRun(AdapterRun):
         if self._references:
             return
         prompts = [pupil.prompt for pupil in self._held_out if pupil.completion is None]
-        self._references, _ = self._sample([RolloutRequest(prompt, 0) for prompt in prompts], 0.0, interrupt)
+        requests = [RolloutRequest(prompt, 0) for prompt in prompts]
+        # No part of the step that it happens to fall on.
+        self._references = self._sample(requests, 0.0, Stopwatch(self._host.model.device), interrupt)
 
     def _held_out_documents(self) -> list[Document]:
         references = iter(self._references)

@@ -18,6 +18,7 @@ from services.trainer.jobs.adapter_run import microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import sequence_sums
+from services.trainer.stopwatch import Part
 
 X = TypeVar("X", bound=AskedExample)
 Scores: TypeAlias = dict[int, Tensor]
@@ -83,13 +84,18 @@ class PreferenceRun(ExampleRun):
         return sequence_sums(logprobs, [document.num_trained for document in microbatch.documents])
 
     def _score(
-        self, microbatches: Sequence[Microbatch], lora: LoraParams | None, interrupt: Callable[[], None]
+        self,
+        microbatches: Sequence[Microbatch],
+        lora: LoraParams | None,
+        interrupt: Callable[[], None],
+        *,
+        part: Part = "forward",
     ) -> Scores:
         """Without gradients."""
         scores: Scores = {}
         for microbatch in microbatches:
             interrupt()
-            with self._host.gate.training(), torch.no_grad():
+            with self._host.gate.training(), self._watch.part(part), torch.no_grad():
                 scores |= by_source(microbatch, self._sequence_logprobs(microbatch, lora))
         return scores
 
@@ -107,7 +113,7 @@ class PreferenceRun(ExampleRun):
             for document in microbatch.documents
             if document.source in self._references
         }
-        return self._score(missing, None, interrupt) | known
+        return self._score(missing, None, interrupt, part="reference") | known
 
     def _keep_references(self, scores: Scores) -> None:
         """At the end of a step, so that an interrupted one leaves nothing behind."""

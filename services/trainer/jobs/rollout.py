@@ -24,8 +24,9 @@ from services.trainer.jobs.round import Round, ScoredPrompt
 from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
 from services.trainer.rewards import Rewards, Sample
 from services.trainer.rewards.sample import without_thinking
-from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling
+from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.scored_rollouts import RewardStats, ScoredRollouts, gather
+from services.trainer.stopwatch import Stopwatch
 
 _NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
 
@@ -88,19 +89,21 @@ class RolloutRun(GrpoRun):
 
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step. An interrupted evaluation leaves the step applied."""
-        metrics: dict[str, float] = {}
-        number, position = divmod(self._finished, self._steps_per_round)
-        if index == 0 and self._held_out:
-            metrics["eval_reward_before"] = self._evaluate(interrupt)["eval_reward"]
-        if self._round is None or self._round.number != number:
-            metrics |= self._begin(number, interrupt)
-        started = time.perf_counter()
-        metrics |= super().step(index, interrupt)
-        metrics["train_seconds"] = time.perf_counter() - started - metrics.get("replay_seconds", 0.0)
+        metrics = super().step(index, interrupt)
+        number, position = divmod(index, self._steps_per_round)
         metrics["round"] = float(number + 1)
         if position + 1 == self._steps_per_round and self._evaluates_after(number):
             metrics |= self._evaluate(interrupt)
         return metrics
+
+    def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        number = index // self._steps_per_round
+        if index == 0 and self._held_out:
+            metrics["eval_reward_before"] = self._evaluate(interrupt)["eval_reward"]
+        if self._round is None or self._round.number != number:
+            metrics |= self._begin(number, interrupt)
+        return metrics | super()._before(index, interrupt)
 
     def _members(self, index: int) -> Sequence[Sequence[int]]:
         """An even part of the groups of the round that is under way: how many have spread is not known before."""
@@ -148,28 +151,19 @@ class RolloutRun(GrpoRun):
     # -- rounds
 
     def _begin(self, number: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples and scores a round; the seconds of each part."""
+        """Samples and scores a round; how fast it was sampled."""
         chosen = self._chosen(number)
         requests = [
             RolloutRequest(prompt.token_ids, sample_seed(self._job.seed, number, place, member))
             for place, prompt in enumerate(chosen)
             for member in range(self._generate.completions)
         ]
-        started = time.perf_counter()
-        with self._host.rollouts.policy(self._lora, interrupt) as policy:
-            swapped = time.perf_counter()
-            found = self._sample(requests, policy, self._generate.temperature, interrupt)
-        sampled = time.perf_counter()
+        found = self._sample(requests, self._generate.temperature, self._watch, interrupt)
         prompts = [prompt for prompt in chosen for _ in range(self._generate.completions)]
-        rewards = self._score(prompts, found, interrupt)
-        scored = time.perf_counter()
+        with self._watch.waiting("score"):
+            rewards = self._score(prompts, found, interrupt)
         self._enter(Round(number, self._generate.temperature, chosen, found, rewards))
-        return {
-            "swap_seconds": swapped - started,
-            "rollout_seconds": sampled - swapped,
-            "rollout_tokens_per_second": sum(len(one.token_ids) for one in found) / max(sampled - swapped, 1e-9),
-            "score_seconds": scored - sampled,
-        }
+        return sampling_rate(found, self._watch)
 
     def _enter(self, found: Round) -> None:
         self._use(gather(self._host, self._job, found.groups()))
@@ -182,12 +176,12 @@ class RolloutRun(GrpoRun):
     def _sample(
         self,
         requests: Sequence[RolloutRequest],
-        policy: Policy,
         temperature: float,
+        watch: Stopwatch,
         interrupt: Callable[[], None],
     ) -> list[Completion]:
         sampling = RolloutSampling(temperature, self._generate.max_tokens, frozenset(self._generate.stop_token_ids))
-        return self._host.rollouts.generate(requests, sampling, policy, interrupt=interrupt)
+        return sample(self._host.rollouts, self._lora, requests, sampling, watch, interrupt)
 
     def _score(
         self, prompts: Sequence[ScoredPrompt], found: Sequence[Completion], interrupt: Callable[[], None]
@@ -211,8 +205,8 @@ class RolloutRun(GrpoRun):
         """Mean reward of the greedy answers to the held-out prompts, as ``eval_reward``."""
         started = time.perf_counter()
         requests = [RolloutRequest(prompt.token_ids, 0) for prompt in self._held_out]
-        with self._host.rollouts.policy(self._lora, interrupt) as policy:
-            found = self._sample(requests, policy, 0.0, interrupt)
+        # No part of the step that it happens to fall on.
+        found = self._sample(requests, 0.0, Stopwatch(self._host.model.device), interrupt)
         rewards = self._score(self._held_out, found, interrupt)
         return {"eval_reward": math.fsum(rewards) / len(rewards), "eval_seconds": time.perf_counter() - started}
 

@@ -62,8 +62,9 @@ class SftRun(ExampleRun):
         for microbatch in self._pack(documents):
             interrupt()
             with self._host.gate.training():
-                scores = self._scores(microbatch)
-                part = negative_log_likelihood(scores.logprobs, total)
+                with self._watch.part("forward"):
+                    scores = self._scores(microbatch)
+                    part = negative_log_likelihood(scores.logprobs, total)
                 self._backward(part)
                 loss += part.detach()
                 correct += scores.hits.sum()

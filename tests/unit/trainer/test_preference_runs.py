@@ -16,7 +16,7 @@ from services.trainer.jobs import prepare_run
 from services.trainer.jobs.dpo import DpoRun
 from services.trainer.jobs.kto import KtoRun, mismatched
 from services.trainer.jobs.preference_run import PreferenceRun
-from tests.training_support import CPU, TrainingHost, gradients, random_adapter
+from tests.training_support import CPU, TrainingHost, gradients, random_adapter, without_times
 
 PAIRS = [
     {"prompt": f"What is {n} + {n}?", "chosen": f"The answer is {2 * n}.", "rejected": f"I do not know {n}."}
@@ -27,7 +27,6 @@ RATED = [
     for number, pair in enumerate(PAIRS)
 ]
 SHARED = {"adapter": "a", "batch_size": 3, "learning_rate": 0.01, "lora": {"rank": 4}, "max_tokens_per_microbatch": 128}
-TIMING = {"tokens_per_second", "eval_seconds"}
 
 
 def prepared(host: TrainingHost, kind: str, parent: dict[str, bytes] | None = None, **fields: Any) -> PreferenceRun:
@@ -37,10 +36,6 @@ def prepared(host: TrainingHost, kind: str, parent: dict[str, bytes] | None = No
     run = prepare_run(SPEC.validate_python(SHARED | {"kind": kind, "examples": examples} | fields), host, parent)
     assert isinstance(run, {"dpo": DpoRun, "kto": KtoRun}[kind])
     return run
-
-
-def untimed(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name not in TIMING}
 
 
 def test_dpo_learns_the_preference(host: TrainingHost) -> None:
@@ -56,6 +51,7 @@ def test_dpo_learns_the_preference(host: TrainingHost) -> None:
     assert set(history[0]) == {
         "loss", "rewards_chosen", "rewards_rejected", "margin", "accuracy", "logps_chosen", "logps_rejected",
         "grad_norm", "learning_rate", "num_tokens", "tokens_per_second",
+        "reference_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "train_seconds",
     }  # fmt: skip
     evaluated = [metrics for metrics in history if "eval_loss" in metrics]
     assert len(evaluated) == 6
@@ -119,7 +115,7 @@ def test_resume_at_every_step_is_bitwise(host: TrainingHost, kind: str, stop: in
     second = prepared(host, kind, parent, **fields)
     assert second.load_state(state) == stop
     for index in range(stop, 4):
-        assert untimed(second.step(index)) == untimed(curve[index])
+        assert without_times(second.step(index)) == without_times(curve[index])
     for left, right in zip(straight.lora.parameters(), second.lora.parameters(), strict=True):
         assert torch.equal(left, right)
 
@@ -147,7 +143,7 @@ def test_an_interrupted_step_changes_nothing(host: TrainingHost, kind: str) -> N
         after = run.state()
         assert after.data == before.data
         assert all(torch.equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
-    assert untimed(run.step(1)) == untimed(curve[1])
+    assert without_times(run.step(1)) == without_times(curve[1])
 
 
 def test_the_reference_is_computed_once(host: TrainingHost) -> None:
@@ -170,7 +166,9 @@ def test_the_start_as_reference(host: TrainingHost) -> None:
     base = prepared(host, "dpo", parent)
     assert abs(base.step(0)["margin"]) > 1e-3
     # A new adapter starts as the base model, and needs no scoring before the first step.
-    assert untimed(prepared(host, "dpo", reference="start").step(0)) == untimed(prepared(host, "dpo").step(0))
+    assert without_times(prepared(host, "dpo", reference="start").step(0)) == without_times(
+        prepared(host, "dpo").step(0)
+    )
 
 
 def test_pairs_that_prefer_nothing_are_named(host: TrainingHost, monkeypatch: pytest.MonkeyPatch) -> None:
