@@ -25,6 +25,10 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Without a GPU Triton kernels run in Triton's interpreter; read when the kernels' modules are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# An engine of a test computes on one core, as its test does. By itself it would take all of them, and leave that to the
+# tests after it: with a worker a core, threads that wait for each other burn ten times what the work takes.
+os.environ["TEMPER_TORCH_THREADS"] = "1"
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
