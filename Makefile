@@ -12,6 +12,8 @@ export MYPY_CACHE_DIR := $(CACHE)/mypy
 export RUFF_CACHE_DIR := $(CACHE)/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CACHE)/hypothesis
 export PYTHONUNBUFFERED := 1
+# Otherwise each of the many processes that the tests start would compile all of Temper again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup up demo test lint proto bench clean
 
@@ -20,13 +22,14 @@ help: ## show this list
 
 setup: $(STAMP) ## create .venv with everything pinned in constraints.txt
 
+# Not compiled: most of the packages' 16,000 files are never imported, and the first import compiles the others.
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "error: Temper needs Python 3.11, 3.12 or 3.13, and found none of them on PATH." >&2; \
 		echo "       Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; fi
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (about a minute and 2 GB the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gateway,engine,cli,local,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[gateway,engine,cli,local,dev]'
 	@touch $@
 
 up: setup ## start everything on http://localhost:8420
@@ -38,7 +41,7 @@ demo: setup ## start everything, watch the model learn, stop
 lint: setup ## style, types, generated code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/python proto/generate.py --check
 
 # Three processes for two cores: one has all tests of a whole Temper (tests/conftest.py), the others the rest, of which

@@ -25,22 +25,39 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Without a GPU Triton kernels run in Triton's interpreter; read when the kernels' modules are imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# An engine of a test computes on one core, as its test does. By itself it would take all of them, and leave that to the
+# tests after it: with a worker a core, threads that wait for each other burn ten times what the work takes.
+os.environ["TEMPER_TORCH_THREADS"] = "1"
+
+
+WHOLE = ("tests/e2e/", "tests/conformance/")
+ORDER = (*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests/unit/trainer/")
+"""What takes long comes first, so that at the end of a run no worker is left alone with a long file."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """With `pytest -n`, tests of a whole Temper, whose processes compute on all cores, run one after the other in one
-    worker and share a stack; the other workers take the rest, test by test."""
+    worker and share a stack; the other workers take the rest, file by file: what a file sets up is set up once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneWholeAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "whole" if nodeid.startswith(("tests/e2e/", "tests/conformance/")) else nodeid
+            return "whole" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False  # the order is that of the collection: see ORDER
     return OneWholeAtATime(config, log)
 
 
+def _place(item: pytest.Item) -> int:
+    """Of an item's directory in ORDER; after all of them if it is not there."""
+    return next((place for place, start in enumerate(ORDER) if item.nodeid.startswith(start)), len(ORDER))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` belong to machines with a GPU; elsewhere they are not part of the suite."""
+    """Puts the items into ORDER. Tests marked `cuda` belong to machines with a GPU; elsewhere they are not part of the
+    suite."""
+    items.sort(key=_place)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

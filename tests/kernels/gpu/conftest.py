@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.gpu import interpreter  # noqa: F401
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
