@@ -12,8 +12,13 @@ from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.training.arena import Arena
 from services.pod.gate import Gate
 from services.pod.rollouts import EngineRollouts
+from services.trainer.jobs.adapter_run import USUAL_TOKENS
 from services.trainer.ledger import TrainingLedger
+from services.trainer.memory import Workload, estimate
 from services.trainer.rewards.webhook import Webhooks
+
+_MOST_FOR_GRAPHS = 0.75
+"""Of training's memory, before a job has said what it needs: adapters and heads need some, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,12 @@ class PodHost:
     """Who holds how much of train_memory_bytes."""
 
     def __post_init__(self) -> None:
-        device = self.model.device
-        memory = Arena(device, self.train_memory_bytes) if device.type == "cuda" else None
+        memory = None
+        if self.model.device.type == "cuda":
+            usual = Workload(1, self.max_lora_rank, USUAL_TOKENS, self.model.dtype.itemsize, "none", fused=True)
+            graphs = estimate(self.model.config, usual).captured
+            fits = graphs <= _MOST_FOR_GRAPHS * self.train_memory_bytes
+            memory = Arena(self.model.device, self.train_memory_bytes, graphs if fits else 0)
         object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes, memory))
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:

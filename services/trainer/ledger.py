@@ -61,10 +61,10 @@ class Need:
 
 
 class WorkingMemory(Protocol):
-    """What the bytes are of. Only the trainer's thread begins and ends."""
+    """What the bytes are of. Used by the trainer's thread only."""
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
-        """From now on this thread allocates from it.
+        """Somebody is about to compute.
 
         Args:
             graphs, rest: bytes that an owner needs for captured steps, and for all else.
@@ -73,6 +73,10 @@ class WorkingMemory(Protocol):
         Returns:
             Where to capture steps; None: nowhere.
         """
+        ...
+
+    def out_of_memory(self) -> None:
+        """There was none left in the middle of a step: what nobody uses goes to the device, for serving to have it."""
         ...
 
     def end(self) -> None:
@@ -84,6 +88,9 @@ class HostMemory:
     """Implements WorkingMemory where the trainer allocates as it goes, and captures nothing."""
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> None:
+        """See WorkingMemory."""
+
+    def out_of_memory(self) -> None:
         """See WorkingMemory."""
 
     def end(self) -> None:
@@ -106,8 +113,7 @@ class TrainingLedger:
         self._job_waits = False
 
     def reserve_job(self, need: Need) -> GraphMemory | None:
-        """The running job's; replaces what it had reserved before. By the trainer's thread, which allocates from it
-        from now on.
+        """The running job's; replaces what it had reserved before. By the trainer's thread.
 
         Returns:
             Where to capture steps; None: nowhere, they are to be launched kernel by kernel.
@@ -139,6 +145,10 @@ class TrainingLedger:
         with self._lock:
             if not self._needs:
                 self._memory.end()
+
+    def out_of_memory(self) -> None:
+        """A step of the trainer's thread found no memory, and holds nothing any more."""
+        self._memory.out_of_memory()
 
     def _begun(self, need: Need) -> tuple[Need, GraphMemory | None]:
         graphs = self._memory.begin(need.captured, need.resident + need.working, alone=not self._needs)

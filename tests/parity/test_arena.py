@@ -39,9 +39,15 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def reserved() -> int:
+    """Bytes that torch holds of the device, in all pools."""
+    return torch.cuda.memory_reserved()
+
+
 def test_is_cut_for_who_comes_alone(device: torch.device) -> None:
+    before = reserved()
     arena = Arena(device, 512 * MIB)
-    assert abs(arena.reserved() - 512 * MIB) <= 2 * MIB
+    assert abs(reserved() - before - 512 * MIB) <= 4 * MIB
     assert arena.begin(0, 100 * MIB, alone=True) is None
     kept = torch.zeros(300 * MIB, dtype=torch.uint8, device=device)
     assert arena.begin(200 * MIB, 100 * MIB, alone=False) is None, "somebody's tensors lie there"
@@ -49,25 +55,60 @@ def test_is_cut_for_who_comes_alone(device: torch.device) -> None:
     graphs = arena.begin(200 * MIB, 100 * MIB, alone=True)
     assert graphs is not None
     assert arena.graph_bytes == 200 * MIB
-    assert abs(arena.reserved() - 512 * MIB) <= 4 * MIB
+    # cuBLAS has workspaces of its own, once.
+    after = reserved()
+    assert abs(after - before - 512 * MIB) <= 100 * MIB
     assert arena.begin(150 * MIB, 50 * MIB, alone=False) is graphs
     assert arena.begin(201 * MIB, 50 * MIB, alone=False) is None
     assert arena.begin(100 * MIB, 300 * MIB, alone=True) is graphs, "it fits as it is cut"
-    before = driver_calls()
+    calls = driver_calls()
     made = torch.zeros(250 * MIB, dtype=torch.uint8, device=device)
-    assert driver_calls() == before
+    assert driver_calls() == calls
     del made
-    arena.end()
+    assert arena.begin(300 * MIB, 100 * MIB, alone=True) is graphs, "it grows"
+    assert abs(reserved() - after) <= 40 * MIB
+    del graphs
+    # What needs nearly all of it for the rest has it.
+    assert arena.begin(0, 500 * MIB, alone=True) is None
+    assert arena.graph_bytes == 0
+    assert abs(reserved() - after) <= 40 * MIB
+    assert arena.begin(400 * MIB, 100 * MIB, alone=True) is not None
+    assert abs(reserved() - after) <= 40 * MIB
 
 
-def test_what_was_taken_beyond_it_goes_back(device: torch.device) -> None:
+def test_what_a_shortage_gave_back_is_taken_again(device: torch.device) -> None:
     arena = Arena(device, 128 * MIB)
     arena.begin(0, MIB, alone=True)
+    before = reserved()
     more = torch.zeros(512 * MIB, dtype=torch.uint8, device=device)
-    assert arena.reserved() >= 600 * MIB
+    assert reserved() >= before + 500 * MIB
     del more
+    arena.out_of_memory()
+    assert reserved() <= before - 100 * MIB
     arena.end()
-    assert abs(arena.reserved() - 128 * MIB) <= 4 * MIB
+    assert abs(reserved() - before) <= 8 * MIB
+
+
+@pytest.mark.parametrize("rounds", [3])
+def test_jobs_one_after_the_other(pairs: dict[str, Pair], device: torch.device, rounds: int) -> None:
+    """Each captures anew, after the graphs of the one before are gone; nothing is left of it."""
+    model = Qwen3_5.from_directory(pairs["grouped"].path, dtype="float32", device=device)
+    arena = Arena(device, 1024 * MIB)
+    tokens = torch.arange(120, device=device) % model.config.vocab_size
+    held = []
+    for place in range(rounds):
+        graphs = arena.begin((400, 500, 300)[place] * MIB, 100 * MIB, alone=True)
+        assert graphs is not None
+        lora = LoraParams.create(model.config, LoraSettings(rank=4), device=device)
+        lora.link_gradients()
+        hidden = TrainableForward(model, lora, "none", graphs)(tokens, [120], lambda: None)
+        hidden.sum().backward()
+        assert lora.flat_b.grad is not None
+        assert bool(lora.flat_b.grad.any())
+        del hidden, lora, graphs
+        arena.end()
+        held.append(reserved())
+    assert max(held) - min(held) <= 64 * MIB
 
 
 def test_steps_do_not_ask_the_driver_for_memory(pairs: dict[str, Pair], device: torch.device) -> None:
@@ -109,7 +150,6 @@ def test_steps_do_not_ask_the_driver_for_memory(pairs: dict[str, Pair], device: 
         assert driver_calls() == before
         assert again[-1] < first[0]
         del forward
-    arena.end()
 
 
 # The pod.
@@ -156,10 +196,10 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
 
     beside = [user.submit(prompt, max_tokens=400) for _ in range(4)]
     _, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()
+    held = reserved()
     with monkeypatch.context() as patched:
         patched.setattr(adapter_run, "check_fits", lets_everything_in)
-        torch.cuda.set_per_process_memory_fraction((reserved + 64 * MIB) / total)
+        torch.cuda.set_per_process_memory_fraction((held + 64 * MIB) / total)
         try:
             run = SftRun.prepare(sft(400, max_tokens_per_microbatch=60_000, recompute="none"), host, None)
             with pytest.raises(DoesNotFit, match="ran out of memory in step 0"):
@@ -169,7 +209,7 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
     del run
     host.ledger.release_job()
     host.ledger.settle()
-    assert torch.cuda.memory_reserved() <= reserved + 32 * MIB, "beside the arena there is what the adapter was in"
+    assert abs(reserved() - held) <= 64 * MIB, "what it took beyond is given back, the arena is whole again"
     assert [user.answer(name) for name in beside] == [alone] * 4
 
     after = SftRun.prepare(sft(8), host, None)

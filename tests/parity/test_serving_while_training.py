@@ -45,7 +45,11 @@ def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:
     tokens = torch.randint(0, model.config.vocab_size, (90,), generator=generator)
     with torch.no_grad():
         for parameter in lora.parameters():
-            parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.1).to(model.device, model.dtype)
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            if model.dtype == torch.float64:  # masters are of float32
+                parameter.data = values.to(model.device, model.dtype)
+            else:  # in place: on a GPU products read them where they all lie
+                parameter.copy_(values)
     tokens = tokens.to(model.device)
     for _ in range(steps):
         with gate.training():

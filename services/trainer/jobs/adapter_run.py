@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
 from abc import ABC, abstractmethod
@@ -25,10 +24,10 @@ from services.trainer.memory import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
 from services.trainer.stopwatch import Stopwatch
 
-_MICROBATCH_TOKENS = {"cpu": 512}
-_MICROBATCH_TOKENS_ELSEWHERE = 2048
-"""Where a job does not say: on 2 CPU cores one layer of the tiny model takes 18 ms for 512 tokens and 56 ms for 2048,
-longer than the default goal for the time per output token."""
+_TOKENS_ON_CPU = 512
+USUAL_TOKENS = 2048
+"""Of a microbatch, where a job does not say: on 2 CPU cores one layer of the tiny model takes 18 ms for 512 tokens and
+56 ms for 2048, longer than the default goal for the time per output token."""
 
 
 def microbatch_tokens(spec: JobBase, host: PolicyHost) -> int:
@@ -40,7 +39,7 @@ def chosen_microbatch_tokens(given: int | None, host: PolicyHost) -> int:
     """What was given, or what suits the device."""
     if given is not None:
         return given
-    return _MICROBATCH_TOKENS.get(host.model.device.type, _MICROBATCH_TOKENS_ELSEWHERE)
+    return _TOKENS_ON_CPU if host.model.device.type == "cpu" else USUAL_TOKENS
 
 
 def starting_adapter(lora: LoraSettings, host: PolicyHost, parent: Mapping[str, bytes] | None) -> LoraParams:
@@ -206,11 +205,10 @@ class AdapterRun(ABC):
         self._base_forward = FrozenForward(model, None, self._graphs)
 
     def _give_memory_back(self) -> None:
-        """What this job's steps hold, for the pod to get back what of it is not the trainer's (ledger.settle): serving
-        must not be the next to find none."""
+        """To the device, for the engine beside this job to have it: serving must not be the next to find none."""
         self._optimizer.zero_grad()
         self._make_forwards()
-        gc.collect()  # a traceback's frames hold tensors in circles
+        self._host.ledger.out_of_memory()
 
     def state(self) -> RunState:
         """See JobRun.state."""

@@ -84,6 +84,7 @@ class SessionPolicy:
             self._forget_gradients()
             self._broken = f"forward_backward seq {call.seq} failed"
             if isinstance(error, torch.OutOfMemoryError):
+                self._host.ledger.out_of_memory()
                 raise Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}") from error
 
         try:

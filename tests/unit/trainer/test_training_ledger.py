@@ -105,6 +105,9 @@ class Pools:
         self.begun.append((graphs, rest, alone))
         return "graphs" if 0 < graphs <= self.room else None
 
+    def out_of_memory(self) -> None:
+        """Nothing to give back."""
+
     def end(self) -> None:
         self.ended += 1
 

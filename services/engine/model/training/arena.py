@@ -1,58 +1,75 @@
 """Where training computes on a GPU: its part of the memory plan, taken from the device before anybody needs it.
 
 torch asks the driver for memory as it goes, a call that can hold up every stream of a GPU that serves; and what
-training has not taken yet, something else may take. So all of it is taken once, and cut into two pools:
+training has not taken yet, something else may take. So all of it is taken once, in two parts:
 
-- graphs: what captured steps compute in. Their addresses are theirs for as long as they exist, so nothing else may lie
-  there; all captured steps share it, and only one of them at a time is between its forward and its backward.
-- rest: everything else that the trainer's thread allocates.
+- graphs: a pool that captured steps compute in. Their addresses are theirs for as long as they exist, so nothing else
+  may lie there; all captured steps share it, and only one of them at a time is between its forward and its backward.
+- rest: everything else that the trainer's thread allocates. It lies in torch's own pool, where what one stream has had
+  stays that stream's: the trainer's, and none of the engine's.
 
-How large the first must be depends on the job: it is cut anew when one begins that does not fit, while nothing else
-lives in either.
+How large the first must be depends on the job. It grows, at the cost of the second, when one begins that does not fit,
+while nothing else lives here.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import structlog
 import torch
+from torch import Tensor
+
+from services.engine.model.capture import capturing, no_collection
 
 _SMALL = 2**20
 """Bytes: up to here torch takes memory from pieces of their own, two in each."""
 _SMALL_PIECES = 32
-_SLACK = _SMALL * _SMALL_PIECES
-"""What the pools may grow by before some is given back: more small pieces, round sizes."""
 
 log = structlog.get_logger("trainer")
 
 
 class GraphMemory:
-    """What captured steps share.
+    """What captured steps share: memory that is given back when the last of them and this are gone, in any order.
 
     Args:
-        pool: where their tensors lie.
         stream: what they are captured on; a pool's memory belongs to a stream.
-        apart: entered around captures; inside, this thread allocates from no other pool by itself.
     """
 
-    def __init__(
-        self,
-        pool: torch.cuda.MemPool,
-        stream: torch.cuda.Stream,
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.pool, self.stream, self.apart = pool, stream, apart
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        # Not a torch.cuda.MemPool, whose destructor ends the process if a graph outlives it.
+        self.id = torch.cuda.graph_pool_handle()
+        self.nbytes = 0
+        """Taken ahead of what is captured."""
         self.newest = 0
         """Counts the forwards: what was kept for a backward is that of the newest, whichever step it ran in."""
+        # Keeps the pool in being. Without any graph in it, torch would give its memory back, and version 2.11 captures
+        # into no pool whose graphs are all gone ("use_count > 0").
+        self._anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream), no_collection(), capturing(self._anchor, self.id):
+            torch.zeros(1, device=stream.device)
 
     @classmethod
     def on_demand(cls, device: torch.device) -> GraphMemory:
         """Memory that is taken as steps are captured, where no plan divides the device."""
-        with torch.cuda.device(device):
-            return cls(torch.cuda.MemPool(), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """What this thread allocates inside, on the stream of the captures, lies in the pool."""
+        pool = cast(torch.cuda.MemPool, self)  # of which nothing but the id is asked
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(pool, self.stream.device):
+            yield
+
+    def take(self, nbytes: int) -> None:
+        """Takes so much more from the device."""
+        with self.allocating():
+            _touch(nbytes, self.stream.device)
+        self.nbytes += nbytes
 
 
 class Arena:
@@ -60,99 +77,96 @@ class Arena:
 
     Args:
         nbytes: what the memory plan leaves for training.
+        graphs: of them, what captured steps of the usual job need.
     """
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        if device.type != "cuda" or nbytes < 0:
-            raise ValueError(f"an arena of {nbytes} bytes on {device}")
+    def __init__(self, device: torch.device, nbytes: int, graphs: int = 0) -> None:
+        if device.type != "cuda" or not 0 <= graphs <= nbytes:
+            raise ValueError(f"an arena of {nbytes} bytes, {graphs} for captured steps, on {device}")
         self._device = device
         self.nbytes = nbytes
-        self.graph_bytes = 0
-        """Of them, those for captured steps."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._inside = ExitStack()
-        self._entered = False
         self._graphs: GraphMemory | None = None
-        self._rest: torch.cuda.MemPool | None = None
-        self._cut(0)
+        self._warm = False
+        self._spoilt = False
+        if graphs:
+            self._grow_graphs(graphs)
+        else:
+            self._fill()
+
+    @property
+    def graph_bytes(self) -> int:
+        """Of them, those for captured steps."""
+        return 0 if self._graphs is None else self._graphs.nbytes
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
-        """From now on what this thread allocates lies here.
-
-        Args:
-            graphs, rest: bytes that an owner needs of each.
-            alone: nothing else lives here.
-
-        Returns:
-            Where to capture steps; None if ``graphs`` is 0 or more than there is, which somebody else's tensors may be
-            the reason for.
-        """
-        fits = graphs <= self.graph_bytes and rest <= self.nbytes - self.graph_bytes
-        if alone and not fits and graphs + rest <= self.nbytes:
-            self._leave()
-            self._cut(graphs)
-        self._enter()
+        """See WorkingMemory. None also if ``graphs`` is more than there is, which somebody else's tensors may be the
+        reason for."""
+        self._warm_up()
+        if alone and graphs + rest <= self.nbytes:
+            if rest > self.nbytes - max(self.graph_bytes, graphs):
+                self._drop_graphs()
+            if graphs > self.graph_bytes:
+                self._grow_graphs(graphs)
         return self._graphs if 0 < graphs <= self.graph_bytes else None
 
+    def out_of_memory(self) -> None:
+        """See WorkingMemory."""
+        gc.collect()  # a traceback's frames hold tensors in circles
+        torch.cuda.empty_cache()
+        self._spoilt = True
+
     def end(self) -> None:
-        """Nobody computes any more. What was taken from the device beyond the arena, by a job that needed more than its
-        plan said, is given back."""
-        if not self._entered:
+        """See WorkingMemory. What a shortage gave back to the device is taken again."""
+        if self._spoilt:
+            self._spoilt = False
+            self.out_of_memory()
+            self._spoilt = not self._fill()
+
+    def _warm_up(self) -> None:
+        """What libraries keep for this thread and these streams (cuBLAS: its workspaces) they take now, so that it does
+        not lie in the middle of what is to be given back in one piece."""
+        if self._warm:
             return
-        self._leave()
-        if self.reserved() > self.nbytes + _SLACK:
-            self._cut(self.graph_bytes)
+        self._warm = True
+        for stream in (torch.cuda.current_stream(self._device), self._stream):
+            with torch.cuda.stream(stream):
+                for dtype in (torch.bfloat16, torch.float32):
+                    square = torch.zeros(64, 64, dtype=dtype, device=self._device)
+                    torch.addmm(square, square, square)
 
-    def reserved(self) -> int:
-        """Bytes that both pools hold of the device."""
-        total = 0
-        for pool in [] if self._rest is None or self._graphs is None else [self._rest, self._graphs.pool]:
-            for segment in pool.snapshot():  # type: ignore[no-untyped-call]
-                total += segment["total_size"]
-        return total
+    def _grow_graphs(self, nbytes: int) -> None:
+        torch.cuda.empty_cache()  # the rest, which is taken again
+        if self._graphs is None:
+            self._graphs = GraphMemory(self._stream)
+        self._graphs.take(nbytes - self._graphs.nbytes)
+        self._fill()
 
-    def _enter(self) -> None:
-        if not self._entered and self._rest is not None:
-            self._inside.enter_context(torch.cuda.use_mem_pool(self._rest, self._device))
-            self._entered = True
+    def _drop_graphs(self) -> None:
+        gc.collect()  # a job that failed may live on in its traceback
+        torch.cuda.synchronize(self._device)  # what is given back may still be in use
+        before, held = torch.cuda.memory_reserved(self._device), self.graph_bytes
+        self._graphs = None
+        torch.cuda.empty_cache()
+        if before - torch.cuda.memory_reserved(self._device) < held:
+            log.warning("arena.not_given_back", nbytes=held)
+        self._fill()
 
-    def _leave(self) -> None:
-        self._inside.close()
-        self._entered = False
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """A thread that allocates from two pools takes from whichever it entered first."""
-        entered = self._entered
-        self._leave()
+    def _fill(self) -> bool:
+        """Takes the rest; False if the device has not so much."""
         try:
-            yield
-        finally:
-            if entered:
-                self._enter()
+            _touch(self.nbytes - self.graph_bytes, self._device)
+        except torch.OutOfMemoryError:
+            log.warning("arena.not_filled", nbytes=self.nbytes - self.graph_bytes)
+            return False
+        return True
 
-    def _cut(self, graphs: int) -> None:
-        if self._graphs is not None and self._rest is not None:
-            gc.collect()  # a job that failed may live on in its traceback
-            if self._graphs.pool.use_count() > 1 or self._rest.use_count() > 1:
-                log.warning("arena.in_use", graphs=self.graph_bytes, wanted=graphs)
-                return
-            torch.cuda.synchronize(self._device)  # what is given back may still be read
-            self._graphs = self._rest = None  # which gives it back
-        with torch.cuda.device(self._device):
-            rest, pool = torch.cuda.MemPool(), torch.cuda.MemPool()
-        self._take(rest, self.nbytes - graphs, torch.cuda.current_stream(self._device))
-        self._take(pool, graphs, self._stream)
-        self._rest, self._graphs = rest, GraphMemory(pool, self._stream, self._apart)
-        self.graph_bytes = graphs
 
-    def _take(self, pool: torch.cuda.MemPool, nbytes: int, stream: torch.cuda.Stream) -> None:
-        """One large piece, and some for small tensors, which the pool keeps when they are free again."""
-        if nbytes == 0:
-            return
-        with torch.cuda.use_mem_pool(pool, self._device), torch.cuda.stream(stream):
-            pieces = [_SMALL] * _SMALL_PIECES
-            if nbytes > sum(pieces):
-                pieces.append(nbytes - sum(pieces))
-            held = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in pieces]
-            del held
+def _touch(nbytes: int, device: torch.device) -> None:
+    """Takes one large piece, and some for small tensors, which torch keeps when they are free again: for the stream and
+    the pool that are current."""
+    pieces = [_SMALL] * _SMALL_PIECES if nbytes >= _SMALL * _SMALL_PIECES else []
+    if nbytes > sum(pieces):
+        pieces.append(nbytes - sum(pieces))
+    held: list[Tensor] = [torch.empty(size, dtype=torch.uint8, device=device) for size in pieces]
+    del held

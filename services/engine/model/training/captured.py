@@ -60,10 +60,9 @@ class Chain:
         # Held, because its scratch is what the graphs write to.
         self._trunk = trunk = Trunk(config, weights, inverse, self._documents, adapter)
         memory.stream.wait_stream(torch.cuda.current_stream(device))
-        with memory.apart(), torch.cuda.stream(memory.stream), no_collection():
-            # What it takes the captures take again.
-            with torch.cuda.use_mem_pool(memory.pool, device):
-                self._rehearse(trunk, recompute)
+        with memory.allocating():  # what the captures take again
+            self._rehearse(trunk, recompute)
+        with torch.cuda.stream(memory.stream), no_collection():
             self._hidden = self._capture(trunk, recompute)
         torch.cuda.current_stream(device).wait_stream(memory.stream)
 
@@ -83,7 +82,7 @@ class Chain:
     def _capture(self, trunk: Trunk, recompute: Recompute | None) -> Tensor:
         def graph(into: list[torch.cuda.CUDAGraph]) -> AbstractContextManager[None]:
             into.append(torch.cuda.CUDAGraph())
-            return capturing(into[-1], self._memory.pool.id)
+            return capturing(into[-1], self._memory.id)
 
         everything: list[Kept] = []
         x = hidden = self._grad
