@@ -157,14 +157,21 @@ def _bracket(thin: _Thin, kept: int, numel: int) -> tuple[float, float]:
 
 def kth_largest_by_bits(magnitudes: Tensor, k: int, shop: Workshop) -> Tensor:
     """Exactly the k-th largest of float32 numbers that are not negative, which are ordered as their bits are: bit by
-    bit, without a sort and without a word from the device. Takes a turn."""
+    bit, without a sort and without a word from the device. Takes a turn.
+
+    Args:
+        magnitudes: [out, in].
+    """
     bits = magnitudes.view(torch.int32)
     with shop.turn():
         found = torch.zeros((), dtype=torch.int32, device=bits.device)
         for bit in reversed(range(31)):
             candidate = found | (1 << bit)
-            found = torch.where((bits >= candidate).sum() >= k, candidate, found)
-            shop.give_way()
+            count = torch.zeros((), dtype=torch.int64, device=bits.device)
+            # In pieces, because torch makes 8 bytes of each answer before it counts them.
+            for rows in shop.pieces(bits.shape):
+                count += (bits[rows] >= candidate).sum()
+            found = torch.where(count >= k, candidate, found)
         return found.view(torch.float32)
 
 
