@@ -63,6 +63,10 @@ class Need:
 class WorkingMemory(Protocol):
     """What the bytes are of. Used by the trainer's thread only."""
 
+    def start(self) -> None:
+        """By the trainer's thread, before anything else."""
+        ...
+
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
         """Somebody is about to compute.
 
@@ -86,6 +90,9 @@ class WorkingMemory(Protocol):
 
 class HostMemory:
     """Implements WorkingMemory where the trainer allocates as it goes, and captures nothing."""
+
+    def start(self) -> None:
+        """See WorkingMemory."""
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> None:
         """See WorkingMemory."""
@@ -111,6 +118,10 @@ class TrainingLedger:
         self._lock = threading.Lock()
         self._needs: dict[str, Need] = {}
         self._job_waits = False
+
+    def start(self) -> None:
+        """By the trainer's thread, before anything else."""
+        self._memory.start()
 
     def reserve_job(self, need: Need) -> GraphMemory | None:
         """The running job's; replaces what it had reserved before. By the trainer's thread.

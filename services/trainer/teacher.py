@@ -34,12 +34,12 @@ class Teacher:
         object.__setattr__(self, "forward", FrozenForward(self.model, self.lora, self.memory))
 
     def within(self, memory: GraphMemory | None) -> Teacher:
-        """The same, with its forwards captured in this memory."""
-        return Teacher(self.model, self.lora, memory)
+        """The same on its model's device, with its forwards captured in this memory."""
+        return Teacher(self.model, None if self.lora is None else self.lora.on(self.model.device), memory)
 
     @classmethod
     def of(cls, spec: OpdJob, host: PolicyHost) -> Teacher:
-        """The teacher of a job.
+        """The teacher of a job. Its adapter is on the CPU until it is put `within` the job's memory.
 
         Raises:
             InvalidRequest: the pod has no second checkpoint, or there is no such version.
@@ -61,7 +61,7 @@ class Teacher:
             ) from error
         except AdapterRejected as error:
             raise AdapterRejected(f"teacher: {error.message}", param="teacher") from error
-        return cls(host.model, LoraParams.from_bound(bound, device=host.model.device))
+        return cls(host.model, LoraParams.from_bound(bound))
 
     @property
     def work(self) -> TeacherWork:

@@ -140,6 +140,7 @@ class TrainerWorker:
     # The thread.
 
     def _loop(self) -> None:
+        self._host.ledger.start()
         claims = self._claims
         claims.start()
         while not self._draining.is_set():

@@ -116,6 +116,21 @@ class LoraParams:
             module_prefix=bound.module_prefix,
         )
 
+    def on(self, device: torch.device) -> LoraParams:
+        """The same numbers on a device; itself if they are there. Gradients are not taken along."""
+        if self.flat_a.device == device:
+            return self
+        targets = {
+            path: TrainableTarget(_master(t.a, device), _master(t.b, device), t.alpha, t.scale)
+            for path, t in self.targets.items()
+        }
+        return type(self)(
+            targets,
+            use_rslora=self.use_rslora,
+            target_modules=self.target_modules,
+            module_prefix=self.module_prefix,
+        )
+
     def parameters(self) -> list[Tensor]:
         """All masters, in a fixed order: A then B of each layer."""
         return [tensor for target in self.targets.values() for tensor in (target.a, target.b)]

@@ -43,7 +43,8 @@ def chosen_microbatch_tokens(given: int | None, host: PolicyHost) -> int:
 
 
 def starting_adapter(lora: LoraSettings, host: PolicyHost, parent: Mapping[str, bytes] | None) -> LoraParams:
-    """A new adapter of this shape, or the parent's to continue.
+    """A new adapter of this shape, or the parent's to continue, on the CPU: nothing is taken of the device before it is
+    reserved.
 
     Raises:
         InvalidRequest: the engine could not serve the rank, or a lora field that was given explicitly contradicts
@@ -56,10 +57,10 @@ def starting_adapter(lora: LoraSettings, host: PolicyHost, parent: Mapping[str, 
                 f"lora.rank is {lora.rank}, but the engine serves adapters up to rank {host.max_lora_rank}",
                 param="lora.rank",
             )
-        return LoraParams.create(host.model.config, lora, device=host.model.device)
+        return LoraParams.create(host.model.config, lora)
     bound = bind_adapter(parent, host.model.config, max_rank=host.max_lora_rank)
     _check_agrees(lora, bound)
-    return LoraParams.from_bound(bound, device=host.model.device)
+    return LoraParams.from_bound(bound)
 
 
 def _check_agrees(given: LoraSettings, parent: BoundAdapter) -> None:
@@ -133,7 +134,7 @@ class AdapterRun(ABC):
         self._memory = memory
         self._spec = spec
         self._host = host
-        self._lora = lora
+        self._lora = lora = lora.on(host.model.device)
         self._total_steps = total_steps
         self._notes = tuple(notes)
         lora.link_gradients()

@@ -62,7 +62,7 @@ class SessionPolicy:
     ) -> None:
         self._host = host
         self._shape = shape
-        self.lora = lora
+        self.lora = lora = lora.on(host.model.device)
         lora.link_gradients()
         self.optimizer = MasterOptimizer([lora.flat_a, lora.flat_b])
         self.steps = steps

@@ -101,6 +101,9 @@ class Pools:
         self.begun: list[tuple[int, int, bool]] = []
         self.ended = 0
 
+    def start(self) -> None:
+        """Nothing to prepare."""
+
     def begin(self, graphs: int, rest: int, *, alone: bool) -> Any:
         self.begun.append((graphs, rest, alone))
         return "graphs" if 0 < graphs <= self.room else None

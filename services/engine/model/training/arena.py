@@ -87,22 +87,36 @@ class Arena:
         self.nbytes = nbytes
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: GraphMemory | None = None
-        self._warm = False
+        self._started = False
         self._spoilt = False
         if graphs:
-            self._grow_graphs(graphs)
-        else:
-            self._fill()
+            self._graphs = GraphMemory(self._stream)
+            self._graphs.take(graphs)
+        self._fill()
 
     @property
     def graph_bytes(self) -> int:
         """Of them, those for captured steps."""
         return 0 if self._graphs is None else self._graphs.nbytes
 
+    def start(self) -> None:
+        """See WorkingMemory. What libraries keep for a thread and a stream (cuBLAS: its workspaces) they take now, and
+        not out of the middle of what is to be given back in one piece."""
+        if self._started:
+            return
+        self._started = True
+        torch.cuda.empty_cache()
+        for stream in (torch.cuda.current_stream(self._device), self._stream):
+            with torch.cuda.stream(stream):
+                for dtype in (torch.bfloat16, torch.float32):
+                    square = torch.zeros(64, 64, dtype=dtype, device=self._device)
+                    torch.addmm(square, square, square)
+        self._fill()
+
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
         """See WorkingMemory. None also if ``graphs`` is more than there is, which somebody else's tensors may be the
         reason for."""
-        self._warm_up()
+        self.start()
         if alone and graphs + rest <= self.nbytes:
             if rest > self.nbytes - max(self.graph_bytes, graphs):
                 self._drop_graphs()
@@ -123,34 +137,30 @@ class Arena:
             self.out_of_memory()
             self._spoilt = not self._fill()
 
-    def _warm_up(self) -> None:
-        """What libraries keep for this thread and these streams (cuBLAS: its workspaces) they take now, so that it does
-        not lie in the middle of what is to be given back in one piece."""
-        if self._warm:
-            return
-        self._warm = True
-        for stream in (torch.cuda.current_stream(self._device), self._stream):
-            with torch.cuda.stream(stream):
-                for dtype in (torch.bfloat16, torch.float32):
-                    square = torch.zeros(64, 64, dtype=dtype, device=self._device)
-                    torch.addmm(square, square, square)
-
     def _grow_graphs(self, nbytes: int) -> None:
-        torch.cuda.empty_cache()  # the rest, which is taken again
+        if not self._give_back(self.nbytes - self.graph_bytes):
+            return
         if self._graphs is None:
             self._graphs = GraphMemory(self._stream)
         self._graphs.take(nbytes - self._graphs.nbytes)
         self._fill()
 
     def _drop_graphs(self) -> None:
+        held, self._graphs = self.graph_bytes, None
+        if self._give_back(held):
+            self._fill()
+
+    def _give_back(self, expected: int) -> bool:
+        """Gives everything that is free back to the device; False if that is less than ``expected``, which then is not
+        taken a second time: the plan has it once."""
         gc.collect()  # a job that failed may live on in its traceback
         torch.cuda.synchronize(self._device)  # what is given back may still be in use
-        before, held = torch.cuda.memory_reserved(self._device), self.graph_bytes
-        self._graphs = None
+        before = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
-        if before - torch.cuda.memory_reserved(self._device) < held:
-            log.warning("arena.not_given_back", nbytes=held)
-        self._fill()
+        given = before - torch.cuda.memory_reserved(self._device)
+        if given < 0.9 * expected:
+            log.warning("arena.not_given_back", expected=expected, given=given)
+        return given >= 0.9 * expected
 
     def _fill(self) -> bool:
         """Takes the rest; False if the device has not so much."""
