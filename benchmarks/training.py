@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append each line to this file")
     options = parser.parse_args()
     trainer = Trainer(random_model(options.shape, options.quant), options.rank)
+    torch.cuda.empty_cache()  # what making random weights took
     facts = {"shape": options.shape, "quantization": options.quant, "rank": options.rank} | environment()
     for case in (Case.parse(text) for text in options.cases.split(",")):
         for recompute in options.recompute.split(","):
