@@ -114,7 +114,8 @@ def test_jobs_one_after_the_other(pairs: dict[str, Pair], device: torch.device, 
 def test_steps_do_not_ask_the_driver_for_memory(pairs: dict[str, Pair], device: torch.device) -> None:
     """Captured and launched ones, and their numbers are those of steps without an arena."""
     model = Qwen3_5.from_directory(pairs["grouped"].path, dtype="float32", device=device)
-    arena = Arena(device, 1024 * MIB)
+    graphs = Arena(device, 1024 * MIB).begin(600 * MIB, 300 * MIB, alone=True)
+    assert graphs is not None
     tokens = torch.arange(120, device=device) % model.config.vocab_size
 
     def losses(forward: TrainableForward, lora: LoraParams) -> list[float]:
@@ -138,8 +139,6 @@ def test_steps_do_not_ask_the_driver_for_memory(pairs: dict[str, Pair], device: 
 
     plain = fresh()
     expected = losses(TrainableForward(model, plain, "none"), plain)
-    graphs = arena.begin(600 * MIB, 300 * MIB, alone=True)
-    assert graphs is not None
     for memory in (graphs, None):
         lora = fresh()
         forward = TrainableForward(model, lora, "none", memory)
@@ -199,7 +198,7 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
     held = reserved()
     with monkeypatch.context() as patched:
         patched.setattr(adapter_run, "check_fits", lets_everything_in)
-        torch.cuda.set_per_process_memory_fraction((held + 64 * MIB) / total)
+        torch.cuda.set_per_process_memory_fraction((held + 128 * MIB) / total)
         try:
             run = SftRun.prepare(sft(400, max_tokens_per_microbatch=60_000, recompute="none"), host, None)
             with pytest.raises(DoesNotFit, match="ran out of memory in step 0"):
@@ -209,7 +208,8 @@ def test_out_of_memory_ends_the_job_and_nothing_else(
     del run
     host.ledger.release_job()
     host.ledger.settle()
-    assert abs(reserved() - held) <= 64 * MIB, "what it took beyond is given back, the arena is whole again"
+    # cuBLAS has workspaces for the trainer's streams by now.
+    assert abs(reserved() - held) <= 100 * MIB, "what it took beyond is given back, the arena is whole again"
     assert [user.answer(name) for name in beside] == [alone] * 4
 
     after = SftRun.prepare(sft(8), host, None)

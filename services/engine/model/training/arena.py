@@ -105,13 +105,14 @@ class Arena:
         if self._started:
             return
         self._started = True
-        torch.cuda.empty_cache()
+        whole = self._give_back(self.nbytes - self.graph_bytes)
         for stream in (torch.cuda.current_stream(self._device), self._stream):
             with torch.cuda.stream(stream):
                 for dtype in (torch.bfloat16, torch.float32):
                     square = torch.zeros(64, 64, dtype=dtype, device=self._device)
                     torch.addmm(square, square, square)
-        self._fill()
+        if whole:
+            self._fill()
 
     def begin(self, graphs: int, rest: int, *, alone: bool) -> GraphMemory | None:
         """See WorkingMemory. None also if ``graphs`` is more than there is, which somebody else's tensors may be the
