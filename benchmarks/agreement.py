@@ -19,28 +19,22 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.adapters import GeneratedAdapters
 from benchmarks.environment import environment
-from benchmarks.in_process import only_warnings, settings_for
+from benchmarks.in_process import only_warnings
 from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
+from benchmarks.training_pod import training_pod
 from services.common.jobs import LoraSettings
-from services.engine.model.config import ModelConfig
 from services.engine.model.lora import LoraParams
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.pod.engine import build_engine, settle, use_threads
 from services.pod.host import PodHost
-from services.pod.training import pod_host
 from services.trainer.data import Microbatch, completion_document, pack
 from services.trainer.rollouts import RolloutRequest, RolloutSampling
-from services.trainer.settings import TrainerSettings
 
 RANK = 16
 
@@ -114,23 +108,6 @@ def _read(host: PodHost, model: Qwen3_5, lora: LoraParams, microbatch: Microbatc
         return model.token_logprobs(hidden.index_select(0, microbatch.rows), microbatch.targets).cpu()
 
 
-@contextmanager
-def pod(model: Path, device: str, longest: int, **options: Any) -> Iterator[PodHost]:
-    """A running engine without gRPC, Redis and an object store."""
-    settings = settings_for(
-        model, device, max_lora_rank=RANK, max_train_tokens=max(512, longest), prefix_cache=False, **options
-    )
-    use_threads(settings)
-    registry = GeneratedAdapters(ModelConfig.from_directory(model), count=0, rank=1)
-    engine = build_engine(settings, registry, None)
-    settle()
-    engine.start()
-    try:
-        yield pod_host(settings, TrainerSettings(), engine)
-    finally:
-        engine.stop()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -151,7 +128,9 @@ def main() -> None:
             if path.parent == Path(scratch):
                 write(path, config_of(options.shape) | {"tie_word_embeddings": weights == "sharp"}, gentle=True)
             # Half of a GPU, for the weights in float32 to have room.
-            with pod(path, options.device, longest, memory_fraction=0.5) as host:
+            limits = {"max_lora_rank": RANK, "max_train_tokens": max(512, longest), "prefix_cache": False}
+            with training_pod(path, options.device, memory_fraction=0.5, **limits) as pod:
+                host = pod.host
                 exact = Qwen3_5.from_directory(path, dtype=torch.float32, device=options.device)
                 if weights == "sharp":
                     for model in (host.model, exact):

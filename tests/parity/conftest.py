@@ -1,7 +1,8 @@
-"""One random checkpoint a configuration, made once."""
+"""One random checkpoint a configuration, made once; one engine a file of tests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from services.engine.model.qwen3_5 import Qwen3_5
 from tests.parity.reference import CONFIGS, make_checkpoint
+from tests.rollout_support import Pod, running_pod
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,17 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         reference = make_checkpoint(name, path)
         made[name] = Pair(path, reference, Qwen3_5.from_directory(path, dtype="float32", device="cpu"))
     return made
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Pod]:
+    """An engine of the tiny trained model with its trainer's host, for all tests of a file."""
+    with running_pod() as pod:
+        yield pod
+
+
+@pytest.fixture
+def pod(shared: Pod) -> Iterator[Pod]:
+    """The same, of which a test has to leave nothing behind."""
+    yield shared
+    shared.settle()

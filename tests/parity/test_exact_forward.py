@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,18 +24,6 @@ SHORT = RolloutSampling(3.0, 12)
 SPREAD = {"rounds": 2, "completions": 8, "temperature": 3.0}
 """Enough completions that no group's rewards are all equal, so that every step has something to learn."""
 AGREEMENT = ("sampler_trainer_logprob_difference", "sampler_trainer_kl", "sampler_trainer_ratio_outside")
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Pod]:
-    with running_pod() as pod:
-        yield pod
-
-
-@pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
-    yield shared
-    shared.settle()
 
 
 def sampling(pod: Pod, **fields: Any) -> RolloutRun:

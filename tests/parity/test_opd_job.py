@@ -73,12 +73,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
         yield pod
 
 
-@pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
-    yield shared
-    shared.settle()
-
-
 def asked(count: int, *, held_out: bool = False, answers: bool = False) -> list[dict[str, Any]]:
     return [
         {"messages": list(item.messages)} | ({"completion": item.answer} if answers else {})

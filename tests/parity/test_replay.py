@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,18 +19,6 @@ from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 HOT = RolloutSampling(3.0, 24, frozenset(range(5, 400, 15)))
 """Some end early."""
 WARM = RolloutSampling(1.3, 24)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Pod]:
-    with running_pod() as pod:
-        yield pod
-
-
-@pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
-    yield shared
-    shared.settle()
 
 
 def again(

@@ -30,18 +30,6 @@ GAIN = 0.25
 """What the held-out reward rises by at least; 0.41, 0.52 and 0.41 with seeds 0, 1 and 2."""
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Pod]:
-    with running_pod() as pod:
-        yield pod
-
-
-@pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
-    yield shared
-    shared.settle()
-
-
 def prompts(items: list[Item]) -> list[dict[str, Any]]:
     return [{"messages": list(item.messages), "answer": item.answer} for item in items]
 

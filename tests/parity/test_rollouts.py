@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,18 +26,6 @@ from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 SAMPLED = RolloutSampling(3.0, 24)
 """Hot: the tiny model is sure of its short answers."""
 GREEDY = RolloutSampling(0.0, 12)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Pod]:
-    with running_pod() as pod:
-        yield pod
-
-
-@pytest.fixture
-def pod(shared: Pod) -> Iterator[Pod]:
-    yield shared
-    shared.settle()
 
 
 def adapter(pod: Pod, seed: int) -> LoraParams:
