@@ -28,14 +28,18 @@ class Teacher:
     lora: LoraParams | None
     memory: GraphMemory | None = None
     """Where its forwards are captured."""
+    most_tokens: int | None = None
+    """Of a forward that ``memory`` has room for."""
     forward: FrozenForward = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forward", FrozenForward(self.model, self.lora, self.memory))
+        forward = FrozenForward(self.model, self.lora, self.memory, most_tokens=self.most_tokens)
+        object.__setattr__(self, "forward", forward)
 
-    def within(self, memory: GraphMemory | None) -> Teacher:
+    def within(self, memory: GraphMemory | None, most_tokens: int) -> Teacher:
         """The same on its model's device, with its forwards captured in this memory."""
-        return Teacher(self.model, None if self.lora is None else self.lora.on(self.model.device), memory)
+        lora = None if self.lora is None else self.lora.on(self.model.device)
+        return Teacher(self.model, lora, memory, most_tokens)
 
     @classmethod
     def of(cls, spec: OpdJob, host: PolicyHost) -> Teacher:

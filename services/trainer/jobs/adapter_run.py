@@ -131,6 +131,7 @@ class AdapterRun(ABC):
         )
         self._graphs = host.ledger.reserve_job(Need.of(memory, captured=host.model.device.type == "cuda"))
         """Where steps are captured; None: they are launched kernel by kernel."""
+        self._largest = largest
         self._memory = memory
         self._spec = spec
         self._host = host
@@ -201,9 +202,11 @@ class AdapterRun(ABC):
         return metrics
 
     def _make_forwards(self) -> None:
-        model = self._host.model
-        self._forward = TrainableForward(model, self._lora, self._spec.effective_recompute, self._graphs)
-        self._base_forward = FrozenForward(model, None, self._graphs)
+        """Of larger microbatches than those trained on (an evaluation may pack more) none is captured."""
+        model, most = self._host.model, self._largest
+        recompute = self._spec.effective_recompute
+        self._forward = TrainableForward(model, self._lora, recompute, self._graphs, most_tokens=most)
+        self._base_forward = FrozenForward(model, None, self._graphs, most_tokens=most)
 
     def _give_memory_back(self) -> None:
         """To the device, for the engine beside this job to have it: serving must not be the next to find none."""

@@ -71,7 +71,7 @@ class OpdRun(AdapterRun):
             notes=(),
             teacher=teacher.work,
         )
-        self._teacher = teacher.within(self._graphs)
+        self._teacher = teacher.within(self._graphs, self._largest)
         if teacher.says_the_same(host.model, self._lora):
             raise InvalidRequest(
                 f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '

@@ -62,10 +62,19 @@ class FrozenForward:
         lora: on the model's device; not to be changed. None: the base model.
         memory: where forwards of few tokens are captured as CUDA graphs, half a layer each, because launching one
             kernel by kernel takes longer than computing it; None: none are.
+        most_tokens: see TrainableForward.
     """
 
-    def __init__(self, model: Qwen3_5, lora: LoraParams | None, memory: GraphMemory | None = None) -> None:
+    def __init__(
+        self,
+        model: Qwen3_5,
+        lora: LoraParams | None,
+        memory: GraphMemory | None = None,
+        *,
+        most_tokens: int | None = None,
+    ) -> None:
         self._model, self._lora = model, lora
+        self._most_tokens = ROWS[-1] if most_tokens is None else most_tokens
         self._chains = None
         if memory is not None:
             from services.engine.model.training.captured import Chains
@@ -75,6 +84,10 @@ class FrozenForward:
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
         """[T, hidden]: see Qwen3_5.forward_train."""
-        if self._chains is not None and (step := self._chains.step(token_ids, lengths, give_way)) is not None:
+        if (
+            self._chains is not None
+            and len(token_ids) <= self._most_tokens
+            and (step := self._chains.step(token_ids, lengths, give_way)) is not None
+        ):
             return step.forward()
         return self._model.forward_train(token_ids, lengths, self._lora, recompute="none", give_way=give_way)
