@@ -58,6 +58,7 @@ class MergeRun:
         self._merged: dict[str, Merged] = {}
         self._check_rank(host.max_lora_rank)
         self._memory = 0
+        self._ledger = host.ledger
         self._shop = self._reserved(host)
 
     def _reserved(self, host: PolicyHost) -> Workshop:
@@ -169,6 +170,7 @@ class MergeRun:
                 done[path] = self._merge(path)
             except torch.OutOfMemoryError as error:
                 _forget(error)
+                self._ledger.out_of_memory()
                 raise DoesNotFit(
                     f"the device ran out of memory while it merged {path}, although the merge's plan of "
                     f"{mib(self._memory)} is within the {mib(self._train_memory)} for training: something else takes "
@@ -225,6 +227,6 @@ def _factors(target: BoundTarget) -> Factors:
 
 
 def _forget(error: BaseException) -> None:
-    """What an error's frames hold, for the pod to get back what of it is not the trainer's (ledger.settle)."""
+    """What an error's frames hold."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
