@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from services.engine.model.training.recompute import Recompute
 from services.engine.model.training.shapes import captured_shape
 from services.engine.model.training.trunk import Trunk
 from services.engine.model.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from services.engine.model.qwen3_5 import Qwen3_5
 
 
 class Chain:
@@ -170,20 +174,21 @@ class Chains:
             None: the base model.
         recompute: what the backwards compute again; None: there will be none, and the masters stay as they are now.
         memory: where the graphs compute.
+        most_tokens: of the steps that it has room for; None: of all that are captured.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        inverse: Tensor,
+        model: Qwen3_5,
         lora: LoraParams | None,
         recompute: Recompute | None,
         memory: GraphMemory,
+        most_tokens: int | None = None,
     ) -> None:
-        self._config, self._weights, self._inverse = config, weights, inverse
+        self._config, self._weights, self._inverse = model.config, model.weights, model.inverse_frequencies
+        self._most_tokens = most_tokens
         self._recompute: Recompute | None = recompute
-        self._adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
+        self._adapter = None if lora is None else WorkingAdapter(lora, model.config, model.dtype)
         self._memory = memory
         self._chains: dict[tuple[int, int], Chain] = {}
 
@@ -193,6 +198,8 @@ class Chains:
         Raises:
             RuntimeError: the masters' gradients are elsewhere by now.
         """
+        if self._most_tokens is not None and len(token_ids) > self._most_tokens:
+            return None
         if (shape := captured_shape(lengths)) is None:
             return None
         if self._adapter is not None and self._recompute is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from services.engine.model.lora_params import LoraParams
-from services.engine.model.training.shapes import ROWS
 
 if TYPE_CHECKING:
     from services.engine.model.qwen3_5 import Qwen3_5
@@ -38,16 +37,15 @@ class TrainableForward:
         most_tokens: int | None = None,
     ) -> None:
         self._model, self._lora, self._recompute = model, lora, recompute
-        self._most_tokens = ROWS[-1] if most_tokens is None else most_tokens
         self._chains = None
         if memory is not None:
             from services.engine.model.training.captured import Chains
 
-            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, recompute, memory)
+            self._chains = Chains(model, lora, recompute, memory, most_tokens)
 
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
         """See Qwen3_5.forward_train. Of steps that are captured only the newest can be gone back through."""
-        if self._chains is not None and len(token_ids) <= self._most_tokens:
+        if self._chains is not None:
             from services.engine.model.training.trunk import differentiable
 
             if (step := self._chains.step(token_ids, lengths, give_way)) is not None:
@@ -74,20 +72,15 @@ class FrozenForward:
         most_tokens: int | None = None,
     ) -> None:
         self._model, self._lora = model, lora
-        self._most_tokens = ROWS[-1] if most_tokens is None else most_tokens
         self._chains = None
         if memory is not None:
             from services.engine.model.training.captured import Chains
 
-            self._chains = Chains(model.config, model.weights, model.inverse_frequencies, lora, None, memory)
+            self._chains = Chains(model, lora, None, memory, most_tokens)
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, lengths: Sequence[int], give_way: Callable[[], None]) -> Tensor:
         """[T, hidden]: see Qwen3_5.forward_train."""
-        if (
-            self._chains is not None
-            and len(token_ids) <= self._most_tokens
-            and (step := self._chains.step(token_ids, lengths, give_way)) is not None
-        ):
+        if self._chains is not None and (step := self._chains.step(token_ids, lengths, give_way)) is not None:
             return step.forward()
         return self._model.forward_train(token_ids, lengths, self._lora, recompute="none", give_way=give_way)
