@@ -24,6 +24,7 @@ from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
+from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed
 from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
@@ -57,8 +58,8 @@ class OpdRun(AdapterRun):
         """The round that is under way."""
         self._sampled: list[Completion] = []
         self._lessons = Lessons((), 0, 0)
-        self._steps_per_epoch = -(-spec.round_prompts // spec.step_prompts)
-        self._steps_per_round = spec.epochs * self._steps_per_epoch
+        per_epoch = -(-spec.round_prompts // spec.step_prompts)
+        self._rounds = Rounds(spec.rounds, spec.epochs, per_epoch, spec.eval_every)
         lengths = [_longest(spec, pupil) for pupil in prompts]
         longest = sorted(lengths, reverse=True)[: spec.step_prompts]
         longest += [_longest(spec, pupil) for pupil in held_out]
@@ -66,7 +67,7 @@ class OpdRun(AdapterRun):
             spec,
             host,
             parent,
-            total_steps=spec.rounds * self._steps_per_round,
+            total_steps=self._rounds.total_steps,
             largest=largest_microbatch(longest, microbatch_tokens(spec, host)),
             notes=(),
             teacher=teacher.work,
@@ -103,15 +104,14 @@ class OpdRun(AdapterRun):
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step. An interrupted evaluation leaves the step applied."""
         metrics = super().step(index, interrupt)
-        number, position = divmod(index, self._steps_per_round)
-        metrics["round"] = float(number + 1)
-        if position + 1 == self._steps_per_round and self._evaluates_after(number):
+        metrics["round"] = float(self._rounds.number(index) + 1)
+        if self._held_out and self._rounds.evaluates_behind(index):
             metrics |= self.evaluate(interrupt)
         return metrics
 
     def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        number = index // self._steps_per_round
+        number = self._rounds.number(index)
         if index == 0 and self._held_out:
             metrics["eval_divergence_before"] = self.evaluate(interrupt)["eval_divergence"]
         if self._number != number:
@@ -124,10 +124,7 @@ class OpdRun(AdapterRun):
 
     def _members(self, index: int) -> Sequence[Lesson]:
         """An even part of the round's completions: how many the teacher can read is not known before."""
-        given = self._lessons.given
-        part = index % self._steps_per_round % self._steps_per_epoch
-        start, end = (len(given) * edge // self._steps_per_epoch for edge in (part, part + 1))
-        return given[start:end]
+        return self._rounds.part(self._lessons.given, index)
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
         members = self._members(index)
@@ -150,7 +147,7 @@ class OpdRun(AdapterRun):
                     if self._job.loss == "divergence":
                         loss = self._divergence(hidden, own, total, sums)
                     else:
-                        first = index % self._steps_per_round < self._steps_per_epoch
+                        first = self._rounds.in_first_epoch(index)
                         loss = self._policy_gradient(microbatch, hidden, own, total, sums, agreement if first else None)
                 self._backward(loss)
             inputs += microbatch.num_tokens
@@ -282,12 +279,6 @@ class OpdRun(AdapterRun):
                 documents.append(completion_document(pupil.prompt, tokens, len(documents)))
         return documents
 
-    def _evaluates_after(self, number: int) -> bool:
-        if not self._held_out:
-            return False
-        every = self._job.eval_every
-        return number + 1 == self._job.rounds or (every is not None and (number + 1) % every == 0)
-
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.evaluate: the mean divergence over the tokens of the held-out completions, ``eval_divergence``."""
         if not self._held_out:
@@ -323,7 +314,7 @@ class OpdRun(AdapterRun):
         tensors, data = dict(state.tensors), dict(state.data)
         if self._references:
             tensors |= completion_tensors(_HELD_OUT, self._references)
-        if self._number >= 0 and self._finished < (self._number + 1) * self._steps_per_round:
+        if self._number >= 0 and self._rounds.under_way(self._number, self._finished):
             tensors |= completion_tensors(_ROUND, self._sampled)
             data["round"] = self._number
         return RunState(tensors, data)

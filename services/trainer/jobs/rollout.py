@@ -21,6 +21,7 @@ from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo import GrpoRun
 from services.trainer.jobs.round import Round, ScoredPrompt
+from services.trainer.jobs.rounds import Rounds
 from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
 from services.trainer.rewards import Rewards, Sample
 from services.trainer.rewards.sample import without_thinking
@@ -51,8 +52,8 @@ class RolloutRun(GrpoRun):
         self._reward = rewards
         self._round: Round | None = None
         per_step = min(spec.groups_per_step or settings.round_prompts, settings.round_prompts)
-        self._steps_per_epoch = -(-settings.round_prompts // per_step)
-        self._steps_per_round = spec.epochs * self._steps_per_epoch
+        per_epoch = -(-settings.round_prompts // per_step)
+        self._rounds = Rounds(settings.rounds, spec.epochs, per_epoch, settings.eval_every)
         longest = sorted((len(prompt.token_ids) + settings.max_tokens for prompt in prompts), reverse=True)
         lengths = [length for length in longest[: settings.round_prompts] for _ in range(settings.completions)]
         super().__init__(
@@ -60,7 +61,7 @@ class RolloutRun(GrpoRun):
             host,
             parent,
             _NOTHING,
-            total_steps=settings.rounds * self._steps_per_round,
+            total_steps=self._rounds.total_steps,
             longest=lengths,
         )
 
@@ -90,15 +91,14 @@ class RolloutRun(GrpoRun):
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.step. An interrupted evaluation leaves the step applied."""
         metrics = super().step(index, interrupt)
-        number, position = divmod(index, self._steps_per_round)
-        metrics["round"] = float(number + 1)
-        if position + 1 == self._steps_per_round and self._evaluates_after(number):
+        metrics["round"] = float(self._rounds.number(index) + 1)
+        if self._held_out and self._rounds.evaluates_behind(index):
             metrics |= self._evaluate(interrupt)
         return metrics
 
     def _before(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        number = index // self._steps_per_round
+        number = self._rounds.number(index)
         if index == 0 and self._held_out:
             metrics["eval_reward_before"] = self._evaluate(interrupt)["eval_reward"]
         if self._round is None or self._round.number != number:
@@ -107,14 +107,11 @@ class RolloutRun(GrpoRun):
 
     def _members(self, index: int) -> Sequence[Sequence[int]]:
         """An even part of the groups of the round that is under way: how many have spread is not known before."""
-        groups = self._scored.groups
-        part = index % self._steps_per_round % self._steps_per_epoch
-        start, end = (len(groups) * edge // self._steps_per_epoch for edge in (part, part + 1))
-        return groups[start:end]
+        return self._rounds.part(self._scored.groups, index)
 
     @property
     def _steps_on_these(self) -> int:
-        return self._steps_per_round
+        return self._rounds.steps
 
     def _known_values(self, index: int) -> dict[int, Tensor]:
         """The policy has not changed since it sampled the round: what the engine said then is what it says."""
@@ -141,12 +138,6 @@ class RolloutRun(GrpoRun):
             "reward_std": self._scored.rewards.std,
             "groups_skipped": float(self._scored.rewards.groups_skipped),
         }
-
-    def _evaluates_after(self, number: int) -> bool:
-        if not self._held_out:
-            return False
-        every = self._generate.eval_every
-        return number + 1 == self._generate.rounds or (every is not None and (number + 1) % every == 0)
 
     # -- rounds
 
@@ -215,7 +206,7 @@ class RolloutRun(GrpoRun):
     def state(self) -> RunState:
         """See JobRun.state: with the rollouts of a round that is under way."""
         state = super().state()
-        if self._round is None or self._finished >= (self._round.number + 1) * self._steps_per_round:
+        if self._round is None or not self._rounds.under_way(self._round.number, self._finished):
             gone = ("start.", "reference.")
             kept = {name: value for name, value in state.tensors.items() if not name.startswith(gone)}
             return RunState(kept, state.data)
