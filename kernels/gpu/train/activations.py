@@ -35,13 +35,13 @@ def _swiglu_backward_kernel(
     tl.store(active + row * width + column, (silu * up).to(active.dtype.element_ty), mask=inside)
 
 
-def swiglu_backward(gate_up: Tensor, grad: Tensor, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gate_up: Tensor, grad: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """Gradient of ``silu(gate) · up``, computed in float32.
 
     Args:
         gate_up: [T, 2 · d], the forward's input, gate first; rows contiguous.
         grad: [T, d].
-        out: where the gradient goes; may be ``gate_up``.
+        in_place: the gradient goes where ``gate_up`` is, and the activation where ``grad`` is.
 
     Returns:
         The gradient [T, 2 · d] and the activation itself [T, d] (what the next product read), in gate_up's dtype.
@@ -53,9 +53,13 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor, *, out: Tensor | None = None)
     width = columns // 2
     if grad.shape != (rows, width) or columns % 2 or gate_up.stride(1) != 1 or grad.stride(1) != 1:
         raise ValueError(f"swiglu_backward: gate|up {tuple(gate_up.shape)}, gradient {tuple(grad.shape)}")
-    if out is None:
+    if in_place and not grad.is_contiguous():
+        raise ValueError("swiglu_backward: a gradient that is written over must be contiguous")
+    if in_place:
+        out, active = gate_up, grad
+    else:
         out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
-    active = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+        active = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(width))
         _swiglu_backward_kernel[(rows, triton.cdiv(width, block))](

@@ -121,9 +121,8 @@ def choose_cut(shape: DeltaShape, documents: Documents, dtype: torch.dtype) -> S
 
 @dataclass(frozen=True, slots=True)
 class DeltaTrace:
-    """What the backward reads of a forward."""
+    """What the backward reads of a forward, beside its tiles."""
 
-    tiles: Tiles
     writes: Tensor
     """[T, value_size]: W, what each token really wrote."""
     states: Tensor
@@ -139,7 +138,7 @@ def gated_delta_forward(
     documents: Documents,
     *,
     cut: ScanCut | None = None,
-) -> tuple[Tensor, DeltaTrace]:
+) -> tuple[Tensor, Tiles, DeltaTrace]:
     """The recurrence from a state of zeros at each document.
 
     Args:
@@ -148,7 +147,7 @@ def gated_delta_forward(
         negative_a, dt_bias: [value_heads] float32.
 
     Returns:
-        o [T, value_size] in mixed's dtype, before the gated norm, and what the backward reads.
+        o [T, value_size] in mixed's dtype, before the gated norm, the tiles, and what else the backward reads.
     """
     tokens, device, dtype = mixed.shape[0], mixed.device, mixed.dtype
     exact = dtype == torch.float32
@@ -183,7 +182,7 @@ def gated_delta_forward(
         num_warps=cut.num_warps,
         **scan_constants(mixed, projected, shape),
     )
-    return out, DeltaTrace(tiles, writes, states)
+    return out, tiles, DeltaTrace(writes, states)
 
 
 def scan_constants(mixed: Tensor, projected: Tensor, shape: DeltaShape) -> dict[str, int]:

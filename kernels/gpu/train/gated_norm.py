@@ -56,7 +56,15 @@ def _backward_kernel(
 
 
 def gated_norm_backward(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, grad: Tensor, *, dgate: Tensor, rows: int = 16
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    grad: Tensor,
+    *,
+    dgate: Tensor,
+    in_place: bool = False,
+    rows: int = 16,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of ``rms_norm(x) · silu(gate)`` of each head, computed in float32.
 
@@ -66,6 +74,7 @@ def gated_norm_backward(
         weight: [d] float32, frozen.
         grad: [T, heads · d].
         dgate: [T, heads · d], where the gate's gradient goes (a view with a row stride is fine).
+        in_place: the gradient goes where ``grad`` is, and the result where ``x`` is.
         rows: of a program, a power of two.
 
     Returns:
@@ -78,7 +87,9 @@ def gated_norm_backward(
     count, width = x.shape
     if any(tensor.shape != x.shape for tensor in (gate, grad, dgate)) or width % dim or not x.is_contiguous():
         raise ValueError(f"gated_norm_backward: {tuple(x.shape)}, gate {tuple(gate.shape)}, d {dim}")
-    dx, result = torch.empty(2, count, width, dtype=x.dtype, device=x.device)
+    if in_place and not grad.is_contiguous():
+        raise ValueError("gated_norm_backward: a gradient that is written over must be contiguous")
+    dx, result = (grad, x) if in_place else torch.empty(2, count, width, dtype=x.dtype, device=x.device)
     if count:
         _backward_kernel[(width // dim, triton.cdiv(count, rows))](
             x,

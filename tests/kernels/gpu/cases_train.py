@@ -30,8 +30,8 @@ def launches() -> None:
     mixed, grad = m.projected[:, : m.conv_dim].contiguous(), torch.empty_like(m.projected)
     do = torch.zeros(64, shape.value_size, dtype=torch.bfloat16)
     for cut in (FEW, MANY):
-        _, trace = gated_delta_forward(mixed, m.projected, m.negative_a, m.dt_bias, shape, documents, cut=cut)
-        scans = scan_backward(mixed, m.projected, trace.tiles, do, shape, documents, cut=cut)
+        _, tiles, trace = gated_delta_forward(mixed, m.projected, m.negative_a, m.dt_bias, shape, documents, cut=cut)
+        scans = scan_backward(mixed, m.projected, tiles, do, shape, documents, cut=cut)
     parameters = (m.negative_a, m.dt_bias, trace, do, *scans)
     gated_delta_gradients(mixed, m.projected, *parameters, shape, documents, projected_grad=grad)
     conv_backward(m.projected, m.conv, mixed, documents.segments, out=grad)

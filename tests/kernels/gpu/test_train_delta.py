@@ -21,8 +21,8 @@ def ours(m: Mixer, lengths: list[int], do: Tensor, cut: ScanCut | None = None) -
     shape = DeltaShape(m.key_heads, m.heads, m.key_dim, m.value_dim)
     documents = Documents.build(lengths, do.device)
     mixed = m.projected[:, : m.conv_dim].clone()
-    out, trace = gated_delta_forward(mixed, m.projected, m.negative_a, m.dt_bias, shape, documents, cut=cut)
-    write_grads, state_grads = scan_backward(mixed, m.projected, trace.tiles, do, shape, documents, cut=cut)
+    out, tiles, trace = gated_delta_forward(mixed, m.projected, m.negative_a, m.dt_bias, shape, documents, cut=cut)
+    write_grads, state_grads = scan_backward(mixed, m.projected, tiles, do, shape, documents, cut=cut)
     projected_grad = torch.zeros_like(m.projected)
     mixed_grad = gated_delta_gradients(
         mixed,

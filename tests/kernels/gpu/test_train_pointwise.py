@@ -60,9 +60,13 @@ def test_swiglu(device: torch.device, dtype: torch.dtype, width: int) -> None:
     out, active = swiglu_backward(gate_up, dy)
     assert relative(active, y.detach()) <= BARS[dtype]
     assert relative(out, dx) <= BARS[dtype]
-    again, _ = swiglu_backward(gate_up, dy, out=gate_up)
+    again, active_again = swiglu_backward(gate_up, dy, in_place=True)
     assert again is gate_up
+    assert active_again is dy
     assert torch.equal(again, out)
+    assert torch.equal(active_again, active)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        swiglu_backward(out, gate_up[:, :width], in_place=True)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (3, 10)])
@@ -82,6 +86,13 @@ def test_gated_norm(device: torch.device, dtype: torch.dtype, heads: int, dim: i
     assert relative(dwide[:, heads * dim : 2 * heads * dim], eg) <= BARS[dtype]
     assert not dwide[:, : heads * dim].any()
     assert not dwide[:, 2 * heads * dim :].any()
+    again = gated_norm_backward(x, gate, weight, EPS, dy, dgate=torch.empty_like(gate), in_place=True)
+    assert again[0] is dy
+    assert again[1] is x
+    assert torch.equal(dy, dx)
+    assert torch.equal(x, result)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        gated_norm_backward(x, gate, weight, EPS, gate, dgate=torch.empty_like(gate), in_place=True)
 
 
 @pytest.mark.parametrize(("kernel", "channels", "rows"), [(4, 40, 8), (2, 7, 16), (5, 300, 4)])

@@ -8,8 +8,8 @@ training has not taken yet, something else may take. So all of it is taken once,
 - rest: everything else that the trainer's thread allocates. It lies in torch's own pool, where what one stream has had
   stays that stream's: the trainer's, and none of the engine's.
 
-How large the first must be depends on the job. It grows, at the cost of the second, when one begins that does not fit,
-while nothing else lives here.
+How large the first must be depends on the job. Both are taken anew when one begins that does not fit, while nothing
+else lives here.
 """
 
 from __future__ import annotations
@@ -119,10 +119,8 @@ class Arena:
         reason for."""
         self.start()
         if alone and graphs + rest <= self.nbytes:
-            if rest > self.nbytes - max(self.graph_bytes, graphs):
-                self._drop_graphs()
-            if graphs > self.graph_bytes:
-                self._grow_graphs(graphs)
+            if rest > self.nbytes - self.graph_bytes or graphs > self.graph_bytes:
+                self._cut(graphs)
         return self._graphs if 0 < graphs <= self.graph_bytes else None
 
     def out_of_memory(self) -> None:
@@ -138,18 +136,16 @@ class Arena:
             self.out_of_memory()
             self._spoilt = not self._fill()
 
-    def _grow_graphs(self, nbytes: int) -> None:
-        if not self._give_back(self.nbytes - self.graph_bytes):
+    def _cut(self, graphs: int) -> None:
+        """Anew, in one piece each: what were added to a pool whose memory is free would be found there."""
+        self._graphs = None
+        if not self._give_back(self.nbytes):
+            self._spoilt = True  # until nobody holds any of it
             return
-        if self._graphs is None:
+        if graphs:
             self._graphs = GraphMemory(self._stream)
-        self._graphs.take(nbytes - self._graphs.nbytes)
+            self._graphs.take(graphs)
         self._fill()
-
-    def _drop_graphs(self) -> None:
-        held, self._graphs = self.graph_bytes, None
-        if self._give_back(held):
-            self._fill()
 
     def _give_back(self, expected: int) -> bool:
         """Gives everything that is free back to the device; False if that is less than ``expected``, which then is not

@@ -112,6 +112,7 @@ class Chain:
             with graph(self._backward):
                 if index == len(trunk.layers) - 1:
                     result = trunk.finish_backward(x, self._grad)
+                    x = self._grad  # what follows may lie where the last layer's output did
                 if result is None:
                     raise ValueError("a layer behind the first gave no gradient")
                 result = layer.mlp_backward(kept, result)

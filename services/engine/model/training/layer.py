@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.gpu.activations import swiglu
 from kernels.gpu.conv1d import conv_prefill
 from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.gated_delta_tiles import Tiles
 from kernels.gpu.gated_norm import gated_norm
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.activations import swiglu_backward
@@ -68,6 +69,8 @@ class DeltaInside:
     """[T, conv_dim]: the convolution's output."""
     out: Tensor
     """[T, value_size]: the recurrence's output, before the gated norm."""
+    tiles: Tiles | None
+    """None: the backward has read them."""
     trace: DeltaTrace
 
 
@@ -155,7 +158,7 @@ class Layer:
         gate_up = self._gate_up(kept.middle) if kept.gate_up is None else kept.gate_up
         kept.gate_up = None
         down, down_grad = self._back(grad, self._weights.down, "down")
-        gate_up_grad, active = swiglu_backward(gate_up, down, out=gate_up)
+        gate_up_grad, active = swiglu_backward(gate_up, down, in_place=True)
         self._gradients("down", active, down_grad, grad)
         del active, down
         normed_grad, reduced_grad = self._back(gate_up_grad, self._weights.gate_up, "gate_up")
@@ -232,10 +235,10 @@ class Layer:
         shared = self._shared
         mixed = torch.empty(len(projected), shared.config.conv_dim, dtype=projected.dtype, device=projected.device)
         conv_prefill(projected, weights.conv, shared.past, shared.documents.segments, out=mixed)
-        out, trace = gated_delta_forward(
+        out, tiles, trace = gated_delta_forward(
             mixed, projected, weights.negative_a, weights.dt_bias, shared.delta, shared.documents
         )
-        return DeltaInside(mixed, out, trace)
+        return DeltaInside(mixed, out, tiles, trace)
 
     def _delta_gate(self, projected: Tensor) -> Tensor:
         """z, a view of the mixer's projection or of its gradient."""
@@ -315,8 +318,12 @@ class Layer:
             self._eps,
             grad,
             dgate=self._delta_gate(projected_grad),
+            in_place=True,
         )
-        scans = scan_backward(inside.mixed, projected, inside.trace.tiles, do, shared.delta, documents)
+        if inside.tiles is None:
+            raise ValueError("this forward has been gone through backwards already")
+        scans = scan_backward(inside.mixed, projected, inside.tiles, do, shared.delta, documents)
+        inside.tiles = None  # here a step needs most memory
         mixed_grad = gated_delta_gradients(
             inside.mixed,
             projected,
