@@ -118,9 +118,9 @@ class Arena:
         """See WorkingMemory. None also if ``graphs`` is more than there is, which somebody else's tensors may be the
         reason for."""
         self.start()
-        if alone and graphs + rest <= self.nbytes:
-            if rest > self.nbytes - self.graph_bytes or graphs > self.graph_bytes:
-                self._cut(graphs)
+        fits = graphs <= self.graph_bytes and rest <= self.nbytes - self.graph_bytes
+        if alone and not fits and graphs + rest <= self.nbytes:
+            self._cut(graphs)
         return self._graphs if 0 < graphs <= self.graph_bytes else None
 
     def out_of_memory(self) -> None:
