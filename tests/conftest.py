@@ -71,5 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One running Temper for all tests that leave it as they found it (their own adapters, nothing attached)."""
-    with Stack(tmp_path_factory.mktemp("stack") / "data") as running:
+    # Tests compare numbers with float32 references, also on a GPU, where the default is the checkpoint's dtype.
+    with Stack(tmp_path_factory.mktemp("stack") / "data", env={"TEMPER_DTYPE": "float32"}) as running:
         yield running
