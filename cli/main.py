@@ -40,14 +40,18 @@ class Dtype(enum.StrEnum):
 
 @app.command()
 def up(
-    model: Annotated[Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients put in `model`.", show_default="qwen3.5")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535)] = 8420,
-    device: Annotated[Device, typer.Option(help="auto: cuda if there is one.")] = Device.AUTO,
-    dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.")] = Dtype.AUTO,
+    host: Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,
+    device: Annotated[Device, typer.Option(help="auto: cuda if there is one.", envvar="TEMPER_DEVICE")] = Device.AUTO,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: bfloat16 on cuda, float32 on cpu.", envvar="TEMPER_DTYPE")
+    ] = Dtype.AUTO,
     data_dir: Annotated[Path, typer.Option(help="Stores, logs and checkpoints live here.")] = Path(".temper"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from typer.testing import CliRunner
 
+from cli.main import app
 from cli.process import DirectoryLock, tail
 from cli.settings import UpSettings
 from cli.stores import Ports
@@ -53,6 +55,35 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         result = up("--model", model(tmp_path), "--data-dir", tmp_path / "data", "--port", port)
     assert f"port {port} on 127.0.0.1 is in use" in one_error(result)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((), UpOptions(Path("/m"), host="0.0.0.0", port=9001, device="cpu", dtype="bfloat16")),
+        (
+            ("--model", "/n", "--host", "::", "--port", "9002", "--device", "auto", "--dtype", "float32"),
+            UpOptions(Path("/n"), host="::", port=9002, dtype="float32"),
+        ),
+    ],
+    ids=["variables", "options"],
+)
+def test_options_win_over_variables_and_those_over_defaults(
+    args: tuple[str, ...], expected: UpOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[UpOptions] = []
+    monkeypatch.setattr("cli.up.run_up", lambda options: ran.append(options) or 0)
+    env = {"MODEL": "/m", "HOST": "0.0.0.0", "PORT": "9001", "DEVICE": "cpu", "DTYPE": "bfloat16"}
+    result = CliRunner().invoke(app, ["up", *args], env={f"TEMPER_{name}": value for name, value in env.items()})
+    assert result.exit_code == 0, result.output
+    assert ran == [expected]
+
+
+def test_a_variable_that_is_wrong_is_named() -> None:
+    result = CliRunner().invoke(app, ["up"], env={"TEMPER_DTYPE": "float8", "COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "TEMPER_DTYPE" in result.output
+    assert "float8" in result.output
 
 
 def test_data_directory_in_use(tmp_path: Path) -> None:
