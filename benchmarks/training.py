@@ -143,15 +143,15 @@ class Trainer:
             [self.lora.flat_a, self.lora.flat_b], OptimizerSettings(), peak=1e-4, total_steps=1_000_000
         )
         self._steps = 0
-        self._forwards: dict[Recompute, TrainableForward] = {}
+        self.forwards: dict[Recompute, TrainableForward] = {}
 
     def _forward(self, recompute: Recompute) -> TrainableForward:
-        if recompute not in self._forwards:
-            self._forwards.clear()  # and the memory of its graphs
+        if recompute not in self.forwards:
+            self.forwards.clear()  # and the memory of its graphs
             torch.cuda.empty_cache()
             memory = GraphMemory.on_demand(self.model.device)
-            self._forwards[recompute] = TrainableForward(self.model, self.lora, recompute, memory)
-        return self._forwards[recompute]
+            self.forwards[recompute] = TrainableForward(self.model, self.lora, recompute, memory)
+        return self.forwards[recompute]
 
     def step(self, tokens: torch.Tensor, case: Case, recompute: Recompute, parts: Parts) -> float:
         """One optimizer step on random documents; returns the loss."""
