@@ -71,3 +71,15 @@ def parse_adapter_ref(text: str) -> tuple[str, int | None]:
     if not number.isascii() or not number.isdigit() or not 1 <= int(number) < 2**53:
         raise InvalidRequest(f"adapter version {number[:40]!r} must be a positive number", param="adapter")
     return name, int(number)
+
+
+def parse_adapter_version(text: str) -> AdapterVersion:
+    """Of "name@n".
+
+    Raises:
+        InvalidRequest: the name or the number is malformed or missing.
+    """
+    name, number = parse_adapter_ref(text)
+    if number is None:
+        raise InvalidRequest(f"{text[:80]!r} must name a version, as in {name}@1", param="adapter")
+    return AdapterVersion(name, number)

@@ -67,6 +67,10 @@ class AdapterRegistry(AdapterPointers):
             raise ModelNotFound(f"adapter version {version} does not exist", param="adapter")
         return manifest
 
+    def was_published(self, version: AdapterVersion) -> bool:
+        """Whether there is, or was before it was deleted, such a version."""
+        return version.version <= self._newest(version.name)
+
     def files(self, version: AdapterVersion) -> dict[str, bytes]:
         """The version's files.
 

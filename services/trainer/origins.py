@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from services.common.consumer import ClaimedJob, JobConsumer
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
-from services.common.jobs import MergeJob, Spec
+from services.common.jobs import GrpoJob, MergeJob, Spec
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.registry import AdapterRegistry
 
 T = TypeVar("T")
+_NAMED = 5
+"""Versions that a message lists."""
 
 
 class Patiently(Protocol):
@@ -74,7 +76,7 @@ def resolve(spec: Spec, registry: AdapterRegistry) -> list[AdapterVersion]:
     """The versions that a job names, as they are now.
 
     Raises:
-        ModelNotFound: one of them does not exist.
+        ModelNotFound: one of them does not exist, or a version that rollouts name never did.
         InvalidRequest: a name is malformed, or two sources of a merge are the same version.
     """
     if isinstance(spec, MergeJob):
@@ -85,6 +87,11 @@ def resolve(spec: Spec, registry: AdapterRegistry) -> list[AdapterVersion]:
                     f"{version} is among the sources more than once: add its weights up", param="sources"
                 )
         return versions
+    if isinstance(spec, GrpoJob):
+        # Those that were deleted since the job was submitted are let pass: their log-probabilities are in the job.
+        for version, field in spec.sampled_by.items():
+            if not registry.was_published(version):
+                raise ModelNotFound(f"{field}: {version} was never published", param=field)
     if spec.start_from is None:
         try:
             return [registry.current(spec.adapter)]
@@ -96,3 +103,21 @@ def resolve(spec: Spec, registry: AdapterRegistry) -> list[AdapterVersion]:
 def _existing(ref: str, registry: AdapterRegistry) -> AdapterVersion:
     name, number = parse_adapter_ref(ref)
     return registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref
+
+
+def sampled_elsewhere(spec: Spec, origins: Sequence[Origin]) -> str | None:
+    """What the job's log says of rollouts that another policy sampled than the one it continues; None: nothing, or the
+    rollouts do not say who sampled them."""
+    if not isinstance(spec, GrpoJob):
+        return None
+    start = str(origins[0].version) if origins else BASE
+    named = [one.adapter for group in spec.groups or () for one in group.completions if one.adapter is not None]
+    others = sorted({name for name in named if name != start})
+    if not others:
+        return None
+    count = sum(name != start for name in named)
+    listed = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
+    return (
+        f"{count} of {len(named)} rollouts were sampled by {listed}, and the job continues {start}: their ratios are "
+        "against the log-probabilities that came with them"
+    )

@@ -33,7 +33,7 @@ from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.ledger import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.origins import Origin, Origins
+from services.trainer.origins import Origin, Origins, sampled_elsewhere
 from services.trainer.publish import Publisher
 from services.trainer.session import Draining, JobCancelled, JobSession
 from services.trainer.settings import TrainerSettings
@@ -265,7 +265,8 @@ class TrainerWorker:
         origins = self._origins.read(claimed, lambda operation: self._until_back(session, operation))
         run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
         acceptance = Acceptance(claimed.spec)
-        for note in run.notes:
+        elsewhere = sampled_elsewhere(claimed.spec, origins)
+        for note in [*run.notes, *([elsewhere] if elsewhere else [])]:
             session.event("log", {"message": note})
         sha = spec_sha(claimed.spec)
         start = 0

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, Message, StrictModel
 from services.common.jobs.generate import GenerateSettings
+from services.common.names import BASE, AdapterVersion, parse_adapter_version
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""
@@ -27,6 +28,13 @@ def _scale_of_flag(value: object) -> object:
     return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
+def _sampler(text: str) -> str:
+    try:
+        return text if text == BASE else str(parse_adapter_version(text))
+    except InvalidRequest as error:
+        raise ValueError(error.message) from error
+
+
 class GrpoCompletion(StrictModel):
     """One scored rollout: by completion_id, by token ids with their behaviour log-probabilities, or as text."""
 
@@ -40,8 +48,8 @@ class GrpoCompletion(StrictModel):
     temperature: float = Field(1.0, ge=0, le=100)
     truncated: bool = False
     """The completion hit max_tokens: it does not end its turn."""
-    adapter: str | None = None
-    """"name@n" that sampled it."""
+    adapter: Annotated[str, AfterValidator(_sampler)] | None = None
+    """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
     reward: Reward
 
     @model_validator(mode="after")
@@ -219,6 +227,15 @@ class GrpoJob(JobBase):
             completions = [GrpoCompletion(text=text, reward=reward) for text, reward in scored]
             return [GrpoGroup(prompt=self.prompt, completions=completions)]
         return self.groups or []
+
+    @property
+    def sampled_by(self) -> dict[AdapterVersion, str]:
+        """Adapter versions that rollouts name, each with the first field that names it."""
+        found: dict[str | None, str] = {}
+        for number, group in enumerate(self.groups or ()):
+            for member, completion in enumerate(group.completions):
+                found.setdefault(completion.adapter, f"groups[{number}].completions[{member}].adapter")
+        return {parse_adapter_version(name): field for name, field in found.items() if name and name != BASE}
 
     @property
     def completion_ids(self) -> list[str]:

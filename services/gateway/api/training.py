@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
 
-from services.common.errors import InvalidRequest, NotFound, TemperError
+from services.common.errors import InvalidRequest, ModelNotFound, NotFound, TemperError
 from services.common.job_records import spec_sha
 from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, OpdJob, TrainingSpec
 from services.common.names import BASE, AdapterVersion, parse_adapter_ref
@@ -25,6 +25,10 @@ routes = router("training")
 IdempotencyKey = Annotated[
     str | None, Header(alias="idempotency-key", min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")
 ]
+
+
+_MOST_SAMPLERS = 64
+"""Adapter versions that the rollouts of a job may name; each is looked up."""
 
 
 def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
@@ -47,6 +51,8 @@ async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, respons
         spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
         gateway.registry.check_new_name(spec.adapter)
         await _check_start(gateway, spec.start_from)
+        if isinstance(spec, GrpoJob):
+            await _check_samplers(gateway, spec)
         if isinstance(spec, OpdJob) and spec.teacher_version is not None:
             await _check_exists(gateway, spec.teacher_version, "teacher")
         async with gateway.checks:
@@ -87,6 +93,26 @@ async def _check_start(gateway: Gateway, start_from: str | None) -> None:
         raise
     if version is not None:
         await _check_exists(gateway, AdapterVersion(name, version), "start_from")
+
+
+async def _check_samplers(gateway: Gateway, spec: GrpoJob) -> None:
+    """The versions that sampled the rollouts exist."""
+    samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
+    if len(samplers) > _MOST_SAMPLERS:
+        raise InvalidRequest(
+            f"the rollouts were sampled by {len(samplers)} adapter versions, over the limit of {_MOST_SAMPLERS} a job: "
+            "train on those of fewer versions, or leave `adapter` out",
+            param="groups",
+        )
+    for version, field in samplers.items():
+        try:
+            await gateway.store(gateway.registry.manifest, version)
+        except ModelNotFound as error:
+            raise ModelNotFound(
+                f"{field}: the rollout was sampled by {version}, which was never published or is deleted: sample "
+                "again, or leave `adapter` out",
+                param=field,
+            ) from error
 
 
 async def _check_exists(gateway: Gateway, version: AdapterVersion, param: str) -> None:

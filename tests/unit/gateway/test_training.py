@@ -20,7 +20,14 @@ SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "ep
 GRPO = {"adapter": "bot", "prompt": "2+2", "completions": ["4", "5"], "rewards": [1.0, 0.0], "learning_rate": 1e-4}
 
 
+def publish(running: Running, name: str) -> None:
+    """A next version of the adapter."""
+    running.registry.publish(name, {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, base_digest="x")
+
+
 def remember(running: Running, completion_id: str, prompt: list[int], tokens: list[int], **more: Any) -> None:
+    if not running.registry.versions("bot"):
+        publish(running, "bot")
     running.engine.rollouts[completion_id] = engine_pb2.Rollout(
         completion_id=completion_id,
         prompt_token_ids=prompt,
@@ -99,6 +106,44 @@ def test_completion_ids_refused(running: Running, http: httpx.Client) -> None:
     mixed = [{"completions": [{"completion_id": i, "reward": 1} for i in ("c", "d")]}]
     error = refusal(http.post("/v1/train/grpo", json={"adapter": "bot", "groups": mixed}))
     assert error["param"] == "groups[0]"
+
+
+def sampled_by(*samplers: str | None) -> dict[str, Any]:
+    completions = [
+        {"token_ids": [3], "logprobs": [-0.5], "reward": number} | ({} if name is None else {"adapter": name})
+        for number, name in enumerate(samplers)
+    ]
+    return {"adapter": "bot", "groups": [{"prompt_token_ids": [1, 2], "completions": completions}]}
+
+
+@pytest.mark.parametrize("sampler", ["bot", "bot@0", "bot@", "@1", "../x@1", "bot@1@2"])
+def test_a_sampler_without_a_version_is_refused(http: httpx.Client, sampler: str) -> None:
+    error = refusal(http.post("/v1/train/grpo", json=sampled_by(None, sampler)))
+    assert error["param"] == "groups[0].completions[1].adapter"
+
+
+def test_rollouts_of_an_unknown_or_deleted_version_are_refused(running: Running, http: httpx.Client) -> None:
+    publish(running, "bot")
+    assert http.post("/v1/train/grpo", json=sampled_by("bot@1", "base")).status_code == 202
+    remember(running, "c:0", [1, 2], [3])
+    remember(running, "c:1", [1, 2], [4])
+    by_id = {"adapter": "other", "rollouts": [{"completion_id": f"c:{n}", "reward": n} for n in range(2)]}
+    assert http.post("/v1/train/grpo", json=by_id).status_code == 202
+    for unknown in ("bot@2", "ghost@1"):
+        error = refusal(http.post("/v1/train/grpo", json=sampled_by("bot@1", "base", unknown)), 404)
+        assert error["param"] == "groups[0].completions[2].adapter"
+        assert f"sampled by {unknown}, which was never published or is deleted" in error["message"]
+    running.registry.delete("bot")
+    for body in (sampled_by("bot@1", "base"), by_id):
+        error = refusal(http.post("/v1/train/grpo", json=body), 404)
+        assert error["param"] == "groups[0].completions[0].adapter"
+        assert "leave `adapter` out" in error["message"]
+    assert http.post("/v1/train/grpo", json=sampled_by(None, None)).status_code == 202
+
+
+def test_rollouts_of_too_many_versions_are_refused(http: httpx.Client) -> None:
+    error = refusal(http.post("/v1/train/grpo", json=sampled_by(*(f"bot@{number}" for number in range(1, 66)))))
+    assert "by 65 adapter versions, over the limit of 64" in error["message"]
 
 
 @pytest.mark.parametrize(
