@@ -17,6 +17,8 @@ from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
+from services.trainer.checkpoint import Checkpoint, _decode, _encode
+from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.ledger import TrainingLedger
 
 CPU = torch.device("cpu")
@@ -149,6 +151,22 @@ def assert_same_gradients(found: Mapping[str, torch.Tensor], model: PeftModel, t
 def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
     """A step's metrics without those of the clock."""
     return {name: value for name, value in metrics.items() if not name.endswith(("_seconds", "tokens_per_second"))}
+
+
+def through_a_checkpoint(state: RunState) -> RunState:
+    """As it comes back from the store."""
+    found = _decode("sha", 1, _encode("sha", Checkpoint(1, state)))
+    assert found is not None
+    return found.state
+
+
+def stepped(run: JobRun) -> tuple[list[dict[str, float]], list[RunState]]:
+    """All steps of a job, in one go: what each said without its times, and what was saved behind it."""
+    curve, saved = [], []
+    for index in range(run.total_steps):
+        curve.append(without_times(run.step(index)))
+        saved.append(through_a_checkpoint(run.state()))
+    return curve, saved
 
 
 def adapter_state(host: TrainingHost, files: Mapping[str, bytes]) -> dict[str, torch.Tensor]:

@@ -16,9 +16,10 @@ from services.trainer.jobs.grpo import GrpoRun
 from services.trainer.jobs.rollout import RolloutRun
 from services.trainer.replay import replay
 from services.trainer.rollouts import RolloutSampling
-from tests.parity.test_rollout_job import job, raising_after, through_a_checkpoint, without_times
+from tests.parity.test_rollout_job import job, raising_after
 from tests.parity.test_rollouts import adapter, requests
 from tests.rollout_support import Pod, running_pod, wait_for
+from tests.training_support import stepped, through_a_checkpoint, without_times
 
 SHORT = RolloutSampling(3.0, 12)
 SPREAD = {"rounds": 2, "completions": 8, "temperature": 3.0}
@@ -107,14 +108,14 @@ def test_it_learns_what_the_ordinary_mode_learns(pod: Pod) -> None:
 
 @pytest.fixture(scope="module")
 def straight(shared: Pod) -> Callable[[], Any]:
-    """An undisturbed run, once."""
+    """A run from beginning to end, once: its metrics and parameters, and what was saved of it behind each step."""
     found: list[Any] = []
 
     def run() -> Any:
         if not found:
             run = sampling(shared, epochs=2, groups_per_step=1, generate=SPREAD, beta=0.1)
-            curve = [without_times(run.step(index)) for index in range(run.total_steps)]
-            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()]))
+            curve, saved = stepped(run)
+            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved))
         return found[0]
 
     return run
@@ -122,15 +123,11 @@ def straight(shared: Pod) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
 def test_resume_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
-    curve, parameters = straight()
-    fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": SPREAD, "beta": 0.1}
-    first = sampling(pod, **fields)
-    for index in range(stop):
-        first.step(index)
-    state = through_a_checkpoint(first.state())
+    curve, parameters, saved = straight()
+    state = saved[stop - 1]
     kept = any(name.startswith("reference.") for name in state.tensors)
     assert kept == (stop % 4 != 0)
-    second = sampling(pod, **fields)
+    second = sampling(pod, epochs=2, groups_per_step=1, generate=SPREAD, beta=0.1)
     assert second.load_state(state) == stop
     for index in range(stop, 8):
         assert without_times(second.step(index)) == curve[index]

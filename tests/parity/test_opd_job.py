@@ -26,10 +26,9 @@ from services.common.text.tokenizer import TOKENIZER_FILES
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.opd import OpdRun
-from tests.parity.test_rollout_job import through_a_checkpoint
 from tests.rollout_support import TINY, MemoryRegistry, Pod, running_pod
 from tests.tokenizer_support import qwen_like_tokenizer
-from tests.training_support import without_times, write_checkpoint
+from tests.training_support import stepped, through_a_checkpoint, without_times, write_checkpoint
 
 LEFT = 0.5
 """Share of the held-out divergence to the teacher that may be left; 0.23, 0.32 and 0.30 with seeds 0, 1 and 2."""
@@ -205,14 +204,14 @@ RESUMED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def straight(shared: Pod) -> Callable[[], Any]:
-    """An undisturbed run, once."""
+    """A run from beginning to end, once: its metrics and parameters, and what was saved of it behind each step."""
     found: list[Any] = []
 
     def run() -> Any:
         if not found:
             run = prepared(shared, **RESUMED)
-            curve = [without_times(run.step(index)) for index in range(run.total_steps)]
-            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()]))
+            curve, saved = stepped(run)
+            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved))
         return found[0]
 
     return run
@@ -220,12 +219,9 @@ def straight(shared: Pod) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("stop", range(1, 8))
 def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
-    curve, parameters = straight()
-    first = prepared(pod, **RESUMED)
-    assert first.total_steps == 8
-    for index in range(stop):
-        first.step(index)
-    state = through_a_checkpoint(first.state())
+    curve, parameters, saved = straight()
+    assert len(saved) == 8
+    state = saved[stop - 1]
     assert ("round" in state.data) == (stop % 4 != 0)
     second = prepared(pod, **RESUMED)
     assert second.load_state(state) == stop
@@ -241,7 +237,7 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("call", range(1, 6))  # three held-out documents, two of the step; more while it samples
 def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: Callable[[], Any], call: int) -> None:
-    curve, _ = straight()
+    curve, *_ = straight()
     calls = 0
 
     def interrupt() -> None:

@@ -17,13 +17,11 @@ from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.trainer.checkpoint import Checkpoint, _decode, _encode
 from services.trainer.jobs import prepare_run
-from services.trainer.jobs.base import RunState
 from services.trainer.jobs.rollout import RolloutRun
 from services.trainer.rewards import Webhooks
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
-from tests.training_support import without_times
+from tests.training_support import stepped, without_times
 from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
@@ -54,13 +52,6 @@ def prepared(pod: Pod, **fields: Any) -> RolloutRun:
     run = prepare_run(job(**fields), pod.host, None)
     assert isinstance(run, RolloutRun)
     return run
-
-
-def through_a_checkpoint(state: RunState) -> RunState:
-    """As it comes back from the store."""
-    found = _decode("sha", 1, _encode("sha", Checkpoint(1, state)))
-    assert found is not None
-    return found.state
 
 
 def test_a_job_raises_the_reward_on_what_it_has_not_seen() -> None:
@@ -139,11 +130,8 @@ def test_the_first_round_is_of_the_starting_policy(pod: Pod) -> None:
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7])
 def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
     fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": {"rounds": 2}}
-    curve, parameters = straight()
-    first = prepared(pod, **fields)
-    for index in range(stop):
-        first.step(index)
-    state = through_a_checkpoint(first.state())
+    curve, parameters, saved = straight()
+    state = saved[stop - 1]
     assert ("round" in state.data) == (stop % 4 != 0)
     second = prepared(pod, **fields)
     assert second.load_state(state) == stop
@@ -166,16 +154,14 @@ def test_every_loss_learns_from_rounds_and_resumes(pod: Pod, settings: dict[str,
     fields = {"epochs": 2, "generate": {"rounds": 2}, **settings}
     straight = prepared(pod, **fields)
     before = [parameter.detach().clone() for parameter in straight.lora.parameters()]
-    curve = [without_times(straight.step(index)) for index in range(4)]
+    curve, saved = stepped(straight)
+    assert len(saved) == 4
     assert any(not torch.equal(old, new) for old, new in zip(before, straight.lora.parameters(), strict=True))
     if "mismatch_correction" in settings:
         assert all(step["mismatch_weight_mean"] == pytest.approx(1.0, abs=1e-3) for step in curve)
     for stop in (1, 2, 3):
-        first = prepared(pod, **fields)
-        for index in range(stop):
-            first.step(index)
         second = prepared(pod, **fields)
-        second.load_state(through_a_checkpoint(first.state()))
+        second.load_state(saved[stop - 1])
         for index in range(stop, 4):
             assert without_times(second.step(index)) == curve[index], stop
 
@@ -187,14 +173,14 @@ def test_dr_grpo_divides_by_what_may_be_sampled() -> None:
 
 @pytest.fixture(scope="module")
 def straight(shared: Pod) -> Callable[[], Any]:
-    """An undisturbed run, once."""
+    """A run from beginning to end, once: its metrics and parameters, and what was saved of it behind each step."""
     found: list[Any] = []
 
     def run() -> Any:
         if not found:
             run = prepared(shared, epochs=2, groups_per_step=1, generate={"rounds": 2})
-            curve = [without_times(run.step(index)) for index in range(run.total_steps)]
-            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()]))
+            curve, saved = stepped(run)
+            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved))
         return found[0]
 
     return run
@@ -276,7 +262,7 @@ def raising_after(looks: int) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("looks", [0, 1, 2, 4])
 def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Callable[[], Any], looks: int) -> None:
     """In the middle of sampling, of scoring and of training: repeated, it gives what it would have given."""
-    curve, _ = straight()
+    curve, *_ = straight()
     run = prepared(pod, epochs=2, groups_per_step=1, generate={"rounds": 2})
     with raising_after(looks) as interrupt:
         run.step(0, interrupt)

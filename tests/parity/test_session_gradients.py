@@ -107,13 +107,24 @@ def score(policy: SessionPolicy, call: Forward | ForwardBackward) -> dict[str, A
     return result
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingHost, dict[str, bytes], PeftModel]:
+    """What prepared() makes, once; nothing changes it but gradients."""
+    return prepared(tmp_path_factory.mktemp("usual"))
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("with_targets", [False, True], ids=["next tokens", "targets"])
 @pytest.mark.parametrize(("loss", "config"), LOSSES.values(), ids=LOSSES.keys())
 def test_gradients_accumulated_over_two_calls(
-    tmp_path: Path, loss: Any, config: LossConfig, with_targets: bool, recompute: Any
+    usual: tuple[TrainingHost, dict[str, bytes], PeftModel],
+    loss: Any,
+    config: LossConfig,
+    with_targets: bool,
+    recompute: Any,
 ) -> None:
-    host, files, model = prepared(tmp_path)
+    host, files, model = usual
+    gave_way = host.gate.gave_way
     temperature = 0.8 if with_targets else 1.0
     policy = policy_of(host, files, recompute=recompute)
     model.zero_grad()
@@ -134,7 +145,7 @@ def test_gradients_accumulated_over_two_calls(
         assert result["loss"] == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     worst = assert_same_gradients(gradients(policy.lora), model)
     assert worst > 0
-    assert host.gate.gave_way > 0
+    assert host.gate.gave_way > gave_way
 
 
 def test_forward_leaves_gradients_alone(tmp_path: Path) -> None:

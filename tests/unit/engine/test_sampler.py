@@ -148,7 +148,9 @@ def test_rows_kept_between_steps_count_new_tokens() -> None:
 def test_the_distribution_is_softmax(block: int) -> None:
     """Whether all tokens race or blocks of them first, the last of which is not full."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]]).repeat(20000, 1)
-    chunks = [chunk(SamplingParams(seed=5, temperature=0.8), [0] * i) for i in range(20000)]
+    # A seed's draws differ by how many tokens came before, which nothing else here reads.
+    params = SamplingParams(seed=5, temperature=0.8)
+    chunks = [chunk(params)._replace(output_count=count) for count in range(20000)]
     drawn = Sampler([EOS], torch.device("cpu"), block=block).sample(logits, chunks)
     tokens = torch.tensor([t.token_id for t in drawn])
     expected = (logits[0] / 0.8).softmax(0) * len(tokens)
