@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import pytest
 from grpc import aio
 
+from services.common.errors import Unavailable
 from services.common.pb import adapters_pb2
 from services.common.pb import engine_pb2 as pb
-from services.common.store import ObjectStore
+from services.common.store import ObjectNotFound, ObjectStore
 from tests.integration.engine.harness import EngineUnderTest, adapter_files, patiently, request
 from tests.integration.servers import RunningServer
 
@@ -87,13 +89,27 @@ async def test_a_corrupt_version_is_refused_and_the_old_one_stays(engine: Engine
     assert refused.error.code == pb.ERROR_CODE_ADAPTER_REJECTED
     assert "skill@2" in refused.error.message
 
-    # Attached once its file is another one: the engine looks for itself, too.
-    version = await engine.publish("skill", seed=3, attach=False)
-    key = f"adapters/skill/versions/{version.version:08d}/adapter_model.safetensors"
-    data = bytearray(store.get(key).data)
-    data[-1] ^= 1
-    store.put(key, bytes(data))
-    await asyncio.to_thread(engine.registry.attach, version)
+    # Attached once its file is another one: the engine looks for itself, too. The file changes between the manifest,
+    # which has the digest, and the pointer: from then on the engine may have read it.
+    files = adapter_files(engine.engine, seed=3)
+    weights = "adapter_model.safetensors"
+    altered = files[weights][:-1] + bytes([files[weights][-1] ^ 1])
+    directory = "adapters/skill/versions/00000003/"
+
+    def alter() -> None:
+        with contextlib.suppress(ObjectNotFound):
+            store.get(f"{directory}manifest.json")
+            store.put(f"{directory}{weights}", altered)
+
+    def publish() -> None:
+        manifest = engine.registry.publish(
+            "skill", files, base_digest=engine.engine.base_digest, job_id="altered", fence=alter
+        )
+        assert str(manifest.ref) == "skill@3"
+        engine.registry.attach(manifest.ref)
+
+    await patiently(lambda: asyncio.to_thread(publish), Unavailable)
+    assert store.get(f"{directory}{weights}").data == altered
     assert (await sync(engine)).attached == "skill@1"
     tampered = await stream.run(request(PROMPT, adapter="skill@3"))
     assert tampered.error is not None
