@@ -17,7 +17,6 @@ layers that changes each by about the same part. --weights sharp: as likely as a
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.in_process import only_warnings
+from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.training_pod import training_pod
 from services.common.jobs import LoraSettings
@@ -138,11 +138,7 @@ def main() -> None:
                 found = measure(host, exact, options.rollouts, options.prompt, options.new_tokens)
                 del exact
         facts = {"model": str(options.model or options.shape), "weights": weights}
-        line = json.dumps(found | facts | environment())
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
+        put_line(found | facts | environment(), options.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ One JSON line a method and number of parents, written to --out as it comes:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
+from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, config_of
 from services.adapter_tools.low_rank import Factors
 from services.adapter_tools.merge import Weighted, merge_layer, working_bytes
@@ -137,11 +137,7 @@ def main() -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     for line in results(options):
-        text = json.dumps(line)
-        print(text, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(text + "\n")
+        put_line(line, options.out)
 
 
 if __name__ == "__main__":

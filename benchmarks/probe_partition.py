@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ import torch
 
 from benchmarks.decode_step import DecodeStep
 from benchmarks.environment import environment
+from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import config_of
 from benchmarks.serving import milliseconds
 from benchmarks.training import Case, Parts, Trainer, random_model
@@ -214,11 +214,7 @@ def main() -> None:
             "p99_times": round(row["decode"]["p99"] / whole["decode_alone"]["p99"], 2),
             "share": round(row["train"] / whole["train_alone"], 3),
         }
-        line = json.dumps(row | facts)
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
+        put_line(row | facts, options.out)
 
 
 if __name__ == "__main__":

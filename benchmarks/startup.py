@@ -114,6 +114,7 @@ def main() -> None:
         child(options.model, options.child)
         return
     from benchmarks.environment import environment
+    from benchmarks.lines import put_line
     from benchmarks.random_checkpoint import config_of, write
     from cli.settings import inherited_environment
 
@@ -136,12 +137,7 @@ def main() -> None:
                 report |= start(model, variables, max(1.0, end - time.monotonic()))
             except RuntimeError as error:  # the second start goes on where the first one stopped
                 report["failed"] = str(error)
-            line = json.dumps(report | environment()) + "\n"
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(line)
+            put_line(report | environment(), options.out)
 
 
 if __name__ == "__main__":

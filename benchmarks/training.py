@@ -18,7 +18,6 @@ the engine serves in benchmarks.training_beside.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.environment import environment
+from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, config_of
 from benchmarks.random_model import RandomWeights
 from services.common.jobs import LoraSettings, OptimizerSettings
@@ -233,11 +233,7 @@ def main() -> None:
     facts = {"shape": options.shape, "quantization": options.quant, "rank": options.rank} | environment()
     for case in (Case.parse(text) for text in options.cases.split(",")):
         for recompute in options.recompute.split(","):
-            line = json.dumps(measure(trainer, case, recompute, options.repeats, options.warm_up) | facts)
-            print(line, flush=True)
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(line + "\n")
+            put_line(measure(trainer, case, recompute, options.repeats, options.warm_up) | facts, options.out)
             if options.profile:
                 profile(trainer, case, recompute, options.profile)
             torch.cuda.empty_cache()

@@ -14,7 +14,6 @@ benchmarks.training.
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from benchmarks.environment import environment
+from benchmarks.lines import put_line
 from benchmarks.serving import checkpoint, milliseconds
 from benchmarks.training import Case, Parts, Trainer
 from services.engine.model.training.recompute import Recompute
@@ -134,7 +134,7 @@ def main() -> None:
         for streams in (int(text) for text in options.streams.split(",")):
             row: dict[str, Any] = {"streams": streams, "standalone": round(standalone)} | facts
             if streams == 0:
-                _print(row | environment(), options.out)
+                put_line(row | environment(), options.out)
                 continue
             decode(engine, streams, 0.3)
             row["itl_alone"], before = decode(engine, streams, options.seconds)
@@ -148,17 +148,9 @@ def main() -> None:
                     "share": round(beside.rate() / standalone, 3),
                     "decode_share": round(after / before, 3),
                 }
-                _print(row | environment(), options.out)
+                put_line(row | environment(), options.out)
     finally:
         engine.stop()
-
-
-def _print(row: dict[str, Any], out: Path | None) -> None:
-    line = json.dumps(row)
-    print(line, flush=True)
-    if out is not None:
-        with out.open("a") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from benchmarks.adapters import GeneratedAdapters
 from benchmarks.environment import environment
 from benchmarks.in_process import settings_for
+from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
 from services.common.registry import AdapterRegistry
 from services.engine.model.config import ModelConfig
@@ -72,11 +73,7 @@ def report_to(options: argparse.Namespace, **facts: Any) -> Callable[[Mapping[st
     shared = {"shape": options.shape, "device": options.device} | facts | environment()
 
     def report(line: Mapping[str, Any]) -> None:
-        text = json.dumps({**line, **shared})
-        print(text, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(text + "\n")
+        put_line({**line, **shared}, options.out)
 
     return report
 
