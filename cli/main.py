@@ -44,7 +44,8 @@ def up(
         Path | None, typer.Option(help="Checkpoint directory.", show_default="models/tiny", envvar="TEMPER_MODEL")
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients put in `model`.", show_default="qwen3.5")
+        str | None,
+        typer.Option(help="What clients put in `model`.", show_default="qwen3.5", envvar="TEMPER_SERVED_MODEL_NAME"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address the HTTP API listens on.", envvar="TEMPER_HOST")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the HTTP API.", min=1, max=65535, envvar="TEMPER_PORT")] = 8420,

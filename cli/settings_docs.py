@@ -32,8 +32,8 @@ HEADER = """# Configuration
 
 Everything is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
 use with a line that names the variable. `temper up` sets those of its own stores and
-of the data directory, takes `TEMPER_MODEL`, `TEMPER_HOST`, `TEMPER_PORT`, `TEMPER_DEVICE` and `TEMPER_DTYPE` where its
-option is not given, and passes all others on, so `TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
+of the data directory, puts its options before their variables (`temper up --help` names them), and passes all others
+on, so `TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
 """
 
 SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], ...] = (

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
-from services.common.names import AdapterVersion, parse_adapter_ref
+from services.common.names import AdapterVersion, parse_adapter_version
 
 SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
 """Parses and validates a spec of any kind."""
@@ -130,10 +130,9 @@ def _version(text: str) -> AdapterVersion | None:
     if len(text) > _REF_LIMIT or "@" not in text:
         return None
     try:
-        name, number = parse_adapter_ref(text)
+        return parse_adapter_version(text)
     except InvalidRequest:
         return None
-    return AdapterVersion(name, number) if number is not None else None
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -32,14 +33,19 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def _pydantic_name(name: str) -> str:
-    try:
-        return check_adapter_name(name)
-    except InvalidRequest as error:
-        raise ValueError(error.message) from error
+def field_check(check: Callable[[str], str]) -> AfterValidator:
+    """A check that raises InvalidRequest, for a field of a request: pydantic takes ValueError."""
+
+    def checked(text: str) -> str:
+        try:
+            return check(text)
+        except InvalidRequest as error:
+            raise ValueError(error.message) from error
+
+    return AfterValidator(checked)
 
 
-AdapterName = Annotated[str, AfterValidator(_pydantic_name)]
+AdapterName = Annotated[str, field_check(check_adapter_name)]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,6 +77,15 @@ def parse_adapter_ref(text: str) -> tuple[str, int | None]:
     if not number.isascii() or not number.isdigit() or not 1 <= int(number) < 2**53:
         raise InvalidRequest(f"adapter version {number[:40]!r} must be a positive number", param="adapter")
     return name, int(number)
+
+
+def _check_adapter_ref(text: str) -> str:
+    parse_adapter_ref(text)
+    return text
+
+
+AdapterRef = Annotated[str, field_check(_check_adapter_ref)]
+""""name" or "name@n"."""
 
 
 def parse_adapter_version(text: str) -> AdapterVersion:

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import LoraSettings, Recompute, StrictModel
-from services.common.names import AdapterName, check_adapter_name, parse_adapter_ref
+from services.common.names import AdapterName, AdapterRef, check_adapter_name
 
 Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
 MAX_SEQ = 2**53 - 1
@@ -45,16 +45,7 @@ def _checkpoint_name(name: str) -> str:
         raise ValueError(error.message.replace("adapter name", "checkpoint name")) from error
 
 
-def _adapter_ref(ref: str) -> str:
-    try:
-        parse_adapter_ref(ref)
-    except InvalidRequest as error:
-        raise ValueError(error.message) from error
-    return ref
-
-
 CheckpointName = Annotated[str, AfterValidator(_checkpoint_name)]
-AdapterRef = Annotated[str, AfterValidator(_adapter_ref)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that sums stay finite."""

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from services.common.consumer import ClaimedJob, JobConsumer
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import GrpoJob, MergeJob, Spec
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
 from services.common.registry import AdapterRegistry
 
 T = TypeVar("T")
@@ -56,8 +56,7 @@ class Origins:
             found = patiently(lambda: resolve(claimed.spec, self._registry))
             text = ",".join(str(version) for version in found)
             refs = patiently(lambda: self._consumer.resolve_parent(claimed, text or None))
-        named = [parse_adapter_ref(ref) for ref in (refs or "").split(",") if ref]
-        return [AdapterVersion(name, number or 0) for name, number in named]
+        return [parse_adapter_version(ref) for ref in (refs or "").split(",") if ref]
 
     def _read(self, version: AdapterVersion, spec: Spec, patiently: Patiently) -> Origin:
         manifest = patiently(lambda: self._registry.manifest(version))
@@ -118,6 +117,5 @@ def sampled_elsewhere(spec: Spec, origins: Sequence[Origin]) -> str | None:
     count = sum(name != start for name in named)
     listed = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
     return (
-        f"{count} of {len(named)} rollouts were sampled by {listed}, and the job continues {start}: their ratios are "
-        "against the log-probabilities that came with them"
+        f"{count} of {len(named)} rollouts that say who sampled them come from {listed}, and the job continues {start}"
     )

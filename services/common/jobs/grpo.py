@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import JobBase, Message, StrictModel
 from services.common.jobs.generate import GenerateSettings
-from services.common.names import BASE, AdapterVersion, parse_adapter_version
+from services.common.names import BASE, AdapterVersion, field_check, parse_adapter_version
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""
@@ -28,11 +28,12 @@ def _scale_of_flag(value: object) -> object:
     return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
+MOST_SAMPLERS = 64
+"""Adapter versions that the rollouts of a job may name; each is looked up."""
+
+
 def _sampler(text: str) -> str:
-    try:
-        return text if text == BASE else str(parse_adapter_version(text))
-    except InvalidRequest as error:
-        raise ValueError(error.message) from error
+    return text if text == BASE else str(parse_adapter_version(text))
 
 
 class GrpoCompletion(StrictModel):
@@ -48,7 +49,7 @@ class GrpoCompletion(StrictModel):
     temperature: float = Field(1.0, ge=0, le=100)
     truncated: bool = False
     """The completion hit max_tokens: it does not end its turn."""
-    adapter: Annotated[str, AfterValidator(_sampler)] | None = None
+    adapter: Annotated[str, field_check(_sampler)] | None = None
     """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
     reward: Reward
 
@@ -230,12 +231,23 @@ class GrpoJob(JobBase):
 
     @property
     def sampled_by(self) -> dict[AdapterVersion, str]:
-        """Adapter versions that rollouts name, each with the first field that names it."""
+        """Adapter versions that rollouts name, each with the first field that names it.
+
+        Raises:
+            InvalidRequest: there are more than MOST_SAMPLERS.
+        """
         found: dict[str | None, str] = {}
         for number, group in enumerate(self.groups or ()):
             for member, completion in enumerate(group.completions):
                 found.setdefault(completion.adapter, f"groups[{number}].completions[{member}].adapter")
-        return {parse_adapter_version(name): field for name, field in found.items() if name and name != BASE}
+        versions = {parse_adapter_version(name): field for name, field in found.items() if name and name != BASE}
+        if len(versions) > MOST_SAMPLERS:
+            raise InvalidRequest(
+                f"the rollouts were sampled by {len(versions)} adapter versions, over the limit of {MOST_SAMPLERS} a "
+                "job: train on those of fewer versions, or leave `adapter` out",
+                param="groups",
+            )
+        return versions
 
     @property
     def completion_ids(self) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.common.errors import InvalidRequest
 from services.common.jobs.base import PublishingJob
 from services.common.jobs.strict import StrictModel
-from services.common.names import parse_adapter_ref
+from services.common.names import AdapterRef
 
 MergeMethod: TypeAlias = Literal["weighted", "svd", "ties", "dare_linear", "dare_ties"]
 SPARSE_METHODS: frozenset[MergeMethod] = frozenset(["ties", "dare_linear", "dare_ties"])
@@ -18,18 +17,10 @@ SPARSE_METHODS: frozenset[MergeMethod] = frozenset(["ties", "dare_linear", "dare
 MAX_SOURCES = 16
 
 
-def _reference(text: str) -> str:
-    try:
-        parse_adapter_ref(text)
-    except InvalidRequest as error:
-        raise ValueError(error.message) from error
-    return text
-
-
 class MergeSource(StrictModel):
     """One parent of a merge."""
 
-    adapter: Annotated[str, AfterValidator(_reference)]
+    adapter: AdapterRef
     """"name@n", or "name" for its current version."""
     weight: float = Field(1.0, ge=-100, le=100)
     """Of its delta. Negative: what the adapter does is taken away. Not 0."""

@@ -11,7 +11,7 @@ from services.common.errors import TemperError
 from services.common.jobs.acceptance import Better
 from services.common.jobs.base import JobBase
 from services.common.jobs.prompts import SampledPrompt, TokenIds, as_prompt
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
 
 CHECKPOINT = "checkpoint"
 """The teacher that the engine's settings name (TEMPER_TEACHER_MODEL)."""
@@ -180,5 +180,4 @@ class OpdJob(JobBase):
         """The adapter version that teaches, if one does."""
         if self.teacher in (BASE, CHECKPOINT):
             return None
-        name, version = parse_adapter_ref(self.teacher)
-        return AdapterVersion(name, version or 0)
+        return parse_adapter_version(self.teacher)

@@ -27,10 +27,6 @@ IdempotencyKey = Annotated[
 ]
 
 
-_MOST_SAMPLERS = 64
-"""Adapter versions that the rollouts of a job may name; each is looked up."""
-
-
 def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
     async def submit(
         response: Response, body: Any, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
@@ -98,12 +94,6 @@ async def _check_start(gateway: Gateway, start_from: str | None) -> None:
 async def _check_samplers(gateway: Gateway, spec: GrpoJob) -> None:
     """The versions that sampled the rollouts exist."""
     samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
-    if len(samplers) > _MOST_SAMPLERS:
-        raise InvalidRequest(
-            f"the rollouts were sampled by {len(samplers)} adapter versions, over the limit of {_MOST_SAMPLERS} a job: "
-            "train on those of fewer versions, or leave `adapter` out",
-            param="groups",
-        )
     for version, field in samplers.items():
         try:
             await gateway.store(gateway.registry.manifest, version)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from services.common.errors import AdapterRejected, NotFound
-from services.common.names import AdapterVersion, parse_adapter_ref
+from services.common.names import AdapterVersion, parse_adapter_ref, parse_adapter_version
 from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.store import ObjectNotFound, ObjectStore
 from services.trainer.publish import Publisher
@@ -120,8 +120,7 @@ class SessionStorage:
             }
             parent = None
             if about["parent"] is not None:
-                parent_name, number = parse_adapter_ref(about["parent"])
-                parent = AdapterVersion(parent_name, int(number or 0))
+                parent = parse_adapter_version(about["parent"])
             files = {
                 WEIGHTS: safetensors.torch.save(adapter, metadata={"format": "pt"}),
                 CONFIG: json.dumps(about["config"], indent=2, sort_keys=True).encode(),

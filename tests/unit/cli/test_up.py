@@ -60,10 +60,13 @@ def test_port_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ((), UpOptions(Path("/m"), host="0.0.0.0", port=9001, device="cpu", dtype="bfloat16")),
+        ((), UpOptions(Path("/m"), "q", "0.0.0.0", 9001, "cpu", "bfloat16")),
         (
-            ("--model", "/n", "--host", "::", "--port", "9002", "--device", "auto", "--dtype", "float32"),
-            UpOptions(Path("/n"), host="::", port=9002, dtype="float32"),
+            (
+                *("--model", "/n", "--served-model-name", "r", "--host", "::", "--port", "9002"),
+                *("--device", "auto", "--dtype", "float32"),
+            ),
+            UpOptions(Path("/n"), "r", "::", 9002, "auto", "float32"),
         ),
     ],
     ids=["variables", "options"],
@@ -73,7 +76,14 @@ def test_options_win_over_variables_and_those_over_defaults(
 ) -> None:
     ran: list[UpOptions] = []
     monkeypatch.setattr("cli.up.run_up", lambda options: ran.append(options) or 0)
-    env = {"MODEL": "/m", "HOST": "0.0.0.0", "PORT": "9001", "DEVICE": "cpu", "DTYPE": "bfloat16"}
+    env = {
+        "MODEL": "/m",
+        "SERVED_MODEL_NAME": "q",
+        "HOST": "0.0.0.0",
+        "PORT": "9001",
+        "DEVICE": "cpu",
+        "DTYPE": "bfloat16",
+    }
     result = CliRunner().invoke(app, ["up", *args], env={f"TEMPER_{name}": value for name, value in env.items()})
     assert result.exit_code == 0, result.output
     assert ran == [expected]

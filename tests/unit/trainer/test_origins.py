@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ModelNotFound
+from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.jobs import GrpoJob, SftJob
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry
@@ -40,6 +40,14 @@ def test_rollouts_of_a_version_that_never_was_are_refused(registry: AdapterRegis
         assert refused.value.param == "groups[0].completions[1].adapter"
 
 
+def test_rollouts_of_too_many_versions_are_refused(registry: AdapterRegistry) -> None:
+    for _ in range(65):
+        registry.publish("bot", FILES, base_digest="x")
+    assert resolve(grpo(*(f"bot@{number}" for number in range(1, 65))), registry)
+    with pytest.raises(InvalidRequest, match="by 65 adapter versions, over the limit of 64"):
+        resolve(grpo(*(f"bot@{number}" for number in range(1, 66))), registry)
+
+
 def test_rollouts_of_a_version_that_was_deleted_meanwhile_are_learnt_from(registry: AdapterRegistry) -> None:
     registry.publish("bot", FILES, base_digest="x")
     registry.delete("bot")
@@ -53,7 +61,7 @@ def test_what_is_said_of_rollouts_that_another_policy_sampled() -> None:
     assert sampled_elsewhere(grpo("base", None), []) is None
     said = sampled_elsewhere(grpo("bot@3", "bot@2", "base", "bot@2", None), [bot])
     assert said is not None
-    assert said.startswith("3 of 4 rollouts were sampled by base, bot@2, and the job continues bot@3")
+    assert said == "3 of 4 rollouts that say who sampled them come from base, bot@2, and the job continues bot@3"
     said = sampled_elsewhere(grpo(*(f"x@{number}" for number in range(1, 8))), [])
     assert said is not None
     assert "x@1, x@2, x@3, x@4, x@5 and 2 more, and the job continues base" in said
