@@ -23,10 +23,14 @@ from services.common.settings import CommonSettings
 CONNECT_SECONDS = 2.0
 READ_SECONDS = 5.0
 """Silence after which a server counts as frozen; larger bodies get a second more for every 20 MB."""
+CONDITION_SECONDS = 10.0
+"""What a conditional write gets on top. SeaweedFS decides conditions under a lock of the object's, and who finds it
+taken asks again after a whole second (its `weed/cluster/lock_client.go`): the last of N at once waits for up to N."""
 RETRY_SECONDS = 4.0
 """No attempt starts later than this after the first one, so a call on a frozen server ends after one read timeout."""
 ATTEMPTS = 4
 _BYTES_PER_SECOND = 20e6
+_CONDITIONS = frozenset({"If-Match", "If-None-Match"})
 _MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _REFUSED = frozenset(
     {"AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId", "AuthorizationHeaderMalformed", "NoSuchBucket"}
@@ -61,18 +65,19 @@ class StoredObject:
 
 
 class _Pool(urllib3.PoolManager):
-    """Gives every request a timeout that grows with its body: a socket's timeout covers the whole of a send."""
+    """Gives every request its timeout, which grows with the body: a socket's timeout covers the whole of a send."""
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
         body = kw.get("body")
         extra = len(body) / _BYTES_PER_SECOND if isinstance(body, bytes) else 0.0
-        kw["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS + extra, read=READ_SECONDS + extra)
+        turn = CONDITION_SECONDS if _CONDITIONS & set(kw.get("headers") or ()) else 0.0
+        kw["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS + extra, read=READ_SECONDS + turn + extra)
         kw["retries"] = False
         return super().urlopen(method, url, redirect, **kw)
 
 
 class ObjectStore:
-    """One bucket of an S3 server. Thread-safe; every method blocks for a few seconds at most.
+    """One bucket of an S3 server. Thread-safe; every method blocks for seconds at most, conditional writes for longest.
 
     Every method may raise Unavailable: the server is away, frozen, or refuses the credentials.
     """

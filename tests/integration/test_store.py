@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from services.common.errors import Unavailable
 from services.common.settings import CommonSettings
-from services.common.store import ObjectNotFound, ObjectStore, PreconditionFailed, StoreRejected
+from services.common.store import READ_SECONDS, ObjectNotFound, ObjectStore, PreconditionFailed, StoreRejected
 from tests.integration.servers import RunningServer
 
 
@@ -93,6 +93,18 @@ def test_compare_and_swap_loses_no_update(store: ObjectStore) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(increment, range(30)))
     assert store.get("counter").data == b"30"
+
+
+def test_a_writer_with_a_condition_waits_for_its_turn(store: ObjectStore, s3: RunningServer) -> None:
+    """A lock that others hold keeps a conditional write waiting for longer than a frozen server any other request."""
+    etag = store.put("k", b"1")
+    with ThreadPoolExecutor(1) as pool:
+        with s3.frozen():
+            write = pool.submit(store.put, "k", b"2", if_match=etag)
+            time.sleep(READ_SECONDS + 1.5)
+            assert not write.done()
+        assert write.result() == store.head("k")
+    assert store.get("k").data == b"2"
 
 
 def test_frozen_server_is_unavailable_within_seconds(store: ObjectStore, s3: RunningServer) -> None:
