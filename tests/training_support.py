@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -160,13 +160,24 @@ def through_a_checkpoint(state: RunState) -> RunState:
     return found.state
 
 
-def stepped(run: JobRun) -> tuple[list[dict[str, float]], list[RunState]]:
-    """All steps of a job, in one go: what each said without its times, and what was saved behind it."""
+class Stepped(NamedTuple):
+    """A job from beginning to end."""
+
+    curve: list[dict[str, float]]
+    """What each step said, without its times."""
+    parameters: list[torch.Tensor]
+    """Its adapter at the end."""
+    saved: list[RunState]
+    """What was saved behind each step."""
+
+
+def stepped(run: JobRun) -> Stepped:
+    """Takes all steps of a job."""
     curve, saved = [], []
     for index in range(run.total_steps):
         curve.append(without_times(run.step(index)))
         saved.append(through_a_checkpoint(run.state()))
-    return curve, saved
+    return Stepped(curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved)
 
 
 def adapter_state(host: TrainingHost, files: Mapping[str, bytes]) -> dict[str, torch.Tensor]:

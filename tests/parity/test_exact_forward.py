@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from services.trainer.rollouts import RolloutSampling
 from tests.parity.test_rollout_job import job, raising_after
 from tests.parity.test_rollouts import adapter, requests
 from tests.rollout_support import Pod, running_pod, wait_for
-from tests.training_support import stepped, through_a_checkpoint, without_times
+from tests.training_support import Stepped, stepped, through_a_checkpoint, without_times
 
 SHORT = RolloutSampling(3.0, 12)
 SPREAD = {"rounds": 2, "completions": 8, "temperature": 3.0}
@@ -107,23 +106,14 @@ def test_it_learns_what_the_ordinary_mode_learns(pod: Pod) -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(shared: Pod) -> Callable[[], Any]:
-    """A run from beginning to end, once: its metrics and parameters, and what was saved of it behind each step."""
-    found: list[Any] = []
-
-    def run() -> Any:
-        if not found:
-            run = sampling(shared, epochs=2, groups_per_step=1, generate=SPREAD, beta=0.1)
-            curve, saved = stepped(run)
-            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved))
-        return found[0]
-
-    return run
+def straight(shared: Pod) -> Stepped:
+    """An undisturbed run, once."""
+    return stepped(sampling(shared, epochs=2, groups_per_step=1, generate=SPREAD, beta=0.1))
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
-def test_resume_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
-    curve, parameters, saved = straight()
+def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
+    curve, parameters, saved = straight
     state = saved[stop - 1]
     kept = any(name.startswith("reference.") for name in state.tensors)
     assert kept == (stop % 4 != 0)

@@ -3,7 +3,7 @@ cannot be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from services.trainer.jobs.base import RunState
 from services.trainer.jobs.opd import OpdRun
 from tests.rollout_support import TINY, MemoryRegistry, Pod, running_pod
 from tests.tokenizer_support import qwen_like_tokenizer
-from tests.training_support import stepped, through_a_checkpoint, without_times, write_checkpoint
+from tests.training_support import Stepped, stepped, through_a_checkpoint, without_times, write_checkpoint
 
 LEFT = 0.5
 """Share of the held-out divergence to the teacher that may be left; 0.23, 0.32 and 0.30 with seeds 0, 1 and 2."""
@@ -203,23 +203,14 @@ RESUMED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def straight(shared: Pod) -> Callable[[], Any]:
-    """A run from beginning to end, once: its metrics and parameters, and what was saved of it behind each step."""
-    found: list[Any] = []
-
-    def run() -> Any:
-        if not found:
-            run = prepared(shared, **RESUMED)
-            curve, saved = stepped(run)
-            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved))
-        return found[0]
-
-    return run
+def straight(shared: Pod) -> Stepped:
+    """An undisturbed run, once."""
+    return stepped(prepared(shared, **RESUMED))
 
 
 @pytest.mark.parametrize("stop", range(1, 8))
-def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
-    curve, parameters, saved = straight()
+def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
+    curve, parameters, saved = straight
     assert len(saved) == 8
     state = saved[stop - 1]
     assert ("round" in state.data) == (stop % 4 != 0)
@@ -236,8 +227,7 @@ class Interrupted(Exception):
 
 
 @pytest.mark.parametrize("call", range(1, 6))  # three held-out documents, two of the step; more while it samples
-def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: Callable[[], Any], call: int) -> None:
-    curve, *_ = straight()
+def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: Stepped, call: int) -> None:
     calls = 0
 
     def interrupt() -> None:
@@ -253,7 +243,7 @@ def test_interrupted_anywhere_in_a_step_nothing_is_applied(pod: Pod, straight: C
     assert not run.lora.flat_b.any()
     again = prepared(pod, **RESUMED)
     assert again.load_state(through_a_checkpoint(_of_this(again, run.state()))) == 0
-    assert without_times(again.step(0)) == curve[0]
+    assert without_times(again.step(0)) == straight.curve[0]
 
 
 def _of_this(run: OpdRun, state: RunState) -> RunState:

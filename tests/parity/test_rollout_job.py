@@ -21,7 +21,7 @@ from services.trainer.jobs import prepare_run
 from services.trainer.jobs.rollout import RolloutRun
 from services.trainer.rewards import Webhooks
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
-from tests.training_support import stepped, without_times
+from tests.training_support import Stepped, stepped, without_times
 from tests.unit.trainer.test_webhook import SECRET, Seen, ok, serving
 
 GAIN = 0.25
@@ -128,9 +128,9 @@ def test_the_first_round_is_of_the_starting_policy(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6, 7])
-def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Callable[[], Any], stop: int) -> None:
+def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     fields: dict[str, Any] = {"epochs": 2, "groups_per_step": 1, "generate": {"rounds": 2}}
-    curve, parameters, saved = straight()
+    curve, parameters, saved = straight
     state = saved[stop - 1]
     assert ("round" in state.data) == (stop % 4 != 0)
     second = prepared(pod, **fields)
@@ -154,7 +154,7 @@ def test_every_loss_learns_from_rounds_and_resumes(pod: Pod, settings: dict[str,
     fields = {"epochs": 2, "generate": {"rounds": 2}, **settings}
     straight = prepared(pod, **fields)
     before = [parameter.detach().clone() for parameter in straight.lora.parameters()]
-    curve, saved = stepped(straight)
+    curve, _, saved = stepped(straight)
     assert len(saved) == 4
     assert any(not torch.equal(old, new) for old, new in zip(before, straight.lora.parameters(), strict=True))
     if "mismatch_correction" in settings:
@@ -172,18 +172,9 @@ def test_dr_grpo_divides_by_what_may_be_sampled() -> None:
 
 
 @pytest.fixture(scope="module")
-def straight(shared: Pod) -> Callable[[], Any]:
-    """A run from beginning to end, once: its metrics and parameters, and what was saved of it behind each step."""
-    found: list[Any] = []
-
-    def run() -> Any:
-        if not found:
-            run = prepared(shared, epochs=2, groups_per_step=1, generate={"rounds": 2})
-            curve, saved = stepped(run)
-            found.append((curve, [parameter.detach().clone() for parameter in run.lora.parameters()], saved))
-        return found[0]
-
-    return run
+def straight(shared: Pod) -> Stepped:
+    """An undisturbed run, once."""
+    return stepped(prepared(shared, epochs=2, groups_per_step=1, generate={"rounds": 2}))
 
 
 def test_a_round_in_which_nothing_is_better_changes_nothing(pod: Pod) -> None:
@@ -260,15 +251,14 @@ def raising_after(looks: int) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.parametrize("looks", [0, 1, 2, 4])
-def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Callable[[], Any], looks: int) -> None:
+def test_a_step_that_is_interrupted_has_not_happened(pod: Pod, straight: Stepped, looks: int) -> None:
     """In the middle of sampling, of scoring and of training: repeated, it gives what it would have given."""
-    curve, *_ = straight()
     run = prepared(pod, epochs=2, groups_per_step=1, generate={"rounds": 2})
     with raising_after(looks) as interrupt:
         run.step(0, interrupt)
     wait_for(lambda: pod.slots_taken() == 0)
     wait_for(lambda: pod.engine.loop.status().background == 0)
-    assert without_times(run.step(0)) == curve[0]
+    assert without_times(run.step(0)) == straight.curve[0]
 
 
 def test_users_are_served_while_a_job_samples_and_trains(pod: Pod) -> None:
