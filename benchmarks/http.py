@@ -91,7 +91,7 @@ def _seconds(answers: list[Answer]) -> float:
 
 
 @contextmanager
-def _process(*command: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def child(*command: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """A Python module as a child process that is ended with the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, env=os.environ | environ
@@ -107,7 +107,12 @@ def _process(*command: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def first_line(process: subprocess.Popen[str]) -> str:
+    """The next line that a child prints.
+
+    Raises:
+        RuntimeError: it has ended.
+    """
     line = process.stdout.readline() if process.stdout is not None else ""
     if not line:
         raise RuntimeError(f"{process.args!r} ended; its log above has the reason")
@@ -118,13 +123,13 @@ def _engine(options: argparse.Namespace, stack: ExitStack) -> tuple[psutil.Proce
     """Starts an engine: its process, port, vocabulary and in-process figures."""
     if options.steady_ms:
         arguments = ["--model", "models/tiny", "--step-ms", str(options.steady_ms)]
-        process = stack.enter_context(_process("benchmarks.steady_engine", *arguments))
-        return psutil.Process(process.pid), int(_line(process)), 2000, {}
+        process = stack.enter_context(child("benchmarks.steady_engine", *arguments))
+        return psutil.Process(process.pid), int(first_line(process)), 2000, {}
     arguments = ["--model", str(checkpoint(options.model, options.scratch)), "--device", options.device]
     arguments += ["--cases", options.cases, "--quant", options.quant, "--kv", options.kv]
-    process = stack.enter_context(_process("benchmarks.engine_server", *arguments))
+    process = stack.enter_context(child("benchmarks.engine_server", *arguments))
     figures: dict[str, Any] = {}
-    while "port" not in (line := json.loads(_line(process))):
+    while "port" not in (line := json.loads(first_line(process))):
         figures[f"{line['c']}x{line['in']}x{line['out']}"] = line
     return psutil.Process(process.pid), line["port"], line["vocab_size"], figures
 
@@ -135,13 +140,18 @@ def _own_stack(options: argparse.Namespace, stack: ExitStack) -> Stack:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = {"TEMPER_ENGINES": f"127.0.0.1:{engine_port}", "TEMPER_PORT": str(port), "TEMPER_LOG_LEVEL": "warning"}
-    gateway = stack.enter_context(_process("services.gateway", **settings))
-    _await_ready(f"http://127.0.0.1:{port}/readyz")
+    gateway = stack.enter_context(child("services.gateway", **settings))
+    await_ready(f"http://127.0.0.1:{port}/readyz")
     processes = {"engine": engine, "gateway": psutil.Process(gateway.pid)}
     return Stack("127.0.0.1", port, "qwen3.5", vocab_size, figures, processes)
 
 
-def _await_ready(url: str) -> None:
+def await_ready(url: str) -> None:
+    """Returns when the URL answers.
+
+    Raises:
+        RuntimeError: it does not.
+    """
     until = time.monotonic() + _READY_SECONDS
     while True:
         try:

@@ -51,7 +51,9 @@ class Answer:
         return self.times[-1]
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
+    """One request on a connection of its own; ``done`` gets a result when the stream is over, however it ends."""
+
     def __init__(self, done: asyncio.Future[None]) -> None:
         self._done = done
         self._transport: asyncio.Transport | None = None
@@ -64,6 +66,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def send(self, request: bytes) -> None:
+        """Sends the whole request; the answer's clock begins."""
         if self._transport is None:
             raise RuntimeError("send() before the connection is open")
         self.answer.sent = time.monotonic()
@@ -101,6 +104,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_result(None)
 
     def close(self) -> None:
+        """Closes the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -127,9 +131,9 @@ async def _share(load: Load, count: int, seed: int, go: Any) -> list[Answer]:
     loop = asyncio.get_running_loop()
     requests = [request_bytes(load, rng) for _ in range(count)]
     futures = [loop.create_future() for _ in range(count)]
-    connections: list[_Connection] = []
+    connections: list[Connection] = []
     for future in futures:
-        _, protocol = await loop.create_connection(partial(_Connection, future), load.host, load.port)
+        _, protocol = await loop.create_connection(partial(Connection, future), load.host, load.port)
         connections.append(protocol)
     await asyncio.to_thread(go.wait)
     for connection, request in zip(connections, requests, strict=True):

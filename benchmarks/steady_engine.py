@@ -1,6 +1,7 @@
 """An engine without a model: every request gets one token a step. What the gateway costs is measured with it.
 
-`python -m benchmarks.steady_engine --step-ms 5` serves gRPC and prints its port.
+`python -m benchmarks.steady_engine --step-ms 5` serves gRPC and prints its port. With --groups N a request takes part
+in every N-th step only, the first of which comes at once: many slow streams without a burst of all of them.
 """
 
 from __future__ import annotations
@@ -27,22 +28,27 @@ _CONTEXT = 1 << 20
 class SteadyEngine(engine_pb2_grpc.EngineServicer):
     """Answers Stream, GetModel, GetTokenizerFiles and GetStatus."""
 
-    def __init__(self, model: Path, step_seconds: float) -> None:
+    def __init__(self, model: Path, step_seconds: float, groups: int = 1) -> None:
         self._codec = TextCodec.from_directory(model)
         self._step = step_seconds
+        self._groups = groups
         self._tokens = self._codec.encode(_TEXT)
 
     async def Stream(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.EngineFrame]:  # noqa: N802
-        running: dict[str, tuple[int, int]] = {}
+        groups: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._groups)]
+        group_of: dict[str, int] = {}
+        now = 0
         arrived = asyncio.Event()
         await context.send_initial_metadata(())
 
         async def read() -> None:
             async for frame in request_iterator:
                 if frame.WhichOneof("frame") == "submit":
-                    running[frame.submit.request_id] = (0, frame.submit.sampling.max_tokens)
-                else:
-                    running.pop(frame.abort.request_id, None)
+                    name = frame.submit.request_id
+                    group_of[name] = (now + 1) % self._groups
+                    groups[group_of[name]][name] = (0, frame.submit.sampling.max_tokens)
+                elif (group := group_of.pop(frame.abort.request_id, None)) is not None:
+                    groups[group].pop(frame.abort.request_id, None)
                 arrived.set()
 
         reader = asyncio.create_task(read())
@@ -50,21 +56,24 @@ class SteadyEngine(engine_pb2_grpc.EngineServicer):
         due = loop.time()
         try:
             for step in count():
-                while not running:
+                while not group_of:
                     arrived.clear()
                     await arrived.wait()
                     due = loop.time()
+                now = step % self._groups
+                running = groups[now]
                 token = self._tokens[step % len(self._tokens)]
                 updates = []
                 for name, (done, limit) in list(running.items()):
                     update = pb.Update(request_id=name, token_ids=[token], sampling_logprobs=[-1.25])
                     if done + 1 >= limit:
                         update.finish_reason = pb.FINISH_REASON_LENGTH
-                        del running[name]
+                        del running[name], group_of[name]
                     else:
                         running[name] = (done + 1, limit)
                     updates.append(update)
-                yield pb.EngineFrame(updates=updates)
+                if updates:
+                    yield pb.EngineFrame(updates=updates)
                 due += self._step
                 await asyncio.sleep(max(0.0, due - loop.time()))
         finally:
@@ -97,7 +106,9 @@ class SteadyEngine(engine_pb2_grpc.EngineServicer):
 
 async def _serve(options: argparse.Namespace) -> None:
     server = aio.server(options=[("grpc.max_send_message_length", -1)])
-    engine_pb2_grpc.add_EngineServicer_to_server(SteadyEngine(options.model, options.step_ms / 1e3), server)
+    engine_pb2_grpc.add_EngineServicer_to_server(
+        SteadyEngine(options.model, options.step_ms / 1e3, options.groups), server
+    )
     port = server.add_insecure_port(f"127.0.0.1:{options.port}")
     await server.start()
     sys.stdout.write(f"{port}\n")
@@ -109,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/tiny"), help="directory with tokenizer files")
     parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--port", type=int, default=0)
     asyncio.run(_serve(parser.parse_args()))
 

@@ -83,8 +83,9 @@ class Gateway:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def gateway_of(request: Request) -> Gateway:
-    """The gateway that serves a request."""
+async def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves a request. A coroutine because FastAPI runs what is none in a thread, which would cost
+    every request two changes of threads."""
     found = request.app.state.gateway
     if not isinstance(found, Gateway):
         raise RuntimeError("the application was not started: its lifespan builds the gateway")

@@ -1,0 +1,289 @@
+"""One gateway, or several, under thousands of streams: `python -m benchmarks.gateway_load --out load.jsonl`.
+
+Real gateway processes in front of engines without a model (benchmarks.steady_engine), clients in processes of their own
+on bare sockets. No GPU, Redis or object store is needed; cores are: with fewer than `gateways + engines + clients` of
+them the figures are those of the scheduler of the operating system.
+
+held      `--connections` streams are kept open, each of `--tokens` tokens at `--rate` tokens a second; who ends is
+          followed by a new one. Told are the time to the first byte of streams that began while all were open, what is
+          left of it without the engine's own pause, CPU a streamed token and the most memory.
+excess    more streams at once than the admission limit: how many are answered, how many refused, and how.
+scaling   as many streams as keep one gateway busy, on one and on two gateways: tokens a second and core of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.environment import environment
+from benchmarks.http import await_ready, child, first_line
+from benchmarks.http_client import Answer, Connection, Load, request_bytes
+from benchmarks.lines import put_line
+from benchmarks.serving import milliseconds
+from cli.ports import free_ports
+
+_VOCABULARY = 2000
+_SAMPLES_A_SECOND = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When the streams of one client process begin."""
+
+    slots: int
+    """Streams at a time."""
+    rounds: int
+    """Streams one after the other in each slot."""
+    ramp_seconds: float
+    """The slots begin evenly over so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateways:
+    """What is measured."""
+
+    ports: tuple[int, ...]
+    processes: tuple[psutil.Process, ...]
+
+    def cpu_seconds(self) -> float:
+        """Of all of them together, since they began."""
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+
+
+class MemoryWatch(threading.Thread):
+    """The most resident memory that processes have had, in bytes each."""
+
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        super().__init__(daemon=True)
+        self._processes = processes
+        self._ended = threading.Event()
+        self.most = [0] * len(processes)
+
+    def run(self) -> None:
+        while not self._ended.wait(1 / _SAMPLES_A_SECOND):
+            for index, process in enumerate(self._processes):
+                self.most[index] = max(self.most[index], process.memory_info().rss)
+
+    def end(self) -> None:
+        """Stops watching."""
+        self._ended.set()
+        self.join()
+
+
+@contextmanager
+def gateways(options: argparse.Namespace, count: int, *, step_ms: float, groups: int, admit: int) -> Iterator[Gateways]:
+    """Starts ``count`` gateways with ``options.engines`` engines each."""
+    with ExitStack() as scope:
+        ports, processes = free_ports(count), []
+        for port in ports:
+            engines = []
+            for _ in range(options.engines):
+                arguments = ["--step-ms", str(step_ms), "--groups", str(groups)]
+                engine = scope.enter_context(child("benchmarks.steady_engine", *arguments))
+                engines.append(f"127.0.0.1:{int(first_line(engine))}")
+            settings = {
+                "TEMPER_ENGINES": ",".join(engines),
+                "TEMPER_PORT": str(port),
+                "TEMPER_LOG_LEVEL": "warning",
+                "TEMPER_MAX_IN_FLIGHT": str(admit),
+            }
+            process = scope.enter_context(child("services.gateway", **settings))
+            await_ready(f"http://127.0.0.1:{port}/readyz")
+            processes.append(psutil.Process(process.pid))
+        yield Gateways(tuple(ports), tuple(processes))
+
+
+async def _slot(load: Load, request: bytes, rounds: int, begins: float) -> list[Answer]:
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(max(0.0, begins - time.monotonic()))
+    answers = []
+    for _ in range(rounds):
+        done = loop.create_future()
+        _, connection = await loop.create_connection(partial(Connection, done), load.host, load.port)
+        connection.send(request)
+        await done
+        connection.close()
+        answers.append(connection.answer)
+    return answers
+
+
+async def _client(load: Load, schedule: Schedule, seed: int, go: Any) -> list[Answer]:
+    rng = random.Random(seed)
+    requests = [request_bytes(load, rng) for _ in range(schedule.slots)]
+    await asyncio.to_thread(go.wait)
+    now = time.monotonic()
+    begins = [now + schedule.ramp_seconds * (index + rng.random()) / schedule.slots for index in range(schedule.slots)]
+    slots = [_slot(load, request, schedule.rounds, at) for request, at in zip(requests, begins, strict=True)]
+    return [answer for part in await asyncio.gather(*slots) for answer in part]
+
+
+def _client_process(load: Load, schedule: Schedule, seed: int, go: Any, results: Any) -> None:
+    import uvloop
+
+    try:
+        results.put(uvloop.run(_client(load, schedule, seed, go)))
+    except Exception as error:  # the parent tells it
+        results.put(f"{type(error).__name__}: {error}")
+
+
+def run(loads: Sequence[Load], schedule: Schedule, clients: int) -> list[Answer]:
+    """Runs the schedule against each load, with ``clients`` processes for each.
+
+    Raises:
+        RuntimeError: a client process failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    go, results = context.Barrier(clients * len(loads)), context.Queue()
+    share = replace(schedule, slots=schedule.slots // clients)
+    workers = [
+        context.Process(target=_client_process, args=(load, share, 100 * number + index, go, results), daemon=True)
+        for number, load in enumerate(loads)
+        for index in range(clients)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        answers: list[Answer] = []
+        for _ in workers:
+            part: list[Answer] | str = results.get(timeout=900)
+            if isinstance(part, str):
+                raise RuntimeError(part)
+            answers += part
+        return answers
+    finally:
+        for worker in workers:
+            worker.join(5)
+            worker.kill()
+
+
+def _load(port: int, options: argparse.Namespace, tokens: int) -> Load:
+    return Load("127.0.0.1", port, "qwen3.5", options.prompt, tokens, _VOCABULARY)
+
+
+def _events(answers: Sequence[Answer]) -> int:
+    return sum(answer.events for answer in answers)
+
+
+def held(options: argparse.Namespace) -> dict[str, Any]:
+    """Thousands of streams at a time."""
+    groups = 40
+    step_ms = 1e3 / options.rate / groups
+    seconds = options.tokens / options.rate
+    with gateways(options, 1, step_ms=step_ms, groups=groups, admit=options.connections + 64) as measured:
+        load = _load(measured.ports[0], options, options.tokens)
+        run([load], Schedule(options.clients, 2, 0.1), options.clients)
+        idle = measured.processes[0].memory_info().rss
+        watch = MemoryWatch(measured.processes)
+        watch.start()
+        before = measured.cpu_seconds()
+        answers = run([load], Schedule(options.connections, options.rounds, seconds), options.clients)
+        used = measured.cpu_seconds() - before
+        watch.end()
+    good = [answer for answer in answers if not answer.status]
+    full = min(answer.sent for answer in answers) + seconds
+    last = max(answer.sent for answer in good)
+    first = [answer.first - answer.sent for answer in good if full <= answer.sent <= last]
+    events = _events(good)
+    span = max(answer.last for answer in good) - min(answer.sent for answer in answers)
+    return {
+        "connections": options.connections,
+        "requests": len(answers),
+        "errors": dict(Counter(answer.status[:60] for answer in answers if answer.status)),
+        "first_byte_ms": milliseconds(first),
+        "first_bytes": len(first),
+        "engine_pause_ms": round(step_ms / 2, 3),
+        "streamed_tokens": events,
+        "tok_s": round(events / span, 1),
+        "cpu_us_a_token": round(1e6 * used / events, 2),
+        "cores": round(used / span, 3),
+        "rss_idle_mib": round(idle / 2**20, 1),
+        "rss_most_mib": round(watch.most[0] / 2**20, 1),
+        "rss_kib_a_stream": round((watch.most[0] - idle) / options.connections / 2**10, 1),
+    }
+
+
+def excess(options: argparse.Namespace) -> dict[str, Any]:
+    """A quarter more streams than are admitted, all at once."""
+    admit = options.connections
+    with gateways(options, 1, step_ms=25, groups=8, admit=admit) as measured:
+        load = _load(measured.ports[0], options, options.tokens)
+        answers = run([load], Schedule(admit + admit // 4, 1, 1.0), options.clients)
+    refused = [answer for answer in answers if answer.status]
+    return {
+        "admitted": admit,
+        "sent": len(answers),
+        "answered": len(answers) - len(refused),
+        "complete": sum(answer.events == options.tokens for answer in answers if not answer.status),
+        "refused": dict(Counter(answer.status[9:12] for answer in refused)),
+        "with_retry_after": sum("retry-after" in answer.status.lower() for answer in refused),
+    }
+
+
+def scaling(options: argparse.Namespace) -> dict[str, Any]:
+    """More tokens than a gateway can pass on: one gateway, then two."""
+    rates = []
+    for count in (1, 2):
+        with gateways(options, count, step_ms=5, groups=1, admit=4096) as measured:
+            loads = [_load(port, options, 8) for port in measured.ports]
+            run(loads, Schedule(options.busy, 1, 0.1), options.clients)
+            loads = [_load(port, options, options.busy_tokens) for port in measured.ports]
+            before = measured.cpu_seconds()
+            answers = run(loads, Schedule(options.busy, 1, 0.1), options.clients)
+            used = measured.cpu_seconds() - before
+        if failed := [answer.status for answer in answers if answer.status]:
+            raise RuntimeError(f"{len(failed)} of {len(answers)} streams failed, the first with: {failed[0]}")
+        tokens = len(answers) * options.busy_tokens
+        seconds = max(answer.last for answer in answers) - min(answer.sent for answer in answers)
+        rates.append(
+            {
+                "gateways": count,
+                "streams": len(answers),
+                "tok_s": round(tokens / seconds, 1),
+                "events": _events(answers),
+                "cpu_us_a_token": round(1e6 * used / tokens, 2),
+                "tok_s_a_core": round(tokens / used, 1),
+                "cores": round(used / seconds, 2),
+            }
+        )
+    return {"runs": rates, "ratio": round(rates[1]["tok_s"] / rates[0]["tok_s"], 3)}
+
+
+_CASES = {"held": held, "excess": excess, "scaling": scaling}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="held,excess,scaling")
+    parser.add_argument("--connections", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=100, help="of each stream")
+    parser.add_argument("--rate", type=float, default=5.0, help="tokens a second of each stream")
+    parser.add_argument("--rounds", type=int, default=3, help="streams one after the other on each connection's place")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
+    parser.add_argument("--busy", type=int, default=256, help="streams of each gateway in `scaling`")
+    parser.add_argument("--busy-tokens", type=int, default=1500)
+    parser.add_argument("--engines", type=int, default=2, help="behind each gateway")
+    parser.add_argument("--clients", type=int, default=4, help="processes for each gateway")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for name in options.cases.split(","):
+        began = time.monotonic()
+        figures = _CASES[name](options)
+        put_line({"case": name, **figures, "seconds": round(time.monotonic() - began, 1), **environment()}, options.out)
+
+
+if __name__ == "__main__":
+    main()
