@@ -2,7 +2,8 @@
 
 Real gateway processes in front of engines without a model (benchmarks.steady_engine), clients in processes of their own
 on bare sockets. No GPU, Redis or object store is needed; cores are: with fewer than `gateways + engines + clients` of
-them the figures are those of the scheduler of the operating system.
+them the figures are those of the scheduler of the operating system. With --pin each gateway has a core for itself,
+both of its hardware threads, and everything else shares the others.
 
 held      `--connections` streams are kept open, each of `--tokens` tokens at `--rate` tokens a second; who ends is
           followed by a new one. Told are the time to the first byte of streams that began while all were open, what is
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -89,6 +91,9 @@ def gateways(options: argparse.Namespace, count: int, *, step_ms: float, groups:
     """Starts ``count`` gateways with ``options.engines`` engines each."""
     with ExitStack() as scope:
         ports, processes = free_ports(count), []
+        own, shared = _cores(count) if options.pin else ([], [])
+        if shared:
+            os.sched_setaffinity(0, shared)  # of what is started from here on, too
         for port in ports:
             engines = []
             for _ in range(options.engines):
@@ -103,8 +108,30 @@ def gateways(options: argparse.Namespace, count: int, *, step_ms: float, groups:
             }
             process = scope.enter_context(child("services.gateway", **settings))
             await_ready(f"http://127.0.0.1:{port}/readyz")
+            if own:
+                for thread in psutil.Process(process.pid).threads():
+                    os.sched_setaffinity(thread.id, own[len(processes)])
             processes.append(psutil.Process(process.pid))
         yield Gateways(tuple(ports), tuple(processes))
+
+
+def _cores(count: int) -> tuple[list[set[int]], set[int]]:
+    """The hardware threads of ``count`` whole cores, and all others.
+
+    Raises:
+        RuntimeError: there are not twice as many cores.
+    """
+    available = set(range(os.cpu_count() or 1))
+    siblings: list[set[int]] = []
+    for number in sorted(available):
+        text = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list").read_text()
+        core = {n for part in text.split(",") for n in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)}
+        if core not in siblings:
+            siblings.append(core)
+    if len(siblings) < 2 * count:
+        raise RuntimeError(f"--pin needs {2 * count} cores and there are {len(siblings)}")
+    own = siblings[:count]
+    return own, available - set().union(*own)
 
 
 async def _slot(load: Load, request: bytes, rounds: int, begins: float) -> list[Answer]:
@@ -185,7 +212,7 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
     seconds = options.tokens / options.rate
     with gateways(options, 1, step_ms=step_ms, groups=groups, admit=options.connections + 64) as measured:
         load = _load(measured.ports[0], options, options.tokens)
-        run([load], Schedule(options.clients, 2, 0.1), options.clients)
+        run([replace(load, new_tokens=8)], Schedule(options.clients, 4, 0.1), options.clients)
         idle = measured.processes[0].memory_info().rss
         watch = MemoryWatch(measured.processes)
         watch.start()
@@ -277,6 +304,7 @@ def main() -> None:
     parser.add_argument("--busy-tokens", type=int, default=1500)
     parser.add_argument("--engines", type=int, default=2, help="behind each gateway")
     parser.add_argument("--clients", type=int, default=4, help="processes for each gateway")
+    parser.add_argument("--pin", action="store_true", help="a core for each gateway alone (Linux)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     for name in options.cases.split(","):
