@@ -30,6 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing into .venv (about a minute and 2 GB the first time)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[gateway,engine,cli,local,dev]'
+	@# Without its dependencies: it asks for older rich and jiter than the rest, and runs with these (test_frameworks.py).
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt instructor
 	@touch $@
 
 up: setup ## start everything on http://localhost:8420

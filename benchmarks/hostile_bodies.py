@@ -162,18 +162,16 @@ _SCHEMAS = (
 )
 
 
-def _deep(depth: int) -> Any:
-    value: Any = 0
-    for level in range(depth):
-        value = [value] if level % 2 else {"a": value}
-    return value
-
-
 class _Raw:
     """JSON text that json.dumps would not write."""
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+def _deep(depth: int) -> _Raw:
+    """Objects and lists in each other."""
+    return _Raw('{"a":[' * depth + "0" + "]}" * depth)
 
 
 _RAW = (

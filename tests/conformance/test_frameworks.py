@@ -1,0 +1,206 @@
+"""Agent frameworks and routers against the whole system, each through its own happy path.
+
+What the tiny model says is seldom sensible; what a constraint makes of it is checked by the framework itself, which
+parses it into the caller's types.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.stack import Stack
+
+# LiteLLM fetches a table of prices when it is imported, unless it is told to take its own.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+import instructor
+import litellm
+import openai
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+QUESTION = "What is 12 plus 7?"
+USER = [{"role": "user", "content": QUESTION}]
+
+
+class Sign(Enum):
+    """What is done with two numbers."""
+
+    PLUS = "plus"
+    MINUS = "minus"
+
+
+class Sum(BaseModel):
+    """A question of arithmetic."""
+
+    left: int = Field(ge=0, le=99)
+    sign: Sign
+    right: int = Field(ge=0, le=99)
+
+
+class Numbers(BaseModel):
+    """The numbers of a question."""
+
+    numbers: list[int] = Field(min_length=1, max_length=3)
+
+
+@tool
+def add(left: int, right: int) -> int:
+    """Adds two numbers."""
+    return left + right
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "left": {"type": "integer", "minimum": 0, "maximum": 99},
+                "right": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["left", "right"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+# -- LangChain
+
+
+@pytest.fixture
+def chain(stack: Stack) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=stack.served_model_name,
+        base_url=f"{stack.url}/v1",
+        api_key="none",  # type: ignore[arg-type]
+        max_retries=0,
+        timeout=60,
+        max_tokens=64,  # type: ignore[call-arg]
+        temperature=0,
+    )
+
+
+def test_langchain_answers_and_streams(chain: ChatOpenAI) -> None:
+    answer = chain.invoke([HumanMessage(QUESTION)])
+    streamed = list(chain.stream([HumanMessage(QUESTION)], stream_usage=True))
+    assert "".join(str(chunk.content) for chunk in streamed) == answer.content
+    assert answer.usage_metadata is not None
+    used = [chunk.usage_metadata for chunk in streamed if chunk.usage_metadata]
+    assert used[-1]["output_tokens"] == answer.usage_metadata["output_tokens"] > 0
+
+
+def test_langchain_calls_a_tool_and_takes_its_answer(chain: ChatOpenAI) -> None:
+    bound = chain.bind_tools([add], tool_choice="add", strict=True)
+    call = bound.invoke([HumanMessage(QUESTION)])
+    assert isinstance(call, AIMessage)
+    assert [made["name"] for made in call.tool_calls] == ["add"] * len(call.tool_calls)
+    arguments = call.tool_calls[0]["args"]
+    assert all(isinstance(arguments[name], int) for name in ("left", "right"))
+    merged = None
+    for chunk in bound.stream([HumanMessage(QUESTION)]):
+        merged = chunk if merged is None else merged + chunk
+    assert merged is not None
+    assert [c["args"] for c in merged.tool_calls] == [c["args"] for c in call.tool_calls]
+    results = [ToolMessage(str(add.invoke(made["args"])), tool_call_id=made["id"]) for made in call.tool_calls]
+    after = chain.bind_tools([add]).invoke([HumanMessage(QUESTION), call, *results])
+    assert after.response_metadata["finish_reason"] in ("stop", "length", "tool_calls")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_parses_structured_output(chain: ChatOpenAI, method: Any) -> None:
+    found = chain.with_structured_output(Sum, method=method).invoke(QUESTION)
+    assert isinstance(found, Sum)
+
+
+def test_langchain_embeds(stack: Stack) -> None:
+    embeddings = OpenAIEmbeddings(
+        model=stack.served_model_name,
+        base_url=f"{stack.url}/v1",
+        api_key="none",  # type: ignore[arg-type]
+        check_embedding_ctx_length=False,
+        max_retries=0,
+    )
+    one, two, again = embeddings.embed_documents(["a cat", "a sum", "a cat"])
+    assert one == pytest.approx(again, abs=1e-5)
+    assert one != pytest.approx(two, abs=1e-3)
+    assert sum(x * x for x in embeddings.embed_query("a cat")) == pytest.approx(1.0, abs=1e-3)
+
+
+# -- LiteLLM
+
+
+def _litellm(stack: Stack) -> dict[str, Any]:
+    return {
+        "model": f"openai/{stack.served_model_name}",
+        "api_base": f"{stack.url}/v1",
+        "api_key": "none",
+        "timeout": 60,
+        "num_retries": 0,
+    }
+
+
+def test_litellm_answers_and_streams(stack: Stack) -> None:
+    options = {**_litellm(stack), "messages": USER, "temperature": 0, "max_tokens": 24}
+    answer = litellm.completion(**options)
+    chunks = list(litellm.completion(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert litellm.stream_chunk_builder(chunks).usage.completion_tokens == answer.usage.completion_tokens
+
+
+def test_litellm_calls_a_tool(stack: Stack) -> None:
+    answer = litellm.completion(**_litellm(stack), messages=USER, tools=[ADD], tool_choice="required", max_tokens=96)
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    assert {call.function.name for call in calls} == {"add"}
+    assert set(json.loads(calls[0].function.arguments)) == {"left", "right"}
+
+
+def test_litellm_structured_output_and_embeddings(stack: Stack) -> None:
+    answer = litellm.completion(**_litellm(stack), messages=USER, response_format=Sum, max_tokens=96)
+    assert isinstance(Sum.model_validate_json(answer.choices[0].message.content), Sum)
+    made = litellm.embedding(**_litellm(stack), input=["a", "b"])
+    assert len(made.data) == 2
+    assert len(made.data[0]["embedding"]) == len(made.data[1]["embedding"]) > 0
+
+
+# -- instructor
+
+
+@pytest.fixture
+def plain(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA])
+def test_instructor_returns_the_callers_type(stack: Stack, plain: openai.OpenAI, mode: instructor.Mode) -> None:
+    client = instructor.from_openai(plain, mode=mode)
+    found = client.chat.completions.create(
+        model=stack.served_model_name, messages=USER, response_model=Sum, max_tokens=96, max_retries=0
+    )
+    assert isinstance(found, Sum)
+
+
+def test_instructor_streams_partial_objects(stack: Stack, plain: openai.OpenAI) -> None:
+    client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
+    parts = list(
+        client.chat.completions.create_partial(
+            model=stack.served_model_name, messages=USER, response_model=Numbers, max_tokens=96
+        )
+    )
+    assert parts[-1].numbers
+    assert len(parts) > 1
