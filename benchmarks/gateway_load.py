@@ -3,7 +3,8 @@
 Real gateway processes in front of engines without a model (benchmarks.steady_engine), clients in processes of their own
 on bare sockets. No GPU, Redis or object store is needed; cores are: with fewer than `gateways + engines + clients` of
 them the figures are those of the scheduler of the operating system. With --pin each gateway has a core for itself,
-both of its hardware threads, and everything else shares the others.
+both of its hardware threads, and everything else shares the others. Clients poll instead of sleeping: to wake a process
+that sleeps on another core of a virtual machine costs its writer more than the write (`--sleeping` for that).
 
 held      `--connections` streams are kept open, each of `--tokens` tokens at `--rate` tokens a second; who ends is
           followed by a new one. Told are the time to the first byte of streams that began while all were open, what is
@@ -52,6 +53,8 @@ class Schedule:
     """Streams one after the other in each slot."""
     ramp_seconds: float
     """The slots begin evenly over so long."""
+    sleeping: bool = False
+    """Clients sleep while nothing comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,34 @@ class Gateways:
     ports: tuple[int, ...]
     processes: tuple[psutil.Process, ...]
 
-    def cpu_seconds(self) -> float:
-        """Of all of them together, since they began."""
-        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
+    def cpu_seconds(self) -> tuple[float, float]:
+        """Of all of them together, since they began: the program's own, and the kernel's for it."""
+        times = [process.cpu_times() for process in self.processes]
+        return sum(time.user for time in times), sum(time.system for time in times)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """Seconds of a run."""
+
+    user: float
+    system: float
+
+    @classmethod
+    def since(cls, before: tuple[float, float], measured: Gateways) -> CpuUse:
+        """What was used since ``before``, an earlier ``cpu_seconds``."""
+        user, system = measured.cpu_seconds()
+        return cls(user - before[0], system - before[1])
+
+    def figures(self, tokens: int, seconds: float) -> dict[str, float]:
+        """For the report."""
+        used = self.user + self.system
+        return {
+            "cpu_us_a_token": round(1e6 * used / tokens, 2),
+            "of_that_kernel_us": round(1e6 * self.system / tokens, 2),
+            "tok_s_a_core": round(tokens / used, 1),
+            "cores": round(used / seconds, 3),
+        }
 
 
 class MemoryWatch(threading.Thread):
@@ -148,7 +176,14 @@ async def _slot(load: Load, request: bytes, rounds: int, begins: float) -> list[
     return answers
 
 
+def _poll(loop: asyncio.AbstractEventLoop) -> None:
+    """Keeps a loop from sleeping."""
+    loop.call_soon(_poll, loop)
+
+
 async def _client(load: Load, schedule: Schedule, seed: int, go: Any) -> list[Answer]:
+    if not schedule.sleeping:
+        _poll(asyncio.get_running_loop())
     rng = random.Random(seed)
     requests = [request_bytes(load, rng) for _ in range(schedule.slots)]
     await asyncio.to_thread(go.wait)
@@ -167,15 +202,16 @@ def _client_process(load: Load, schedule: Schedule, seed: int, go: Any, results:
         results.put(f"{type(error).__name__}: {error}")
 
 
-def run(loads: Sequence[Load], schedule: Schedule, clients: int) -> list[Answer]:
-    """Runs the schedule against each load, with ``clients`` processes for each.
+def run(loads: Sequence[Load], schedule: Schedule, options: argparse.Namespace) -> list[Answer]:
+    """Runs the schedule against each load, with ``options.clients`` processes for each.
 
     Raises:
         RuntimeError: a client process failed.
     """
+    clients = options.clients
     context = multiprocessing.get_context("spawn")
     go, results = context.Barrier(clients * len(loads)), context.Queue()
-    share = replace(schedule, slots=schedule.slots // clients)
+    share = replace(schedule, slots=schedule.slots // clients, sleeping=options.sleeping)
     workers = [
         context.Process(target=_client_process, args=(load, share, 100 * number + index, go, results), daemon=True)
         for number, load in enumerate(loads)
@@ -212,13 +248,13 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
     seconds = options.tokens / options.rate
     with gateways(options, 1, step_ms=step_ms, groups=groups, admit=options.connections + 64) as measured:
         load = _load(measured.ports[0], options, options.tokens)
-        run([replace(load, new_tokens=8)], Schedule(options.clients, 4, 0.1), options.clients)
+        run([replace(load, new_tokens=8)], Schedule(options.clients, 4, 0.1), options)
         idle = measured.processes[0].memory_info().rss
         watch = MemoryWatch(measured.processes)
         watch.start()
         before = measured.cpu_seconds()
-        answers = run([load], Schedule(options.connections, options.rounds, seconds), options.clients)
-        used = measured.cpu_seconds() - before
+        answers = run([load], Schedule(options.connections, options.rounds, seconds), options)
+        cpu = CpuUse.since(before, measured)
         watch.end()
     good = [answer for answer in answers if not answer.status]
     full = min(answer.sent for answer in answers) + seconds
@@ -235,8 +271,7 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
         "engine_pause_ms": round(step_ms / 2, 3),
         "streamed_tokens": events,
         "tok_s": round(events / span, 1),
-        "cpu_us_a_token": round(1e6 * used / events, 2),
-        "cores": round(used / span, 3),
+        **cpu.figures(events, span),
         "rss_idle_mib": round(idle / 2**20, 1),
         "rss_most_mib": round(watch.most[0] / 2**20, 1),
         "rss_kib_a_stream": round((watch.most[0] - idle) / options.connections / 2**10, 1),
@@ -248,7 +283,7 @@ def excess(options: argparse.Namespace) -> dict[str, Any]:
     admit = options.connections
     with gateways(options, 1, step_ms=25, groups=8, admit=admit) as measured:
         load = _load(measured.ports[0], options, options.tokens)
-        answers = run([load], Schedule(admit + admit // 4, 1, 1.0), options.clients)
+        answers = run([load], Schedule(admit + admit // 4, 1, 1.0), options)
     refused = [answer for answer in answers if answer.status]
     return {
         "admitted": admit,
@@ -266,11 +301,11 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
     for count in (1, 2):
         with gateways(options, count, step_ms=5, groups=1, admit=4096) as measured:
             loads = [_load(port, options, 8) for port in measured.ports]
-            run(loads, Schedule(options.busy, 1, 0.1), options.clients)
+            run(loads, Schedule(options.busy, 1, 0.1), options)
             loads = [_load(port, options, options.busy_tokens) for port in measured.ports]
             before = measured.cpu_seconds()
-            answers = run(loads, Schedule(options.busy, 1, 0.1), options.clients)
-            used = measured.cpu_seconds() - before
+            answers = run(loads, Schedule(options.busy, 1, 0.1), options)
+            cpu = CpuUse.since(before, measured)
         if failed := [answer.status for answer in answers if answer.status]:
             raise RuntimeError(f"{len(failed)} of {len(answers)} streams failed, the first with: {failed[0]}")
         tokens = len(answers) * options.busy_tokens
@@ -281,9 +316,7 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
                 "streams": len(answers),
                 "tok_s": round(tokens / seconds, 1),
                 "events": _events(answers),
-                "cpu_us_a_token": round(1e6 * used / tokens, 2),
-                "tok_s_a_core": round(tokens / used, 1),
-                "cores": round(used / seconds, 2),
+                **cpu.figures(tokens, seconds),
             }
         )
     return {"runs": rates, "ratio": round(rates[1]["tok_s"] / rates[0]["tok_s"], 3)}
@@ -304,6 +337,7 @@ def main() -> None:
     parser.add_argument("--busy-tokens", type=int, default=1500)
     parser.add_argument("--engines", type=int, default=2, help="behind each gateway")
     parser.add_argument("--clients", type=int, default=4, help="processes for each gateway")
+    parser.add_argument("--sleeping", action="store_true", help="clients do not poll")
     parser.add_argument("--pin", action="store_true", help="a core for each gateway alone (Linux)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
