@@ -7,8 +7,9 @@ both of its hardware threads, and everything else shares the others. Clients pol
 that sleeps on another core of a virtual machine costs its writer more than the write (`--sleeping` for that).
 
 held      `--connections` streams are kept open, each of `--tokens` tokens at `--rate` tokens a second; who ends is
-          followed by a new one. Told are the time to the first byte of streams that began while all were open, what is
-          left of it without the engine's own pause, CPU a streamed token and the most memory.
+          followed by a new one. Each of `--engines` engines gives its share of the streams a token at a time, and new
+          ones their first token at once. Told are the time to the first byte of streams that began while all were
+          open (all of it is the gateway's, the engine takes none), CPU a streamed token and the most memory.
 excess    more streams at once than the admission limit: how many are answered, how many refused, and how.
 scaling   as many streams as keep one gateway busy, on one and on two gateways: tokens a second and core of each.
 """
@@ -115,21 +116,21 @@ class MemoryWatch(threading.Thread):
 
 
 @contextmanager
-def gateways(options: argparse.Namespace, count: int, *, step_ms: float, groups: int, admit: int) -> Iterator[Gateways]:
+def gateways(
+    options: argparse.Namespace, count: int, *, step_ms: float, eager: bool, admit: int, engines: int
+) -> Iterator[Gateways]:
     """Starts ``count`` gateways with ``options.engines`` engines each."""
     with ExitStack() as scope:
-        ports, processes = free_ports(count), []
+        ports = free_ports(count)
+        processes: list[psutil.Process] = []
         own, shared = _cores(count) if options.pin else ([], [])
         if shared:
             os.sched_setaffinity(0, shared)  # of what is started from here on, too
         for port in ports:
-            engines = []
-            for _ in range(options.engines):
-                arguments = ["--step-ms", str(step_ms), "--groups", str(groups)]
-                engine = scope.enter_context(child("benchmarks.steady_engine", *arguments))
-                engines.append(f"127.0.0.1:{int(first_line(engine))}")
+            arguments = ["--step-ms", str(step_ms), *(["--eager"] if eager else [])]
+            started = [scope.enter_context(child("benchmarks.steady_engine", *arguments)) for _ in range(engines)]
             settings = {
-                "TEMPER_ENGINES": ",".join(engines),
+                "TEMPER_ENGINES": ",".join(f"127.0.0.1:{int(first_line(engine))}" for engine in started),
                 "TEMPER_PORT": str(port),
                 "TEMPER_LOG_LEVEL": "warning",
                 "TEMPER_MAX_IN_FLIGHT": str(admit),
@@ -243,10 +244,9 @@ def _events(answers: Sequence[Answer]) -> int:
 
 def held(options: argparse.Namespace) -> dict[str, Any]:
     """Thousands of streams at a time."""
-    groups = 40
-    step_ms = 1e3 / options.rate / groups
     seconds = options.tokens / options.rate
-    with gateways(options, 1, step_ms=step_ms, groups=groups, admit=options.connections + 64) as measured:
+    admit = options.connections + 64
+    with gateways(options, 1, step_ms=1e3 / options.rate, eager=True, admit=admit, engines=options.engines) as measured:
         load = _load(measured.ports[0], options, options.tokens)
         run([replace(load, new_tokens=8)], Schedule(options.clients, 4, 0.1), options)
         idle = measured.processes[0].memory_info().rss
@@ -268,7 +268,6 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
         "errors": dict(Counter(answer.status[:60] for answer in answers if answer.status)),
         "first_byte_ms": milliseconds(first),
         "first_bytes": len(first),
-        "engine_pause_ms": round(step_ms / 2, 3),
         "streamed_tokens": events,
         "tok_s": round(events / span, 1),
         **cpu.figures(events, span),
@@ -281,7 +280,7 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
 def excess(options: argparse.Namespace) -> dict[str, Any]:
     """A quarter more streams than are admitted, all at once."""
     admit = options.connections
-    with gateways(options, 1, step_ms=25, groups=8, admit=admit) as measured:
+    with gateways(options, 1, step_ms=200, eager=True, admit=admit, engines=options.engines) as measured:
         load = _load(measured.ports[0], options, options.tokens)
         answers = run([load], Schedule(admit + admit // 4, 1, 1.0), options)
     refused = [answer for answer in answers if answer.status]
@@ -299,7 +298,7 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
     """More tokens than a gateway can pass on: one gateway, then two."""
     rates = []
     for count in (1, 2):
-        with gateways(options, count, step_ms=5, groups=1, admit=4096) as measured:
+        with gateways(options, count, step_ms=5, eager=False, admit=4096, engines=1) as measured:
             loads = [_load(port, options, 8) for port in measured.ports]
             run(loads, Schedule(options.busy, 1, 0.1), options)
             loads = [_load(port, options, options.busy_tokens) for port in measured.ports]
@@ -335,7 +334,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--busy", type=int, default=256, help="streams of each gateway in `scaling`")
     parser.add_argument("--busy-tokens", type=int, default=1500)
-    parser.add_argument("--engines", type=int, default=2, help="behind each gateway")
+    parser.add_argument("--engines", type=int, default=8, help="behind the gateway; one in `scaling`")
     parser.add_argument("--clients", type=int, default=4, help="processes for each gateway")
     parser.add_argument("--sleeping", action="store_true", help="clients do not poll")
     parser.add_argument("--pin", action="store_true", help="a core for each gateway alone (Linux)")

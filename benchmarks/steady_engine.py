@@ -1,7 +1,7 @@
 """An engine without a model: every request gets one token a step. What the gateway costs is measured with it.
 
-`python -m benchmarks.steady_engine --step-ms 5` serves gRPC and prints its port. With --groups N a request takes part
-in every N-th step only, the first of which comes at once: many slow streams without a burst of all of them.
+`python -m benchmarks.steady_engine --step-ms 5` serves gRPC and prints its port. With --eager the first token of a
+request comes at once, outside the steps, as if its prompt took no time.
 """
 
 from __future__ import annotations
@@ -28,56 +28,62 @@ _CONTEXT = 1 << 20
 class SteadyEngine(engine_pb2_grpc.EngineServicer):
     """Answers Stream, GetModel, GetTokenizerFiles and GetStatus."""
 
-    def __init__(self, model: Path, step_seconds: float, groups: int = 1) -> None:
+    def __init__(self, model: Path, step_seconds: float, *, eager: bool = False) -> None:
         self._codec = TextCodec.from_directory(model)
         self._step = step_seconds
-        self._groups = groups
+        self._eager = eager
         self._tokens = self._codec.encode(_TEXT)
 
     async def Stream(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.EngineFrame]:  # noqa: N802
-        groups: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._groups)]
-        group_of: dict[str, int] = {}
-        now = 0
+        running: dict[str, tuple[int, int]] = {}
+        frames: asyncio.Queue[pb.EngineFrame] = asyncio.Queue()
         arrived = asyncio.Event()
         await context.send_initial_metadata(())
 
         async def read() -> None:
             async for frame in request_iterator:
-                if frame.WhichOneof("frame") == "submit":
-                    name = frame.submit.request_id
-                    group_of[name] = (now + 1) % self._groups
-                    groups[group_of[name]][name] = (0, frame.submit.sampling.max_tokens)
-                elif (group := group_of.pop(frame.abort.request_id, None)) is not None:
-                    groups[group].pop(frame.abort.request_id, None)
+                if frame.WhichOneof("frame") == "abort":
+                    running.pop(frame.abort.request_id, None)
+                    continue
+                name = frame.submit.request_id
+                running[name] = (0, frame.submit.sampling.max_tokens)
+                if self._eager:
+                    frames.put_nowait(pb.EngineFrame(updates=[self._update(name, 0, running)]))
                 arrived.set()
 
-        reader = asyncio.create_task(read())
+        tasks = [asyncio.create_task(read()), asyncio.create_task(self._run(running, arrived, frames))]
+        try:
+            while True:
+                yield await frames.get()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _run(
+        self, running: dict[str, tuple[int, int]], arrived: asyncio.Event, frames: asyncio.Queue[pb.EngineFrame]
+    ) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
-        try:
-            for step in count():
-                while not group_of:
-                    arrived.clear()
-                    await arrived.wait()
-                    due = loop.time()
-                now = step % self._groups
-                running = groups[now]
-                token = self._tokens[step % len(self._tokens)]
-                updates = []
-                for name, (done, limit) in list(running.items()):
-                    update = pb.Update(request_id=name, token_ids=[token], sampling_logprobs=[-1.25])
-                    if done + 1 >= limit:
-                        update.finish_reason = pb.FINISH_REASON_LENGTH
-                        del running[name], group_of[name]
-                    else:
-                        running[name] = (done + 1, limit)
-                    updates.append(update)
-                if updates:
-                    yield pb.EngineFrame(updates=updates)
-                due += self._step
-                await asyncio.sleep(max(0.0, due - loop.time()))
-        finally:
-            reader.cancel()
+        for step in count(1):
+            while not running:
+                arrived.clear()
+                await arrived.wait()
+                due = loop.time()
+            frames.put_nowait(pb.EngineFrame(updates=[self._update(name, step, running) for name in list(running)]))
+            due += self._step
+            await asyncio.sleep(max(0.0, due - loop.time()))
+
+    def _update(self, name: str, step: int, running: dict[str, tuple[int, int]]) -> pb.Update:
+        """The next token of a request, which leaves ``running`` with its last one."""
+        token = self._tokens[step % len(self._tokens)]
+        update = pb.Update(request_id=name, token_ids=[token], sampling_logprobs=[-1.25])
+        done, limit = running[name]
+        if done + 1 >= limit:
+            update.finish_reason = pb.FINISH_REASON_LENGTH
+            del running[name]
+        else:
+            running[name] = (done + 1, limit)
+        return update
 
     async def GetModel(self, request: Any, context: Any) -> pb.Model:  # noqa: N802
         return pb.Model(
@@ -107,7 +113,7 @@ class SteadyEngine(engine_pb2_grpc.EngineServicer):
 async def _serve(options: argparse.Namespace) -> None:
     server = aio.server(options=[("grpc.max_send_message_length", -1)])
     engine_pb2_grpc.add_EngineServicer_to_server(
-        SteadyEngine(options.model, options.step_ms / 1e3, options.groups), server
+        SteadyEngine(options.model, options.step_ms / 1e3, eager=options.eager), server
     )
     port = server.add_insecure_port(f"127.0.0.1:{options.port}")
     await server.start()
@@ -120,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("models/tiny"), help="directory with tokenizer files")
     parser.add_argument("--step-ms", type=float, default=5.0)
-    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--port", type=int, default=0)
     asyncio.run(_serve(parser.parse_args()))
 
