@@ -145,7 +145,7 @@ _NUMBERS = (
     1e-9,
     True,
 )
-_SCHEMAS = (
+_SCHEMAS: Sequence[Any] = (
     {"$ref": "#"},
     {"$ref": "file:///etc/passwd"},
     {"$ref": "http://169.254.169.254/schema"},
