@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from types import FrameType
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from services.common.telemetry import configure_logging
 from services.gateway.app import create_app
+from services.gateway.collection import QuietCollector
 from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
@@ -23,6 +25,15 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
+        self._collector: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """From here on the process collects its garbage in quiet moments."""
+        await super().startup(sockets)
+        gateway = getattr(self._app.state, "gateway", None)
+        if isinstance(gateway, Gateway):
+            collector = QuietCollector(lambda: gateway.admission.taken > 0)
+            self._collector = asyncio.create_task(collector.run())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Readiness goes off and event followers end, then uvicorn drains."""
