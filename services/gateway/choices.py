@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from services.common.pb import engine_pb2
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text.assembler import Piece, TextAssembler
-from services.gateway.text.chat import ChatParser, Delta
+from services.gateway.text.chat import END_THINK, ChatParser, Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Choice:
         prompt_tokens: length of its prompt.
         assembler: makes text of tokens.
         parser: splits the text of a chat; None for a text completion.
+        end_ids: tokens that end a completion and are not part of its text.
+        end_think_id: the token `</think>`, if the model has one.
     """
 
     index: int
@@ -51,11 +54,14 @@ class Choice:
     prompt_tokens: int
     assembler: TextAssembler
     parser: ChatParser | None
+    end_ids: frozenset[int]
+    end_think_id: int | None = None
     adapter: str | None = None
     cached_tokens: int = 0
-    reasoning_tokens: int = 0
     begun: bool = False
     finished: bool = False
+    _starts: list[int] = field(default_factory=list)
+    """Where each token that may be reasoning begins in the text."""
     _last_update: float = field(default_factory=time.monotonic)
 
     def take(self, update: engine_pb2.Update, metrics: GatewayMetrics) -> Step:
@@ -74,8 +80,6 @@ class Choice:
         piece = self.assembler.take(final=reason is not None)
         deltas: list[Delta] = []
         if self.parser is not None:
-            if self.parser.in_reasoning:
-                self.reasoning_tokens += used
             deltas += self.parser.feed(piece.text)
             if reason is not None:
                 deltas += self.parser.finish(complete=reason == "stop")
@@ -99,6 +103,16 @@ class Choice:
         """Tokens of the completion so far."""
         return self.assembler.tokens
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them whose text is reasoning; the tags around it do not count."""
+        span = None if self.parser is None else self.parser.reasoning
+        if span is None:
+            return 0
+        start, end = span
+        last = len(self._starts) if end is None else bisect_left(self._starts, end)
+        return last - bisect_left(self._starts, start)
+
     def _push(self, update: engine_pb2.Update) -> int:
         """Feeds the tokens to the assembler; returns how many belong to the completion."""
         count = len(update.token_ids)
@@ -113,10 +127,16 @@ class Choice:
                     tuple(tops.token_ids) if tops is not None else (),
                     tuple(tops.logprobs) if tops is not None else (),
                 )
-            # The token that ended the completion is counted and reported by id, but it is not text.
-            self.assembler.push(token_id, entry, visible=not (ended and position == count - 1))
+            # The token that ended the completion is counted and reported by id, but it is not text. (Where a constraint
+            # allows nothing more, the last token is text.)
+            visible = not (ended and position == count - 1 and token_id in self.end_ids)
+            if visible and self.parser is not None and self.parser.may_reason:
+                self._starts.append(self.assembler.length)
+            self.assembler.push(token_id, entry, visible=visible)
             if self.assembler.stopped:
                 return position + 1
+            if token_id == self.end_think_id and self.parser is not None and self.parser.awaits_end_of_reasoning:
+                self.parser.end_reasoning(self.assembler.length - len(END_THINK))
         return count
 
     def _measure(self, first: bool, tokens: int, metrics: GatewayMetrics) -> None:

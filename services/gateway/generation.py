@@ -17,7 +17,7 @@ from services.gateway.policies import adapter_ref
 from services.gateway.schemas.sampling import SamplingFields
 from services.gateway.state import Gateway
 from services.gateway.text.assembler import TextAssembler
-from services.gateway.text.chat import ChatParser
+from services.gateway.text.chat import END_THINK, ChatParser
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -31,6 +31,11 @@ class Job:
     max_tokens: int
     tools: tuple[dict[str, object], ...] = ()
     thinking: bool = False
+    """The completion begins inside the reasoning."""
+    limits: engine_pb2.Thinking | None = None
+    """How long that may be."""
+    constraint: engine_pb2.Constraint | None = None
+    """What the completion, or what follows its reasoning, must look like."""
 
 
 class Generation:
@@ -78,19 +83,27 @@ class Generation:
         adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
         total = len(jobs) * body.choices
         deadline = int((time.time() + gateway.settings.request_timeout_seconds) * 1000)
+        end_ids = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids, *(body.stop_token_ids or ())))
+        end_think = served.vocabulary.markup.get(END_THINK)
         self.choices: list[Choice] = []
         self._requests: list[engine_pb2.GenerateRequest] = []
         for index in range(total):
             job = jobs[index // body.choices]
             completion_id = self.id if total == 1 else f"{self.id}:{index}"
-            parser = ChatParser(thinking=job.thinking, tools=job.tools, parallel=parallel_tool_calls) if chat else None
+            parser = None
+            if chat:
+                parser = ChatParser(
+                    thinking=job.thinking, told=end_think is not None, tools=job.tools, parallel=parallel_tool_calls
+                )
             assembler = TextAssembler(served.vocabulary, stop=body.stop_strings, min_tokens=body.min_tokens or 0)
-            self.choices.append(Choice(index, completion_id, len(job.prompt), assembler, parser))
+            self.choices.append(
+                Choice(index, completion_id, len(job.prompt), assembler, parser, end_ids, end_think_id=end_think)
+            )
             self._requests.append(
                 engine_pb2.GenerateRequest(
                     request_id=completion_id,
                     prompt_token_ids=job.prompt,
-                    sampling=_sampling(body, job.max_tokens, index % body.choices, top_logprobs),
+                    sampling=_sampling(body, job, index % body.choices, top_logprobs),
                     adapter=adapter,
                     deadline_unix_ms=deadline,
                     traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
@@ -161,9 +174,19 @@ def _check_tokens(body: SamplingFields, vocab_size: int) -> None:
                 )
 
 
-def _sampling(
-    body: SamplingFields, max_tokens: int, number: int, top_logprobs: int | None
-) -> engine_pb2.SamplingParams:
+def _check_length(body: SamplingFields, constraint: engine_pb2.Constraint) -> None:
+    """A constraint says itself where the answer ends."""
+    for field, given in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
+        if given:
+            raise InvalidRequest(
+                f"{field} cannot be combined with {constraint.param}, which says where the answer ends", param=field
+            )
+
+
+def _sampling(body: SamplingFields, job: Job, number: int, top_logprobs: int | None) -> engine_pb2.SamplingParams:
+    max_tokens = job.max_tokens
+    if job.constraint is not None:
+        _check_length(body, job.constraint)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens is {body.min_tokens}, but the completion may have at most {max_tokens} tokens",
@@ -184,4 +207,6 @@ def _sampling(
         min_tokens=body.min_tokens or 0,
         max_tokens=max_tokens,
         top_logprobs=top_logprobs,
+        constraint=job.constraint,
+        thinking=job.limits,
     )

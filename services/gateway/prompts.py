@@ -47,11 +47,16 @@ async def chat_prompt(served: ServedModel, body: ChatRequest, settings: GatewayS
         InvalidRequest: the chat template refuses it.
     """
     turns, tools = body.turns(), body.offered_tools
-    kwargs = body.chat_template_kwargs or {}
-    check_template_kwargs(kwargs)
+    check_template_kwargs(body.chat_template_kwargs or {})
 
     def encode() -> list[int]:
-        return served.codec.encode_chat(turns, tools=tools or None, **kwargs)
+        return served.codec.encode_chat(
+            turns,
+            tools=tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            **body.template_kwargs,
+        )
 
     if _chars(turns) + _chars(tools) > settings.offload_chars:
         return await asyncio.to_thread(encode)
@@ -81,9 +86,18 @@ async def text_prompts(served: ServedModel, body: CompletionRequest, settings: G
 
 
 def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:
-    """Whether the prompt ends in an open `<think>`, so that the completion begins inside it."""
-    tail = served.vocabulary.text(prompt[-_TAIL_TOKENS:])
-    return tail.rfind(THINK) > tail.rfind(END_THINK)
+    """Whether the prompt ends inside an open `<think>`, so that the completion begins there."""
+    opening, closing = (served.vocabulary.markup.get(tag) for tag in (THINK, END_THINK))
+    if opening is None or closing is None:
+        tail = served.vocabulary.text(prompt[-_TAIL_TOKENS:])
+        return tail.rfind(THINK) > tail.rfind(END_THINK)
+    for token in reversed(prompt):
+        if token == opening:
+            return True
+        # What stands before the present turn does not matter, and a turn begins with a special token.
+        if token == closing or token in served.codec.special_ids:
+            return False
+    return False
 
 
 def token_budget(prompt_tokens: int, wanted: int | None, *, default: int, context: int, field: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from services.common.settings import CommonSettings
@@ -39,8 +41,45 @@ class GatewaySettings(CommonSettings):
     """Pause after which a silent event stream gets a comment line, so that proxies keep it open."""
     offload_chars: int = Field(16384, ge=0)
     """Longer prompts are rendered and tokenized in a thread, not on the event loop."""
+    max_schema_bytes: int = Field(65536, ge=64)
+    """Largest JSON schema that constrains an answer, in bytes of JSON."""
+    max_schema_depth: int = Field(32, ge=1)
+    """Deepest nesting of objects and lists in a JSON schema."""
+    max_schema_properties: int = Field(1000, ge=1)
+    """Most properties in a JSON schema, all its objects together."""
+    max_regex_chars: int = Field(4096, ge=1)
+    """Longest regular expression that constrains an answer, a schema's patterns included."""
+    max_grammar_bytes: int = Field(262144, ge=64)
+    """Largest grammar that constrains an answer, that of tool calls included; also all texts of a choice together."""
+    max_constraint_choices: int = Field(1024, ge=1)
+    """Most texts that an answer may be chosen from."""
+    reasoning_budget_minimal: int = Field(512, ge=0)
+    """Tokens of thinking under reasoning_effort "minimal"."""
+    reasoning_budget_low: int = Field(2048, ge=0)
+    """Tokens of thinking under reasoning_effort "low"."""
+    reasoning_budget_medium: int = Field(8192, ge=0)
+    """Tokens of thinking under reasoning_effort "medium"."""
+    reasoning_budget_high: int = Field(24576, ge=0)
+    """Tokens of thinking under reasoning_effort "high"."""
+    reasoning_budget_xhigh: int = Field(81920, ge=0)
+    """Tokens of thinking under reasoning_effort "xhigh"."""
+    reasoning_closing: str = (
+        "Considering the limited time by the user, I have to give the solution based on the thinking directly now."
+    )
+    """What the model's thinking ends with when its budget is used up, a paragraph of its own before the closing tag.
+    The words are Qwen's: its models have learnt to answer after them. Empty: the tag alone."""
     shutdown_grace_seconds: int = Field(30, ge=0)
     """How long running responses may go on after SIGTERM."""
+
+    def reasoning_budget(self, effort: Literal["minimal", "low", "medium", "high", "xhigh"]) -> int:
+        """Tokens of thinking under a reasoning_effort."""
+        return {
+            "minimal": self.reasoning_budget_minimal,
+            "low": self.reasoning_budget_low,
+            "medium": self.reasoning_budget_medium,
+            "high": self.reasoning_budget_high,
+            "xhigh": self.reasoning_budget_xhigh,
+        }[effort]
 
     @property
     def engine_addresses(self) -> tuple[str, ...]:

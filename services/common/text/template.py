@@ -20,7 +20,9 @@ from pydantic_core import from_json
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 
-RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "documents"})
+RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "documents"}
+)
 """What chat_template_kwargs must not replace."""
 
 
@@ -75,6 +77,36 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
             turn["tool_calls"] = [_tool_call(call, index) for call in turn["tool_calls"]]
         normalized.append(turn)
     return normalized
+
+
+def left_open(turns: Sequence[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """The turns with a mark where the last one is to be continued: after its content, or after its reasoning when it
+    has got no further.
+
+    Raises:
+        InvalidRequest: the last turn is not an assistant's, or ends in tool calls.
+    """
+    *before, last = (dict(turn) for turn in turns)
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant without tool calls", param="messages"
+        )
+    key = "reasoning_content" if not last.get("content") and last.get("reasoning_content") else "content"
+    return [*before, {**last, key: f"{last.get(key) or ''}{mark}"}]
+
+
+def cut_at(rendered: str, mark: str) -> str:
+    """The rendered text up to the mark.
+
+    Raises:
+        InvalidRequest: the template does not show the end of the last message.
+    """
+    text, found, _ = rendered.rpartition(mark)
+    if not found:
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not show the end of the last message", param="messages"
+        )
+    return text.replace(mark, "")
 
 
 def _tool_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tokenizers
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.text.control import ControlTokens, Piece, free_marker
-from services.common.text.template import ChatTemplate, normalize_messages
+from services.common.text.template import ChatTemplate, cut_at, left_open, normalize_messages
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """What a codec is built from; only the first must exist."""
@@ -184,9 +184,12 @@ class TextCodec:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **chat_template_kwargs: Any,
     ) -> list[int]:
         """Tokens of the rendered conversation, with control tokens of the template only.
+
+        With ``continue_final_message`` they end where the text of the last message, an assistant's, ends.
 
         Raises:
             InvalidRequest: the template refuses the messages, or the checkpoint has no template.
@@ -194,7 +197,11 @@ class TextCodec:
         return [
             token
             for piece in self.chat_pieces(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, **chat_template_kwargs
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **chat_template_kwargs,
             )
             for token in self.encode_piece(piece)
         ]
@@ -205,15 +212,20 @@ class TextCodec:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **chat_template_kwargs: Any,
     ) -> list[Piece]:
         """The rendered conversation in the pieces that `encode_chat` tokenizes one by one: nearly always one."""
         turns = normalize_messages(messages)
+        end = ""
+        if continue_final_message:
+            end = free_marker(turns, tools, chat_template_kwargs)
+            turns, add_generation_prompt = left_open(turns, end), False
         if not self._suspicious(turns, tools, chat_template_kwargs):
             text = self._render(
                 turns, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=chat_template_kwargs
             )
-            return [Piece(text, plain=False)]
+            return [Piece(cut_at(text, end) if end else text, plain=False)]
         marker = free_marker(turns, tools, chat_template_kwargs)
         text = self._render(
             [self._mark_turn(turn, marker) for turn in turns],
@@ -221,7 +233,7 @@ class TextCodec:
             add_generation_prompt=add_generation_prompt,
             kwargs=self._all_control.mark(chat_template_kwargs, marker),
         )
-        return self._all_control.pieces(text, marker)
+        return self._all_control.pieces(cut_at(text, end) if end else text, marker)
 
     def encode_piece(self, piece: Piece) -> list[int]:
         """Tokens of one piece of a rendered conversation.

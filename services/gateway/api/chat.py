@@ -11,12 +11,14 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.gateway.api.answers import answer, json_response
+from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
+from services.gateway.chats import chat_generation
 from services.gateway.choices import Step, TokenLogprob
 from services.gateway.formats import chat_logprobs, usage
-from services.gateway.generation import Generation, Job, reserve
-from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
+from services.gateway.generation import Generation, reserve
 from services.gateway.schemas.chat import ChatRequest
+from services.gateway.schemas.chat_answers import ChatCompletion, ChatCompletionChunk
 from services.gateway.sse import DONE, EventTemplate, event
 from services.gateway.state import Gateway, GatewayDep
 from services.gateway.text.chat import Delta, TextDelta
@@ -24,7 +26,7 @@ from services.gateway.text.chat import Delta, TextDelta
 routes = router("completions")
 
 
-@routes.post("/v1/chat/completions")
+@routes.post("/v1/chat/completions", responses=answers_with(ChatCompletion, stream=ChatCompletionChunk))
 async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation."""
     reservation = reserve(gateway, body, prompts=1)
@@ -32,26 +34,7 @@ async def create_chat_completion(request: Request, body: ChatRequest, gateway: G
 
 
 async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
-    served = gateway.engines.served
-    prompt = await chat_prompt(served, body, gateway.settings)
-    max_tokens = token_budget(
-        len(prompt),
-        body.token_limit,
-        default=gateway.settings.default_max_tokens,
-        context=served.info.max_model_len,
-        field="messages",
-    )
-    return Generation(
-        gateway,
-        served,
-        body,
-        [Job(prompt, max_tokens, tuple(body.offered_tools), opens_thinking(served, prompt))],
-        prefix="chatcmpl",
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        chat=True,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        traceparent=request.headers.get("traceparent", ""),
-    )
+    return await chat_generation(gateway, body, traceparent=request.headers.get("traceparent", ""))
 
 
 # -- streamed
@@ -59,7 +42,8 @@ async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Gen
 
 def _delta(delta: Delta) -> dict[str, Any]:
     if isinstance(delta, TextDelta):
-        return {"reasoning_content" if delta.reasoning else "content": delta.text}
+        # vLLM's present name of it and its older one, which DeepSeek's API has: clients read one or the other.
+        return dict.fromkeys(("reasoning", "reasoning_content") if delta.reasoning else ("content",), delta.text)
     if delta.name is not None:
         function = {"name": delta.name, "arguments": delta.arguments}
         call = {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
@@ -80,7 +64,8 @@ class _ChunkWriter:
     def write(self, step: Step) -> list[bytes]:
         """The chunks of one step: nothing, if it adds nothing that a client could see."""
         body, index = self._body, step.choice.index
-        if len(step.deltas) == 1 and not step.first and step.finish_reason is None and not body.logprobs:
+        plain = not step.first and step.finish_reason is None and not body.logprobs and not body.usage_in_chunks
+        if plain and len(step.deltas) == 1:
             delta = step.deltas[0]
             if isinstance(delta, TextDelta):
                 return [self._more_text(step, delta)]
@@ -88,22 +73,22 @@ class _ChunkWriter:
 
     def _more_text(self, step: Step, delta: TextDelta) -> bytes:
         """The chunk of most steps, filled into a template."""
-        values = (delta.text, step.token_ids, step.sampling_logprobs)
-        count = len(values) if self._body.return_token_ids else 1
+        texts = [delta.text] * len(_delta(delta))
+        tokens = (step.token_ids, step.sampling_logprobs) if self._body.return_token_ids else ()
         key = step.choice.index, delta.reasoning
         template = self._templates.get(key)
         if template is None:
-            marks = [uuid.uuid4().hex for _ in range(count)]
+            marks = [uuid.uuid4().hex for _ in (*texts, *tokens)]
             choice: dict[str, Any] = {
                 "index": step.choice.index,
-                "delta": _delta(TextDelta(marks[0], delta.reasoning)),
+                "delta": dict(zip(_delta(delta), marks, strict=False)),
                 "logprobs": None,
                 "finish_reason": None,
                 "completion_id": step.choice.completion_id,
             }
-            choice |= dict(zip(("token_ids", "sampling_logprobs"), marks[1:], strict=False))
+            choice |= dict(zip(("token_ids", "sampling_logprobs"), marks[len(texts) :], strict=False))
             template = self._templates[key] = EventTemplate(self._payload([choice], step.choice.adapter), marks)
-        return template.fill(*values[:count])
+        return template.fill(*texts, *tokens)
 
     def _write(self, step: Step, index: int) -> list[bytes]:
         body = self._body
@@ -131,31 +116,32 @@ class _ChunkWriter:
             if body.return_token_ids:
                 choice["token_ids"] = step.token_ids if position == 0 else []
                 choice["sampling_logprobs"] = step.sampling_logprobs if position == 0 else []
-            chunks.append(self._chunk([choice], step.choice.adapter, with_prompt=step.first and position == 0))
+            chunks.append(self._chunk([choice], step.choice.adapter, first=step.first and position == 0))
         return chunks
 
     def usage(self) -> bytes:
         """The chunk of stream_options.include_usage."""
-        generation = self._generation
-        counts = usage(generation.choices, choices_per_prompt=generation.choices_per_prompt)
-        return self._chunk([], generation.choices[0].adapter, counts=counts)
+        return self._chunk([], self._generation.choices[0].adapter, counts=self._counts())
+
+    def _counts(self) -> dict[str, Any]:
+        return usage(self._generation.choices, choices_per_prompt=self._generation.choices_per_prompt)
 
     def _chunk(
         self,
         choices: list[dict[str, Any]],
         adapter: str | None,
         *,
-        with_prompt: bool = False,
+        first: bool = False,
         counts: dict[str, Any] | None = None,
     ) -> bytes:
-        return event(self._payload(choices, adapter, with_prompt=with_prompt, counts=counts))
+        return event(self._payload(choices, adapter, first=first, counts=counts))
 
     def _payload(
         self,
         choices: list[dict[str, Any]],
         adapter: str | None,
         *,
-        with_prompt: bool = False,
+        first: bool = False,
         counts: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         chunk: dict[str, Any] = {
@@ -167,9 +153,11 @@ class _ChunkWriter:
             "choices": choices,
         }
         if self._body.include_usage:
-            chunk["usage"] = counts
-        if with_prompt and self._body.return_token_ids:
+            chunk["usage"] = self._counts() if counts is None and self._body.usage_in_chunks else counts
+        if first and self._body.return_token_ids:
             chunk["prompt_token_ids"] = self._generation.jobs[0].prompt
+        if first and self._body.metadata:
+            chunk["metadata"] = self._body.metadata
         return chunk
 
 
@@ -194,6 +182,7 @@ class _Message:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
+        self.arguments: list[list[str]] = []
         self.entries: list[TokenLogprob] = []
         self.token_ids: list[int] = []
         self.sampling_logprobs: list[float] = []
@@ -205,10 +194,10 @@ class _Message:
             if isinstance(delta, TextDelta):
                 (self.reasoning if delta.reasoning else self.content).append(delta.text)
             elif delta.name is not None:
-                function = {"name": delta.name, "arguments": delta.arguments}
-                self.calls.append({"id": delta.call_id, "type": "function", "function": function})
+                self.calls.append({"id": delta.call_id, "type": "function", "function": {"name": delta.name}})
+                self.arguments.append([delta.arguments])
             else:
-                self.calls[-1]["function"]["arguments"] += delta.arguments
+                self.arguments[-1].append(delta.arguments)
         self.entries += step.piece.entries
         self.token_ids += step.token_ids
         self.sampling_logprobs += step.sampling_logprobs
@@ -220,8 +209,10 @@ class _Message:
         message: dict[str, Any] = {"role": "assistant", "content": None if self.calls and not content else content}
         message["refusal"] = None
         if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
+            message["reasoning"] = message["reasoning_content"] = "".join(self.reasoning)
         if self.calls:
+            for call, arguments in zip(self.calls, self.arguments, strict=True):
+                call["function"]["arguments"] = "".join(arguments)
             message["tool_calls"] = self.calls
         return message
 
@@ -260,4 +251,6 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
     }
     if body.return_token_ids:
         whole["prompt_token_ids"] = generation.jobs[0].prompt
+    if body.metadata:
+        whole["metadata"] = body.metadata
     return json_response(whole, adapter)

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from services.gateway.api.answers import answer, json_response
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
+from services.gateway.constraints import check_constraint, constraint_of
 from services.gateway.formats import text_logprobs, usage
 from services.gateway.generation import Generation, Job, reserve
 from services.gateway.prompts import text_prompts, token_budget
@@ -33,7 +34,9 @@ async def create_completion(request: Request, body: CompletionRequest, gateway: 
 
 async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) -> Generation:
     served = gateway.engines.served
+    check_constraint(body, gateway.settings)
     prompts = await text_prompts(served, body, gateway.settings)
+    constraint = None if body.wanted is None else constraint_of(body.wanted)
     default = 16  # OpenAI's, for this route
     jobs = [
         Job(
@@ -41,6 +44,7 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
             token_budget(
                 len(prompt), body.max_tokens, default=default, context=served.info.max_model_len, field="prompt"
             ),
+            constraint=constraint,
         )
         for prompt in prompts
     ]
@@ -118,7 +122,8 @@ class _Writer:
     def event(self, step: Step) -> bytes:
         """The chunk of one step. Chunks between a choice's first and last are filled into a template."""
         values = (step.piece.text, step.token_ids, step.sampling_logprobs)
-        if step.first or step.finish_reason is not None or self._body.logprobs is not None:
+        body = self._body
+        if step.first or step.finish_reason is not None or body.logprobs is not None or body.usage_in_chunks:
             return event(self._chunk(step, step.piece, *values[1:]))
         template = self._templates.get(step.choice.index)
         if template is None:
@@ -134,7 +139,7 @@ class _Writer:
         )
         chunk = self.body([entry], step.choice.adapter, with_prompt=step.first)
         if self._body.include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self.usage() if self._body.usage_in_chunks else None
         return chunk
 
     def usage(self) -> dict[str, Any]:

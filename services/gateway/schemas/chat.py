@@ -8,7 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
-from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, ResponseFormat, SamplingFields, ServiceTier
+from services.gateway.schemas.reasoning import ReasoningFields
+from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier
+from services.gateway.schemas.tools import AllowedToolsChoice, FunctionSpec, NamedTool, Tool, ToolChoice
 
 _FOREIGN_PARTS = ("image_url", "input_audio", "file", "image", "video", "video_url", "audio", "refusal")
 
@@ -103,30 +105,6 @@ class ToolMessage(RequestModel):
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Discriminator("role")]
 
 
-class FunctionSpec(RequestModel):
-    """A function the model may call."""
-
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
-    description: str | None = None
-    parameters: JsonObject | None = None
-    """JSON schema of its arguments."""
-    strict: bool | None = None
-    """Accepted and ignored: arguments follow the schema as far as the model does."""
-
-
-class Tool(RequestModel):
-    """A tool the model may call."""
-
-    type: Literal["function"]
-    function: FunctionSpec
-
-
-def _tool_choice(value: Any) -> Any:
-    if value not in (None, "auto", "none"):
-        raise unsupported("a forced tool_choice is not supported: send 'auto' or 'none'")
-    return value
-
-
 def _modalities(value: Any) -> Any:
     if value not in (None, ["text"]):
         raise unsupported("modalities other than ['text'] are not supported: this model writes text")
@@ -139,7 +117,12 @@ def _store(value: Any) -> Any:
     return value
 
 
-class ChatRequest(SamplingFields):
+_MetadataKey = Annotated[str, Field(max_length=64)]
+_MetadataValue = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)]
+
+
+class ChatRequest(ReasoningFields, SamplingFields):
     """OpenAI's chat completion, with the fields of open models and of reinforcement learning."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
@@ -148,18 +131,19 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
-    """"auto": the model decides; "none": it is not shown the tools."""
+    tool_choice: ToolChoice = None
+    """"auto": the model decides; "none": it is not shown the tools; "required": it calls at least one;
+    {"type": "function", "function": {"name"}}: it calls this one; {"type": "allowed_tools", ...}: one of some."""
     parallel_tool_calls: bool | None = None
     """false: the answer ends with its first tool call."""
-    response_format: ResponseFormat | None = None
-    """Only {"type": "text"}."""
-    chat_template_kwargs: JsonObject | None = None
-    """Variables of the chat template, e.g. {"enable_thinking": true}."""
+    add_generation_prompt: bool | None = None
+    """false: nothing is put after the last message. Default true, or false with continue_final_message."""
+    continue_final_message: bool | None = None
+    """true: the last message, an assistant's, is left open and the answer goes on where it ends."""
     modalities: Annotated[list[str] | None, BeforeValidator(_modalities)] = None
     """Only ["text"]."""
-    metadata: dict[str, str] | None = None
-    """Accepted and ignored."""
+    metadata: Metadata | None = None
+    """Up to 16 pairs, keys of 64 and values of 512 characters; returned in the answer."""
     store: Annotated[bool | None, BeforeValidator(_store)] = None
     """Only false."""
     service_tier: ServiceTier = None
@@ -176,7 +160,6 @@ class ChatRequest(SamplingFields):
         "function_call": "use tool_choice, its successor",
         "functions": "use tools, its successor",
         "prediction": "leave it out, the answer is the same",
-        "reasoning_effort": 'send chat_template_kwargs {"enable_thinking": true or false}',
         "verbosity": "ask for the length you want in the prompt",
         "web_search_options": "offer a search function in tools",
         "moderation": "check texts before you send them",
@@ -189,11 +172,36 @@ class ChatRequest(SamplingFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model is shown; none under tool_choice "none"."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools in the form the chat template takes; none under tool_choice "none"."""
-        if self.tool_choice == "none":
-            return []
-        return [{"type": "function", "function": _function(tool.function)} for tool in self.tools or ()]
+        """The same in the form that the chat template takes."""
+        return [{"type": "function", "function": _function(tool.function)} for tool in self.usable_tools]
+
+    @property
+    def callable_names(self) -> frozenset[str] | None:
+        """The functions that tool_choice allows; None: it does not say."""
+        if isinstance(self.tool_choice, NamedTool):
+            return frozenset((self.tool_choice.function.name,))
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return frozenset(tool.function.name for tool in self.tool_choice.allowed_tools.tools)
+        return None
+
+    @property
+    def must_call(self) -> bool:
+        """The answer has to be a call."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def may_repeat_calls(self) -> bool:
+        """More than one call may follow. A named choice is one call, as at OpenAI."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")
     def _combinations(self) -> ChatRequest:
@@ -201,8 +209,48 @@ class ChatRequest(SamplingFields):
             raise contradiction("max_tokens and max_completion_tokens contradict each other: send one", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise contradiction("top_logprobs needs logprobs=true", "top_logprobs")
-        if self.tool_choice == "auto" and not self.tools:
+        return self
+
+    @model_validator(mode="after")
+    def _tools(self) -> ChatRequest:
+        if self.tool_choice not in (None, "none") and not self.tools:
             raise contradiction("tool_choice is only allowed together with tools", "tool_choice")
+        names = [tool.function.name for tool in self.tools or ()]
+        for position, name in enumerate(names):
+            if name in names[:position]:
+                raise contradiction(
+                    f"two tools have the name {name!r}: give each its own", f"tools[{position}].function.name"
+                )
+        unknown = sorted((self.callable_names or frozenset()) - frozenset(names))
+        if unknown:
+            raise contradiction(
+                f"tool_choice names {', '.join(map(repr, unknown))}, which is not among the tools: offer it in tools, "
+                f"or name one of {', '.join(map(repr, names))}",
+                "tool_choice",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _continuation(self) -> ChatRequest:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise contradiction(
+                "continue_final_message goes on with the last message and add_generation_prompt begins a new one: "
+                "send one of them",
+                "add_generation_prompt",
+            )
+        last = self.messages[-1]
+        if not isinstance(last, AssistantMessage):
+            raise contradiction(
+                f"continue_final_message needs a last message of the assistant, it is of the {last.role}",
+                "continue_final_message",
+            )
+        if last.tool_calls:
+            raise contradiction(
+                "continue_final_message cannot go on after tool calls: add what the tools answered",
+                "continue_final_message",
+            )
         return self
 
     def turns(self) -> list[dict[str, Any]]:

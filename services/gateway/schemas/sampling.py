@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from services.gateway.schemas.base import RequestModel, TokenId, contradiction, unsupported
+from services.gateway.schemas.constraints import ConstraintFields
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
@@ -44,11 +44,13 @@ class StreamOptions(RequestModel):
 
     include_usage: bool | None = None
     """Send one more chunk with the usage, before [DONE]."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage: every chunk has the usage so far."""
     include_obfuscation: bool | None = None
     """Accepted and ignored: chunks are never padded."""
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(ConstraintFields):
     """How to generate. null is the same as leaving a field out."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -104,25 +106,20 @@ class SamplingFields(RequestModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Every chunk has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     @model_validator(mode="after")
     def _streaming(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options is only allowed together with stream=true", "stream_options")
+        if self.usage_in_chunks and not self.include_usage:
+            raise contradiction(
+                "continuous_usage_stats needs include_usage=true", "stream_options.continuous_usage_stats"
+            )
         return self
 
 
 ServiceTier = Annotated[str | None, AfterValidator(_only_auto)]
-
-
-def _only_text(value: Any) -> Any:
-    if value in ("json_object", "json_schema", "grammar"):
-        raise unsupported(f"response_format {value!r} is not supported: send 'text' and ask for JSON in the prompt")
-    return value
-
-
-class ResponseFormat(RequestModel):
-    """Only plain text."""
-
-    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
-
-    refused: ClassVar[Mapping[str, str]] = {"json_schema": "ask for JSON in the prompt"}

@@ -56,6 +56,11 @@ class TextAssembler:
         """Tokens taken, the one that completed a stop string included."""
         return self._tokens
 
+    @property
+    def length(self) -> int:
+        """Characters of the whole text so far, those held back included."""
+        return self._emitted + len(self._held)
+
     def push(self, token_id: int, entry: Any = None, *, visible: bool = True) -> None:
         """Takes the next token. ``entry`` comes out again with the text that the token begins in.
 
@@ -67,7 +72,7 @@ class TextAssembler:
         if not visible:
             return
         if entry is not None:
-            self._entries.append((self._emitted + len(self._held), entry))
+            self._entries.append((self.length, entry))
         raw = self._vocabulary.visible_bytes(token_id)
         text = self._decoder.decode(raw)
         if text:
@@ -78,7 +83,7 @@ class TextAssembler:
         if not self._stop:
             return
         if self._tokens <= self._min_tokens:
-            self._search_from = self._emitted + len(self._held)
+            self._search_from = self.length
             return
         new = max(len(self._held) - added, self._search_from - self._emitted)
         found = [at for text in self._stop if (at := self._held.find(text, max(0, new - len(text) + 1))) >= 0]

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.text.tags import open_space, open_suffix
-from services.gateway.text.tools import CLOSE, OPEN, ToolCallParser, ToolDelta, parameter_types
+from services.gateway.text.tools import OPEN, CallState, ToolCallParser, ToolDelta, parameter_types
 
 THINK, END_THINK = "<think>", "</think>"
+_LONGEST_SPACE = 256
+"""So much white space next to a tag is markup; more would have to be held back without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +40,27 @@ class ChatParser:
 
     Args:
         thinking: the prompt ends in an open `<think>`, so the text begins with reasoning.
+        told: the end of that reasoning is told by ``end_reasoning``, because it is a token of its own; otherwise
+            `</think>` is looked for in the text.
         tools: the request's tools; empty: `<tool_call>` is ordinary text.
         parallel: more than one call may follow; otherwise the text ends with the first.
     """
 
-    def __init__(self, *, thinking: bool, tools: Sequence[Mapping[str, Any]] = (), parallel: bool = True) -> None:
+    def __init__(
+        self, *, thinking: bool, told: bool = False, tools: Sequence[Mapping[str, Any]] = (), parallel: bool = True
+    ) -> None:
         self._state = _State.REASONING if thinking else _State.START
+        self._told = told and thinking
         self._tools = bool(tools)
         self._parallel = parallel
         self._types = parameter_types(tools)
         self._buffer = ""
+        self._position = 0  # of the buffer in the whole text
+        self._reasoning_from = 0 if thinking else None
+        self._reasoning_to: int | None = None
         self._fresh = True  # nothing of the present part was given out: leading newlines are markup
         self._call: ToolCallParser | None = None
+        self._raw = ""  # what introduced the call, to be shown when it is none
         self._calls = 0
         self._done = False
 
@@ -59,19 +70,35 @@ class ChatParser:
         return self._calls
 
     @property
-    def in_reasoning(self) -> bool:
-        return self._state is _State.REASONING
+    def awaits_end_of_reasoning(self) -> bool:
+        """``end_reasoning`` is still to be called."""
+        return self._told and self._reasoning_to is None
+
+    @property
+    def reasoning(self) -> tuple[int, int | None] | None:
+        """Where in the whole text the reasoning is, in characters, its tags left out; the end is None while it goes on.
+        None: there is none so far."""
+        return None if self._reasoning_from is None else (self._reasoning_from, self._reasoning_to)
+
+    @property
+    def may_reason(self) -> bool:
+        """More of the text may turn out to be reasoning."""
+        return self._state in (_State.START, _State.REASONING)
 
     @property
     def ended(self) -> bool:
         """No more text is wanted: the one tool call that was allowed is complete."""
         return self._done
 
+    def end_reasoning(self, position: int) -> None:
+        """The `</think>` at this position of the whole text is the token, to be called before it is fed."""
+        self._reasoning_to = position
+
     def feed(self, text: str) -> list[Delta]:
         """Takes more text and returns what is certain."""
         self._buffer += text
         deltas: list[Delta] = []
-        while not self._done and self._advance(deltas):
+        while not self._done and self._advance(deltas, final=False):
             continue
         return deltas
 
@@ -80,97 +107,119 @@ class ChatParser:
         deltas: list[Delta] = []
         if self._done:
             return deltas
-        if self._state is _State.CALL and self._call is not None:
-            deltas += self._call.feed(self._buffer)
-            closing = self._call.close() if complete else None
-            if closing is not None:
-                self._calls += 1
-                deltas += closing
-            elif not self._call.started:
-                deltas.append(TextDelta(OPEN + self._call.raw))
-        elif self._state is _State.REASONING:
-            self._emit(deltas, self._buffer.rstrip(), reasoning=True)
-        elif not (self._calls and not self._buffer.strip()):
-            self._fresh = self._fresh and self._state is not _State.START
+        if self._call is not None and not complete:
+            deltas += self._call.cut()
+            self._after_call(deltas, self._call)
+        while not self._done and self._advance(deltas, final=True):
+            continue
+        if not self._done and not (self._calls and self._fresh and not self._buffer.strip()):
             self._emit(deltas, self._buffer)
         self._buffer = ""
         self._done = True
         return deltas
 
-    def _advance(self, deltas: list[Delta]) -> bool:
+    def _advance(self, deltas: list[Delta], *, final: bool) -> bool:
         """One transition; False when more text is needed."""
         match self._state:
             case _State.START:
-                return self._begin()
+                return self._begin(final)
             case _State.REASONING:
-                return self._reason(deltas)
+                return self._reason(deltas, final)
             case _State.CONTENT:
-                return self._answer(deltas)
+                return self._answer(deltas, final)
             case _State.CALL:
-                return self._read_call(deltas)
+                return self._read_call(deltas, final)
 
-    def _begin(self) -> bool:
+    def _skip(self, length: int) -> str:
+        """Takes text out of the buffer."""
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._position += length
+        return text
+
+    def _begin(self, final: bool) -> bool:
         text = self._buffer.lstrip()
-        if text.startswith(THINK):
-            self._buffer = text[len(THINK) :]
-            self._state = _State.REASONING
-            return True
-        if THINK.startswith(text):
-            return False
+        space = len(self._buffer) - len(text)
+        if space <= _LONGEST_SPACE:
+            if text.startswith(THINK):
+                self._skip(space + len(THINK))
+                self._reasoning_from = self._position
+                self._state = _State.REASONING
+                return True
+            if THINK.startswith(text) and not final:
+                return False
         self._state = _State.CONTENT
         self._fresh = False
         return True
 
-    def _reason(self, deltas: list[Delta]) -> bool:
-        before, tag, after = self._buffer.partition(END_THINK)
-        if tag:
-            self._emit(deltas, before.rstrip(), reasoning=True)
-            self._buffer, self._state, self._fresh = after, _State.CONTENT, True
+    def _reason(self, deltas: list[Delta], final: bool) -> bool:
+        if self._told:
+            at = -1 if self._reasoning_to is None else self._reasoning_to - self._position
+        else:
+            at = self._buffer.find(END_THINK)
+        if 0 <= at <= len(self._buffer) - len(END_THINK):
+            self._reasoning_to = self._position + at
+            self._give(deltas, at - self._space(at), reasoning=True)
+            self._skip(self._reasoning_to - self._position + len(END_THINK))
+            self._state, self._fresh = _State.CONTENT, True
             return True
-        certain = self._buffer[: len(self._buffer) - open_suffix(self._buffer, (END_THINK,))]
-        self._give(deltas, len(certain) - open_space(certain), reasoning=True)
+        if at >= 0:
+            certain = at  # the text of the tag has not arrived
+        else:
+            certain = len(self._buffer) - (0 if final or self._told else open_suffix(self._buffer, (END_THINK,)))
+        self._give(deltas, certain - self._space(certain), reasoning=True)
+        if final:
+            self._skip(len(self._buffer))
         return False
 
-    def _answer(self, deltas: list[Delta]) -> bool:
+    def _answer(self, deltas: list[Delta], final: bool) -> bool:
         if not self._tools:
             self._give(deltas, len(self._buffer))
             return False
-        before, tag, after = self._buffer.partition(OPEN)
-        if tag:
-            self._emit(deltas, before.rstrip())
-            self._call = ToolCallParser(self._calls, self._types)
-            self._buffer, self._state = after, _State.CALL
+        at = self._buffer.find(OPEN)
+        if at >= 0:
+            self._give(deltas, at - self._space(at))
+            self._raw = self._skip(self._buffer.find(OPEN) + len(OPEN))
+            self._start_call()
             return True
-        certain = self._buffer[: len(self._buffer) - open_suffix(self._buffer, (OPEN,))]
-        self._give(deltas, len(certain) - open_space(certain))
+        certain = len(self._buffer) - (0 if final else open_suffix(self._buffer, (OPEN,)))
+        self._give(deltas, certain - self._space(certain))
         return False
 
-    def _read_call(self, deltas: list[Delta]) -> bool:
+    def _start_call(self) -> None:
+        self._call = ToolCallParser(self._calls, self._types)
+        self._state = _State.CALL
+
+    def _read_call(self, deltas: list[Delta], final: bool) -> bool:
         call = self._call
         if call is None:
             raise RuntimeError("a tool call is being read, but there is no parser for it")
-        inside, tag, after = self._buffer.partition(CLOSE)
-        if not tag:
-            certain = len(self._buffer) - open_suffix(self._buffer, (CLOSE,))
-            deltas += call.feed(self._buffer[:certain])
-            self._buffer = self._buffer[certain:]
+        deltas += call.feed(self._skip(len(self._buffer)), final=final)
+        if call.state is CallState.READING:
             return False
-        deltas += call.feed(inside)
-        closing = call.close()
-        self._buffer, self._state, self._call = after, _State.CONTENT, None
-        if closing is None:
-            deltas.append(TextDelta(OPEN + call.raw + CLOSE))
-            self._fresh = False
-        else:
-            deltas += closing
-            self._calls += 1
-            self._fresh = True
-            self._done = not self._parallel
+        self._after_call(deltas, call)
         return True
 
+    def _after_call(self, deltas: list[Delta], call: ToolCallParser) -> None:
+        """A call is over: what follows it is read, and what is none becomes text."""
+        self._buffer = call.rest
+        self._position -= len(call.rest)
+        raw, self._raw = self._raw, ""
+        self._call, self._state = None, _State.CONTENT
+        if call.state is CallState.NOT_A_CALL:
+            self._emit(deltas, raw)
+            return
+        self._calls += 1
+        self._fresh = True
+        self._done = not self._parallel
+        if call.another and not self._done:
+            self._start_call()
+
+    def _space(self, end: int) -> int:
+        """Length of the white space before ``end`` that may be markup."""
+        return open_space(self._buffer[max(0, end - _LONGEST_SPACE) : end])
+
     def _give(self, deltas: list[Delta], length: int, *, reasoning: bool = False) -> None:
-        text, self._buffer = self._buffer[:length], self._buffer[length:]
-        self._emit(deltas, text, reasoning=reasoning)
+        self._emit(deltas, self._skip(length), reasoning=reasoning)
 
     def _emit(self, deltas: list[Delta], text: str, *, reasoning: bool = False) -> None:
         if self._fresh:

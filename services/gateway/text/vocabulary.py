@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.common.text.tokenizer import TextCodec
 
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -17,9 +19,12 @@ class Vocabulary:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        markup = {codec.token_id(token) for token in MARKUP}
-        self._hidden = frozenset(codec.special_ids) - markup
         self._bytes: dict[int, bytes] = {}
+        self.markup: Mapping[str, int] = {
+            token: number for token in MARKUP if (number := codec.token_id(token)) is not None
+        }
+        """Ids of those that are a token of this model."""
+        self._hidden = frozenset(codec.special_ids) - frozenset(self.markup.values())
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, also of a special one."""

@@ -1,0 +1,52 @@
+"""From the body of a chat to what is sent to the engines; every API that is a chat underneath goes this way."""
+
+from __future__ import annotations
+
+from services.gateway.constraints import chat_constraint, check_chat
+from services.gateway.generation import Generation, Job
+from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
+from services.gateway.reasoning import thinking_message
+from services.gateway.schemas.chat import ChatRequest
+from services.gateway.state import Gateway
+
+
+async def chat_generation(
+    gateway: Gateway, body: ChatRequest, *, prefix: str = "chatcmpl", traceparent: str = ""
+) -> Generation:
+    """Renders and tokenizes a conversation; nothing is sent yet.
+
+    Args:
+        gateway: settings, engines, metrics.
+        body: the request.
+        prefix: of the response id.
+        traceparent: W3C trace context of the HTTP request.
+
+    Raises:
+        InvalidRequest: the request cannot be served as it is.
+        ModelNotFound: `model` cannot be served.
+        Unavailable: no engine has been reached yet.
+    """
+    served, settings = gateway.engines.served, gateway.settings
+    check_chat(body, settings)
+    prompt = await chat_prompt(served, body, settings)
+    max_tokens = token_budget(
+        len(prompt),
+        body.token_limit,
+        default=settings.default_max_tokens,
+        context=served.info.max_model_len,
+        field="messages",
+    )
+    opened = opens_thinking(served, prompt)
+    constraint = chat_constraint(body, served.vocabulary, settings, after_reasoning=opened)
+    limits = thinking_message(served, body, settings, opened=opened, constrained=constraint is not None)
+    return Generation(
+        gateway,
+        served,
+        body,
+        [Job(prompt, max_tokens, tuple(body.offered_tools), opened, limits, constraint)],
+        prefix=prefix,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        chat=True,
+        parallel_tool_calls=body.may_repeat_calls,
+        traceparent=traceparent,
+    )

@@ -1,0 +1,178 @@
+"""What POST /v1/chat/completions answers. The handler writes the bytes itself; these describe them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class AnswerModel(BaseModel):
+    """A part of an answer."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid")
+
+
+class PromptTokensDetails(AnswerModel):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    """Came from the prefix cache."""
+
+
+class CompletionTokensDetails(AnswerModel):
+    """Of the completion's tokens."""
+
+    reasoning_tokens: int
+    """Their text is reasoning; the tags around it do not count."""
+
+
+class Usage(AnswerModel):
+    """Token counts of all choices; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(AnswerModel):
+    """An alternative to a token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobEntry(TopLogprob):
+    """A sampled token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(AnswerModel):
+    """Of every token that is text: of the reasoning and of tool calls as well."""
+
+    content: list[TokenLogprobEntry]
+    refusal: None = None
+
+
+class FunctionCall(AnswerModel):
+    """A call of a function."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class AnsweredToolCall(AnswerModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AnswerMessage(AnswerModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    """null when there are calls and no text."""
+    refusal: None = None
+    reasoning: str | None = None
+    """The thinking before the content, if there is any."""
+    reasoning_content: str | None = None
+    """Other name of reasoning."""
+    tool_calls: list[AnsweredToolCall] | None = None
+
+
+class TokensOfChoice(AnswerModel):
+    """What return_token_ids adds to a choice."""
+
+    token_ids: list[int] | None = None
+    """Every sampled token, the one that ended the completion included."""
+    sampling_logprobs: list[float] | None = None
+    """Of each, under the distribution it was drawn from."""
+
+
+class AnswerChoice(TokensOfChoice):
+    """One completion."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason
+    """"tool_calls" whenever the message has calls and was not cut off, forced ones included."""
+    completion_id: str
+    """What a job takes to score it."""
+    adapter: str | None
+
+
+class ChatCompletion(AnswerModel):
+    """An answer in one piece."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    adapter: str | None
+    """The version that answered; null: the model without adapter."""
+    choices: list[AnswerChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class FunctionDelta(AnswerModel):
+    """More of a call."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(AnswerModel):
+    """More of a call; the first of one has its id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class Delta(AnswerModel):
+    """More of a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChunkChoice(TokensOfChoice):
+    """More of one completion."""
+
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishReason | None
+    completion_id: str
+
+
+class ChatCompletionChunk(AnswerModel):
+    """The data of one event of a stream. A stream ends with `[DONE]`, or with an object that has `error`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    adapter: str | None
+    choices: list[ChunkChoice]
+    """None in the chunk of stream_options.include_usage."""
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    metadata: dict[str, str] | None = None

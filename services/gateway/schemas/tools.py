@@ -1,0 +1,73 @@
+"""The tools of a chat, and which of them the model may or must call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from services.gateway.schemas.base import JsonObject, RequestModel, unsupported
+
+_NAME = r"^[A-Za-z0-9_.-]+$"
+_FOREIGN_CHOICES = ("custom", "mcp", "hosted", "any", "tool")
+
+
+class FunctionSpec(RequestModel):
+    """A function the model may call."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=_NAME)
+    description: str | None = None
+    parameters: JsonObject | None = None
+    """JSON schema of its arguments."""
+    strict: bool | None = None
+    """true: calls of this function follow the schema, enforced by masks. Otherwise as far as the model does, except
+    where tool_choice forces a call."""
+
+
+class Tool(RequestModel):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(RequestModel):
+    """A function by its name."""
+
+    name: str = Field(min_length=1, max_length=64)
+
+
+class NamedTool(RequestModel):
+    """A tool by its name; as tool_choice: the answer is a call of it."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(RequestModel):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedToolsChoice(RequestModel):
+    """The model is shown all tools and may call these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _known(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if isinstance(kind, str) and kind in _FOREIGN_CHOICES:
+        raise unsupported(
+            f"tool_choice {kind!r} is not supported: send 'auto', 'none', 'required', "
+            '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
+        )
+    return value
+
+
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None, BeforeValidator(_known)
+]

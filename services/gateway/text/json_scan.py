@@ -1,0 +1,46 @@
+"""Where a JSON object ends, found while it arrives."""
+
+from __future__ import annotations
+
+import re
+
+_STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,.+\-]')
+_IN_STRING = re.compile(r'["\\]')
+
+
+class JsonScan:
+    """Follows strings and brackets of a text that begins with `{`. Each character is looked at once."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        """It cannot become JSON."""
+        self._position = 0
+        self._depth = 0
+        self._in_string = False
+
+    def find_end(self, text: str) -> int | None:
+        """The position behind the object; None: it is not complete, or broken. ``text`` only grows between calls."""
+        while not self.broken:
+            match = (_IN_STRING if self._in_string else _STRUCTURE).search(text, self._position)
+            if match is None:
+                self._position = len(text)
+                return None
+            found = match.group()
+            if found == "\\":
+                if match.end() == len(text):
+                    self._position = match.start()  # what it escapes has not arrived
+                    return None
+                self._position = match.end() + 1
+                continue
+            self._position = match.end()
+            if found == '"':
+                self._in_string = not self._in_string
+            elif found in "{[":
+                self._depth += 1
+            elif found in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return self._position
+            else:
+                self.broken = True
+        return None

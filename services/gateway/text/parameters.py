@@ -1,0 +1,123 @@
+"""What the schema of a function says about the types of its parameters.
+
+Nobody has checked that it is a JSON schema: what is not one says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SCALARS = frozenset({"integer", "number", "boolean", "null"})
+CONTAINERS = frozenset({"object", "array"})
+_KINDS = SCALARS | CONTAINERS | {"string"}
+_DEEPEST = 32
+
+Types = frozenset[str]
+NO_TYPES: Types = frozenset()
+EXTRA = ""
+"""Stands for all parameters that the schema does not name; no parameter has an empty name."""
+
+
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Types]]:
+    """JSON types that each parameter of each function may have, as far as its schema says so."""
+    found: dict[str, dict[str, Types]] = {}
+    for tool in tools:
+        function = tool.get("function", {})
+        root = function.get("parameters")
+        schema = resolve(root, root)
+        if not isinstance(schema, Mapping):
+            continue
+        properties = schema.get("properties")
+        named = properties if isinstance(properties, Mapping) else {}
+        types = {key: types_of(value, root) for key, value in named.items()}
+        extra = types_of(schema.get("additionalProperties"), root)
+        if extra:
+            types[EXTRA] = extra
+        if types:
+            found[function.get("name", "")] = types
+    return found
+
+
+def type_of_parameter(types: Mapping[str, Mapping[str, Types]], function: str, key: str) -> Types:
+    """The types of one parameter; none for one that nobody knows: its text is a string."""
+    known = types.get(function, {})
+    return known.get(key, known.get(EXTRA, NO_TYPES))
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value; "integer" for whole numbers."""
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return "null"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def resolve(schema: Any, root: Any) -> Any:
+    """Follows references within a document; None when one leads nowhere or in a circle."""
+    for _ in range(_DEEPEST):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        schema = _target(reference, root)
+    return None
+
+
+def _target(reference: str, root: Any) -> Any:
+    if not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isascii() and key.isdigit() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
+
+
+def types_of(schema: Any, root: Any) -> Types:
+    """JSON types that a schema allows, as far as it says so; references are looked up in ``root``."""
+    return _types(schema, root, {}, 0)
+
+
+def _types(schema: Any, root: Any, seen: dict[str, Types], depth: int) -> Types:
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return NO_TYPES
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in seen:
+            seen[reference] = NO_TYPES  # a circle says nothing
+            seen[reference] = _types(_target(reference, root), root, seen, depth + 1)
+        return seen[reference]
+    named = frozenset(kind for kind in _members(schema.get("type")) if isinstance(kind, str) and kind in _KINDS)
+    for union in ("anyOf", "oneOf"):
+        for member in _members(schema.get(union)):
+            named |= _types(member, root, seen, depth + 1)
+    if named:
+        return named
+    for member in _members(schema.get("allOf")):
+        found = _types(member, root, seen, depth + 1)
+        named = found if not named else (named & found or named)
+    if named:
+        return named
+    if isinstance(schema.get("enum"), list):
+        return frozenset(map(kind_of, schema["enum"]))
+    if "const" in schema:
+        return frozenset((kind_of(schema["const"]),))
+    if isinstance(schema.get("properties"), Mapping):
+        return frozenset(("object",))
+    return frozenset(("array",)) if isinstance(schema.get("items"), Mapping) else NO_TYPES
+
+
+def _members(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,220 @@
+"""What a JSON schema demands of a value that is written without quotes, between tags: texts and scalars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.gateway.text.lark import expression, literal, search
+from services.gateway.text.parameters import kind_of, resolve
+
+_MOST_LEAVES = 256
+_DEEPEST = 32
+_UNENFORCEABLE = ("not", "if", "then", "else", "$dynamicRef", "contentEncoding")
+_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One way to be valid: all of these at once.
+
+    Args:
+        kinds: JSON types; None: any.
+        values: of an enum or const; None: any.
+        patterns: to be found in a text.
+        shortest: fewest characters.
+        longest: most characters; None: any number.
+        bounded: a number's size is restricted.
+    """
+
+    kinds: frozenset[str] | None = None
+    values: tuple[Any, ...] | None = None
+    patterns: tuple[str, ...] = ()
+    shortest: int = 0
+    longest: int | None = None
+    bounded: bool = False
+
+    def __and__(self, other: Leaf) -> Leaf:
+        kinds = self.kinds if other.kinds is None else other.kinds if self.kinds is None else self.kinds & other.kinds
+        values = self.values if other.values is None else other.values
+        if self.values is not None and other.values is not None:
+            values = tuple(value for value in self.values if _in(value, other.values))
+        longest = [limit for limit in (self.longest, other.longest) if limit is not None]
+        return Leaf(
+            kinds,
+            values,
+            tuple(dict.fromkeys(self.patterns + other.patterns)),
+            max(self.shortest, other.shortest),
+            min(longest) if longest else None,
+            self.bounded or other.bounded,
+        )
+
+    def of_kind(self, kind: str) -> Leaf | None:
+        """The same for values of one type; None: there is none. A whole number is an "integer" and a "number"."""
+        wanted = {kind, "integer"} if kind == "number" else {kind}
+        allowed = None if self.kinds is None else self.kinds | ({"integer"} if "number" in self.kinds else set())
+        if allowed is not None and not allowed & wanted:
+            return None
+        if self.values is None:
+            return self
+        values = tuple(value for value in self.values if kind_of(value) in wanted)
+        return replace(self, values=values) if values else None
+
+
+def _in(value: Any, values: Iterable[Any]) -> bool:
+    return any(kind_of(other) == kind_of(value) and other == value for other in values)
+
+
+def leaves(schema: Any, root: Any, param: str) -> list[Leaf]:
+    """The ways to be valid under a schema.
+
+    Raises:
+        InvalidRequest: it uses what cannot be enforced in a value without quotes.
+    """
+    return _leaves(schema, root, param, 0)
+
+
+def _leaves(schema: Any, root: Any, param: str, depth: int) -> list[Leaf]:
+    if depth > _DEEPEST:
+        raise InvalidRequest(f"{param}: its references are nested too deeply to be enforced", param=param)
+    if schema is True:
+        return [Leaf()]
+    if schema is False:
+        return []
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"{param}: {json.dumps(schema)[:80]} is not a JSON schema", param=param)
+    for keyword in _UNENFORCEABLE:
+        if keyword in schema:
+            raise InvalidRequest(
+                f"{param}: {keyword!r} cannot be enforced for a text: leave it out, or do not force the call",
+                param=param,
+            )
+    found = [_own(schema, param)]
+    if "$ref" in schema:
+        target = resolve(schema, root)
+        if target is None:
+            raise InvalidRequest(f"{param}: $ref {str(schema['$ref'])[:80]!r} leads nowhere", param=param)
+        found = _both(found, _leaves(target, root, param, depth + 1), param)
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            members = [leaf for member in _list(schema[union]) for leaf in _leaves(member, root, param, depth + 1)]
+            found = _both(found, members, param)
+    for member in _list(schema.get("allOf", [])):
+        found = _both(found, _leaves(member, root, param, depth + 1), param)
+    return found
+
+
+def _both(left: list[Leaf], right: list[Leaf], param: str) -> list[Leaf]:
+    if len(left) * len(right) > _MOST_LEAVES:
+        raise InvalidRequest(f"{param}: it has more than {_MOST_LEAVES} alternatives", param=param)
+    return [a & b for a in left for b in right]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _own(schema: Mapping[str, Any], param: str) -> Leaf:
+    kinds = schema.get("type")
+    values: list[Any] | None = None
+    if "enum" in schema:
+        values = _list(schema["enum"])
+    if "const" in schema:
+        values = [schema["const"]] if values is None or _in(schema["const"], values) else []
+    pattern, shortest, longest = (schema.get(key) for key in ("pattern", "minLength", "maxLength"))
+    if (
+        not isinstance(pattern, str | None)
+        or not isinstance(shortest, int | None)
+        or not isinstance(longest, int | None)
+    ):
+        raise InvalidRequest(f"{param}: pattern must be a text, minLength and maxLength whole numbers", param=param)
+    return Leaf(
+        None if kinds is None else frozenset(kind for kind in _list(kinds) if isinstance(kind, str)),
+        None if values is None else tuple(values),
+        () if pattern is None else (pattern,),
+        max(0, shortest or 0),
+        longest,
+        any(keyword in schema for keyword in _NUMERIC),
+    )
+
+
+def text_terminal(leaf: Leaf, forbidden: list[str], exclude: str, param: str) -> str | None:
+    """A terminal of the texts that a leaf allows; None if there is none.
+
+    Args:
+        leaf: ``of_kind("string")``.
+        forbidden: what must not occur in them, because it would end them.
+        exclude: a terminal of the texts that must not be among them; empty: none.
+
+    Raises:
+        InvalidRequest: a text that it demands cannot be written.
+    """
+    if leaf.longest is not None and leaf.longest < leaf.shortest:
+        return None
+    parts = []
+    if leaf.values is not None:
+        texts = [value for value in leaf.values if isinstance(value, str) and _fits(value, leaf)]
+        for text in texts:
+            for tag in forbidden:
+                if tag in text:
+                    raise InvalidRequest(
+                        f"{param}: the text {text[:80]!r} cannot be an argument, {tag} would end it", param=param
+                    )
+        if not texts:
+            return None
+        parts.append(f"({' | '.join(map(literal, texts))})")
+    else:
+        bounds = f"{{{leaf.shortest},{'' if leaf.longest is None else leaf.longest}}}"
+        parts.append(expression("(?s:.*)" if bounds == "{0,}" else f"(?s:.{bounds})"))
+    parts += [expression(search(pattern)) for pattern in leaf.patterns]
+    if leaf.values is None:
+        parts.append("~FORBIDDEN")
+    if exclude:
+        parts.append(f"~({exclude})")
+    return f"({' & '.join(parts)})"
+
+
+def _fits(text: str, leaf: Leaf) -> bool:
+    return len(text) >= leaf.shortest and (leaf.longest is None or len(text) <= leaf.longest)
+
+
+_SCALARS: Mapping[str, str] = {
+    "integer": expression("-?(0|[1-9][0-9]*)"),
+    "number": expression(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"),
+    "boolean": '("true" | "false")',
+    "null": '"null"',
+}
+
+
+def scalar_terminal(leaf: Leaf, kind: str, param: str) -> str:
+    """A terminal of the scalars that a leaf allows beside texts.
+
+    Raises:
+        InvalidRequest: numbers are bounded.
+    """
+    if leaf.values is not None:
+        return f"({' | '.join(literal(json.dumps(value)) for value in leaf.values)})"
+    if leaf.bounded and kind in ("integer", "number"):
+        raise InvalidRequest(
+            f"{param}: it may be a text or a number, and bounds of the number cannot be enforced then: leave them out",
+            param=param,
+        )
+    return _SCALARS[kind]
+
+
+_LOOKS_LIKE: Mapping[str, str] = {
+    "integer": expression(r"[ \t\r\n]*-?(0|[1-9][0-9]*)[ \t\r\n]*"),
+    "number": expression(r"[ \t\r\n]*-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?[ \t\r\n]*"),
+    "boolean": expression(r"[ \t\r\n]*(?i:true|false)[ \t\r\n]*"),
+    "null": expression(r"[ \t\r\n]*(?i:null|none)[ \t\r\n]*"),
+    "object": expression(r"[ \t\r\n]*[{\[](?s:.*)"),
+    "array": expression(r"[ \t\r\n]*[{\[](?s:.*)"),
+}
+
+
+def looks_like(kinds: Iterable[str]) -> str:
+    """A terminal of the texts that a parser would read as one of these types, and more that begin like them."""
+    return " | ".join(dict.fromkeys(_LOOKS_LIKE[kind] for kind in sorted(kinds)))

@@ -1,0 +1,240 @@
+"""The grammar of Qwen's tool calls for given functions, in llguidance's variant of Lark.
+
+A call has the very form that the chat template shows:
+
+    <tool_call>
+    <function=name>
+    <parameter=key>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+Parameters stand in the order of the schema. A parameter that is a text is free up to its closing tag, within what the
+schema says of it; every other type is JSON by its schema. What the grammar allows, tools.py reads as what it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.gateway.text.lark import contains, expression, literal, quote
+from services.gateway.text.parameters import CONTAINERS, resolve, types_of
+from services.gateway.text.text_schema import leaves, looks_like, scalar_terminal, text_terminal
+from services.gateway.text.tools import CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER
+
+_FORBIDDEN = [END_PARAMETER, PARAMETER, OPEN, CLOSE]
+_END_VALUE = f"\n{END_PARAMETER}\n"
+_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+_LONGEST_KEY = 256
+_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$ref"})
+_SAYS_TYPE = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+_NOTES = frozenset(
+    {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict", "$anchor"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A function that may be called, and how far its calls are bound.
+
+    Args:
+        name: as it is offered.
+        parameters: JSON schema of its arguments.
+        enforced: arguments follow the schema; otherwise only the form of a call is.
+        param: the request field of the schema.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] | None
+    enforced: bool
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What may stand around the calls.
+
+    Args:
+        forced: there is at least one call and no text.
+        repeat: more than one call may follow.
+        spaced: a blank line may come first, as it does after reasoning.
+        document: JSON schema of what may be written instead of calls; None: any text, unless forced.
+    """
+
+    forced: bool
+    repeat: bool
+    spaced: bool = False
+    document: Mapping[str, Any] | None = None
+
+
+def tool_grammar(functions: Sequence[CallForm], form: Form, token_ids: Mapping[str, int]) -> str:
+    """A grammar of an assistant's turn.
+
+    Args:
+        functions: those that may be called.
+        form: what may stand around the calls.
+        token_ids: of the tags `<tool_call>` and `</tool_call>`, where they are tokens of the model. Their text is
+            allowed as well: a tokenizer may or may not hide them from the grammar.
+
+    Raises:
+        InvalidRequest: a schema asks for what cannot be enforced.
+    """
+    return _Writer(functions, form, token_ids).text()
+
+
+class _Writer:
+    def __init__(self, functions: Sequence[CallForm], form: Form, token_ids: Mapping[str, int]) -> None:
+        self._rules: list[str] = []
+        self._token_ids = token_ids
+        self._number = 0
+        self._loose = False
+        names = [self._function(index, function) for index, function in enumerate(functions)]
+        blank = '"\\n\\n"? ' if form.spaced else ""
+        self._rules = [f"start: {blank}answer", *self._answer(form), f"body: {' | '.join(names)}", *self._rules]
+        self._rule(f"open: {self._tag(OPEN)}")
+        self._rule(f"close: {self._tag(CLOSE)}")
+        self._rule(f"FORBIDDEN: {contains(_FORBIDDEN)}")
+
+    def text(self) -> str:
+        return "\n".join(self._rules) + "\n"
+
+    def _rule(self, text: str) -> None:
+        self._rules.append(text)
+
+    def _tag(self, tag: str) -> str:
+        found = [f"<[{self._token_ids[tag]}]>"] if tag in self._token_ids else []
+        return " | ".join([*found, literal(tag)])
+
+    def _answer(self, form: Form) -> list[str]:
+        call = "call: open body close"
+        calls = f"calls: call{' (SEPARATOR call)*' if form.repeat else ''}"
+        separator = f"SEPARATOR: {literal(chr(10))}"
+        if form.forced:
+            return ["answer: calls", calls, call, separator]
+        if form.document is not None:
+            return ["answer: calls | document", calls, call, separator, f"document: %json {_json(form.document)}"]
+        # Text runs on until it has an opening tag in it: spelled out, which ends the lexeme, or as the token.
+        token = f" | TEXT <[{self._token_ids[OPEN]}]> body close" if OPEN in self._token_ids else ""
+        return [
+            f"answer: {'called* TEXT' if form.repeat else 'called | TEXT'}",
+            f"called: up_to_tag body close{token}",
+            "up_to_tag[lazy]: UP_TO_TAG",
+            f"UP_TO_TAG: {expression(f'(?s:.*){quote(OPEN)}')}",
+            f"TEXT: /(?s:.*)/ & ~{contains([OPEN])}",
+        ]
+
+    def _function(self, index: int, function: CallForm) -> str:
+        name = f"f{index}"
+        head = literal(f"\n{FUNCTION}{function.name}>\n")
+        if not function.enforced:
+            self._loosely()
+            self._rule(f"{name}: {head} any_parameter* {literal(f'{END_FUNCTION}{chr(10)}')}")
+            return name
+        parts = [head, *self._parameters(function), literal(f"{END_FUNCTION}\n")]
+        self._rule(f"{name}: {' '.join(parts)}")
+        return name
+
+    def _loosely(self) -> None:
+        if not self._loose:
+            self._loose = True
+            self._rule(f"any_parameter: {literal(PARAMETER)} ANY_KEY {literal(f'>{chr(10)}')} any_value")
+            self._rule("ANY_KEY: /[^<>\\n]{1,256}/ & ~/[ \\t]*/")
+            self._rule("any_value[lazy]: ANY_VALUE")
+            self._rule(f"ANY_VALUE: (/(?s:.*)/ & ~FORBIDDEN) {literal(_END_VALUE)}")
+
+    def _parameters(self, function: CallForm) -> list[str]:
+        root, where = function.parameters, function.param
+        schema = resolve(root, root) if root is not None else {}
+        if not isinstance(schema, Mapping):
+            raise InvalidRequest(f"{where}: its $ref leads nowhere", param=where)
+        unknown = sorted(key for key in schema.keys() - _KEYWORDS - _NOTES if not key.startswith("x-"))
+        if unknown or (schema is root and "$ref" in schema) or schema.get("type", "object") != "object":
+            at_fault = repr(unknown[0]) if unknown else "a 'type' other than 'object'"
+            raise InvalidRequest(
+                f"{where}: {at_fault} beside the properties of a function cannot be enforced: leave it out, or leave out "
+                "strict and send tool_choice 'auto'",
+                param=where,
+            )
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise InvalidRequest(f"{where}: properties must be an object and required a list", param=where)
+        missing = [key for key in required if not isinstance(key, str) or key not in properties]
+        if missing:
+            raise InvalidRequest(
+                f"{where}: required names {str(missing[0])[:80]!r}, which properties does not describe", param=where
+            )
+        parts = []
+        for key, value in properties.items():
+            written = self._parameter(key, value, root, where)
+            if written is None and key in required:
+                raise InvalidRequest(f"{where}: no value is valid for the parameter {key[:80]!r}", param=where)
+            if written is not None:
+                parts.append(written if key in required else f"({written})?")
+        extra = schema.get("additionalProperties", False)
+        if extra is not False:
+            value = self._value(extra, root, f"{where}.additionalProperties")
+            self._number += 1
+            known = "|".join(map(quote, properties))
+            self._rule(f"KEY{self._number}: /{_KEY}/" + (f" & ~{expression(known)}" if known else ""))
+            if value is not None:
+                parts.append(f"({literal(PARAMETER)} KEY{self._number} {literal(f'>{chr(10)}')} {value})*")
+        return parts
+
+    def _parameter(self, key: str, schema: Any, root: Any, where: str) -> str | None:
+        if not key or key != key.strip() or len(key) > _LONGEST_KEY or any(character in key for character in "<>\n"):
+            raise InvalidRequest(
+                f"{where}: the parameter name {key[:80]!r} cannot be written in a call: no '<', '>' or line break, no "
+                f"white space around it, at most {_LONGEST_KEY} characters",
+                param=where,
+            )
+        value = self._value(schema, root, f"{where}.properties.{key[:64]}")
+        return None if value is None else f"{literal(f'{PARAMETER}{key}>{chr(10)}')} {value}"
+
+    def _value(self, schema: Any, root: Any, where: str) -> str | None:
+        """A value up to and with its closing tag; None if the schema allows none."""
+        if schema is False:
+            return None
+        types = types_of(schema, root)
+        if types and "string" not in types:
+            return f"{self._json_rule(schema, root, types)} {literal(_END_VALUE)}"
+        others = types - {"string"}
+        terminals = []
+        for leaf in leaves(schema, root, where):
+            text = leaf.of_kind("string")
+            if text is not None:
+                terminals.append(text_terminal(text, _FORBIDDEN, looks_like(others), where))
+            for kind in sorted(others - CONTAINERS):
+                scalar = leaf.of_kind(kind)
+                if scalar is not None:
+                    terminals.append(scalar_terminal(scalar, kind, where))
+        written = list(dict.fromkeys(terminal for terminal in terminals if terminal is not None))
+        choices = []
+        if written:
+            # One lexeme with the tag that ends it: of several that begin alike, only the longest would be tried.
+            self._number += 1
+            self._rule(f"v{self._number}[lazy]: V{self._number}")
+            self._rule(f"V{self._number}: ({' | '.join(written)}) {literal(_END_VALUE)}")
+            choices.append(f"v{self._number}")
+        if containers := others & CONTAINERS:
+            choices.append(f"{self._json_rule(schema, root, containers)} {literal(_END_VALUE)}")
+        return f"({' | '.join(choices)})" if choices else None
+
+    def _json_rule(self, schema: Any, root: Any, types: frozenset[str]) -> str:
+        alone: dict[str, Any] = dict(schema)
+        if types != types_of(schema, root) or not alone.keys() & _SAYS_TYPE:
+            alone = {"allOf": [schema, {"type": sorted(types)}]}
+        definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
+        if "$ref" in json.dumps(schema):
+            alone = {**alone, **definitions}
+        self._number += 1
+        self._rule(f"j{self._number}: %json {_json(alone)}")
+        return f"j{self._number}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
