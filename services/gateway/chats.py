@@ -37,7 +37,7 @@ async def chat_generation(
         field="messages",
     )
     opened = opens_thinking(served, prompt)
-    constraint = chat_constraint(body, served.vocabulary, settings, after_reasoning=opened)
+    constraint = chat_constraint(body, served.vocabulary, settings)
     limits = thinking_message(served, body, settings, opened=opened, constrained=constraint is not None)
     return Generation(
         gateway,

@@ -107,7 +107,7 @@ def check_chat(body: ChatRequest, settings: GatewaySettings) -> None:
 
 
 def chat_constraint(
-    body: ChatRequest, vocabulary: Vocabulary, settings: GatewaySettings, *, after_reasoning: bool
+    body: ChatRequest, vocabulary: Vocabulary, settings: GatewaySettings
 ) -> engine_pb2.Constraint | None:
     """What the answer to a conversation has to look like; None: anything.
 
@@ -119,7 +119,6 @@ def chat_constraint(
         body: ``check_chat`` has seen it.
         vocabulary: of the model.
         settings: limits.
-        after_reasoning: it is the language of what follows the reasoning.
 
     Raises:
         InvalidRequest: a function's schema asks for what cannot be enforced.
@@ -140,13 +139,6 @@ def chat_constraint(
     if not functions or not bound:
         return None if wanted is None else constraint_of(wanted)
     document: Mapping[str, Any] | None = None if wanted is None or forced else wanted.value
-    form = Form(forced, body.may_repeat_calls, after_reasoning, document)
-    grammar = tool_grammar(functions, form, vocabulary.markup)
-    size = len(grammar.encode())
-    if size > settings.max_grammar_bytes:
-        raise InvalidRequest(
-            f"the grammar of these tools has {size} bytes and may have {settings.max_grammar_bytes}: offer fewer, or "
-            "allow fewer with tool_choice",
-            param="tools",
-        )
+    form = Form(forced, body.may_repeat_calls, document)
+    grammar = tool_grammar(functions, form, vocabulary.markup, limit=settings.max_grammar_bytes)
     return engine_pb2.Constraint(lark=grammar, param="tools")

@@ -5,6 +5,7 @@ Nobody has checked that it is a JSON schema: what is not one says nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ SCALARS = frozenset({"integer", "number", "boolean", "null"})
 CONTAINERS = frozenset({"object", "array"})
 _KINDS = SCALARS | CONTAINERS | {"string"}
 _DEEPEST = 32
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 Types = frozenset[str]
 NO_TYPES: Types = frozenset()
@@ -82,6 +84,32 @@ def _target(reference: str, root: Any) -> Any:
             found = found[int(key)]
         else:
             return None
+    return found
+
+
+def definitions_for(schema: Any, root: Any) -> dict[str, dict[str, Any]] | None:
+    """The definitions of ``root`` that a schema refers to, directly or through others, as they stand in ``root``; None
+    when a reference leads elsewhere."""
+    found: dict[str, dict[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        if not isinstance(value, Mapping):
+            continue
+        waiting += value.values()
+        reference = value.get("$ref")
+        if not isinstance(reference, str):
+            continue
+        match = _DEFINITION.match(reference)
+        place = root.get(match[1]) if match is not None and isinstance(root, Mapping) else None
+        name = match[2].replace("~1", "/").replace("~0", "~") if match is not None else ""
+        if not isinstance(place, Mapping) or name not in place or match is None:
+            return None
+        if name not in found.setdefault(match[1], {}):
+            found[match[1]][name] = place[name]
+            waiting.append(place[name])
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from services.gateway.text.lark import expression, literal, search
 from services.gateway.text.parameters import kind_of, resolve
 
 _MOST_LEAVES = 256
+_MOST_SCHEMAS = 1024
 _DEEPEST = 32
 _UNENFORCEABLE = ("not", "if", "then", "else", "$dynamicRef", "contentEncoding")
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -74,11 +75,11 @@ def leaves(schema: Any, root: Any, param: str) -> list[Leaf]:
     Raises:
         InvalidRequest: it uses what cannot be enforced in a value without quotes.
     """
-    return _leaves(schema, root, param, 0)
+    return _leaves(schema, root, param, iter(range(_MOST_SCHEMAS)), 0)
 
 
-def _leaves(schema: Any, root: Any, param: str, depth: int) -> list[Leaf]:
-    if depth > _DEEPEST:
+def _leaves(schema: Any, root: Any, param: str, budget: Iterator[int], depth: int) -> list[Leaf]:
+    if depth > _DEEPEST or next(budget, None) is None:
         raise InvalidRequest(f"{param}: its references are nested too deeply to be enforced", param=param)
     if schema is True:
         return [Leaf()]
@@ -97,13 +98,15 @@ def _leaves(schema: Any, root: Any, param: str, depth: int) -> list[Leaf]:
         target = resolve(schema, root)
         if target is None:
             raise InvalidRequest(f"{param}: $ref {str(schema['$ref'])[:80]!r} leads nowhere", param=param)
-        found = _both(found, _leaves(target, root, param, depth + 1), param)
+        found = _both(found, _leaves(target, root, param, budget, depth + 1), param)
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            members = [leaf for member in _list(schema[union]) for leaf in _leaves(member, root, param, depth + 1)]
+            members = [
+                leaf for member in _list(schema[union]) for leaf in _leaves(member, root, param, budget, depth + 1)
+            ]
             found = _both(found, members, param)
     for member in _list(schema.get("allOf", [])):
-        found = _both(found, _leaves(member, root, param, depth + 1), param)
+        found = _both(found, _leaves(member, root, param, budget, depth + 1), param)
     return found
 
 

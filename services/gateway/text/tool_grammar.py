@@ -17,13 +17,13 @@ schema says of it; every other type is JSON by its schema. What the grammar allo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.lark import contains, expression, literal, quote
-from services.gateway.text.parameters import CONTAINERS, resolve, types_of
+from services.gateway.text.parameters import CONTAINERS, definitions_for, resolve, types_of
 from services.gateway.text.text_schema import leaves, looks_like, scalar_terminal, text_terminal
 from services.gateway.text.tools import CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER
 
@@ -32,6 +32,13 @@ _END_VALUE = f"\n{END_PARAMETER}\n"
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _LONGEST_KEY = 256
 _KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$ref"})
+_JSON_OPTIONS = {
+    # At most one of these between two tokens of JSON: with any number, a model can go on with blanks for ever.
+    "whitespace_pattern": r"\n[ \t]{0,64}| {1,2}",
+    # What cannot be enforced is refused.
+    "lenient": False,
+    "coerce_one_of": False,
+}
 _SAYS_TYPE = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 _NOTES = frozenset(
     {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict", "$anchor"}
@@ -62,40 +69,42 @@ class Form:
     Args:
         forced: there is at least one call and no text.
         repeat: more than one call may follow.
-        spaced: a blank line may come first, as it does after reasoning.
         document: JSON schema of what may be written instead of calls; None: any text, unless forced.
     """
 
     forced: bool
     repeat: bool
-    spaced: bool = False
     document: Mapping[str, Any] | None = None
 
 
-def tool_grammar(functions: Sequence[CallForm], form: Form, token_ids: Mapping[str, int]) -> str:
+def tool_grammar(functions: Sequence[CallForm], form: Form, tokens: Collection[str], *, limit: int) -> str:
     """A grammar of an assistant's turn.
 
     Args:
         functions: those that may be called.
         form: what may stand around the calls.
-        token_ids: of the tags `<tool_call>` and `</tool_call>`, where they are tokens of the model. Their text is
-            allowed as well: a tokenizer may or may not hide them from the grammar.
+        tokens: which of the tags `<tool_call>` and `</tool_call>` are tokens of the model, which a grammar names; the
+            same spelled out is allowed as well.
+        limit: most bytes of the grammar.
 
     Raises:
-        InvalidRequest: a schema asks for what cannot be enforced.
+        InvalidRequest: a schema asks for what cannot be enforced, or the grammar is too large.
     """
-    return _Writer(functions, form, token_ids).text()
+    return _Writer(functions, form, tokens, limit).text()
 
 
 class _Writer:
-    def __init__(self, functions: Sequence[CallForm], form: Form, token_ids: Mapping[str, int]) -> None:
+    def __init__(self, functions: Sequence[CallForm], form: Form, tokens: Collection[str], limit: int) -> None:
         self._rules: list[str] = []
-        self._token_ids = token_ids
+        self._limit = self._left = limit
+        self._tokens = tokens
         self._number = 0
         self._loose = False
         names = [self._function(index, function) for index, function in enumerate(functions)]
-        blank = '"\\n\\n"? ' if form.spaced else ""
-        self._rules = [f"start: {blank}answer", *self._answer(form), f"body: {' | '.join(names)}", *self._rules]
+        written, self._rules = self._rules, []
+        for rule in (*self._answer(form), f"body: {' | '.join(names)}"):
+            self._rule(rule)
+        self._rules += written
         self._rule(f"open: {self._tag(OPEN)}")
         self._rule(f"close: {self._tag(CLOSE)}")
         self._rule(f"FORBIDDEN: {contains(_FORBIDDEN)}")
@@ -105,23 +114,29 @@ class _Writer:
 
     def _rule(self, text: str) -> None:
         self._rules.append(text)
+        self._left -= len(text.encode()) + 1
+        if self._left < 0:
+            raise InvalidRequest(
+                f"the grammar of these tools has more than {self._limit} bytes: offer fewer, or allow fewer with "
+                "tool_choice",
+                param="tools",
+            )
 
     def _tag(self, tag: str) -> str:
-        found = [f"<[{self._token_ids[tag]}]>"] if tag in self._token_ids else []
-        return " | ".join([*found, literal(tag)])
+        return " | ".join([tag, literal(tag)] if tag in self._tokens else [literal(tag)])
 
     def _answer(self, form: Form) -> list[str]:
         call = "call: open body close"
         calls = f"calls: call{' (SEPARATOR call)*' if form.repeat else ''}"
         separator = f"SEPARATOR: {literal(chr(10))}"
         if form.forced:
-            return ["answer: calls", calls, call, separator]
+            return ["start: calls", calls, call, separator]
         if form.document is not None:
-            return ["answer: calls | document", calls, call, separator, f"document: %json {_json(form.document)}"]
+            return ["start: calls | document", calls, call, separator, f"document: %json {_json(form.document)}"]
         # Text runs on until it has an opening tag in it: spelled out, which ends the lexeme, or as the token.
-        token = f" | TEXT <[{self._token_ids[OPEN]}]> body close" if OPEN in self._token_ids else ""
+        token = f" | TEXT {OPEN} body close" if OPEN in self._tokens else ""
         return [
-            f"answer: {'called* TEXT' if form.repeat else 'called | TEXT'}",
+            f"start: {'called* TEXT' if form.repeat else 'called | TEXT'}",
             f"called: up_to_tag body close{token}",
             "up_to_tag[lazy]: UP_TO_TAG",
             f"UP_TO_TAG: {expression(f'(?s:.*){quote(OPEN)}')}",
@@ -153,11 +168,11 @@ class _Writer:
         if not isinstance(schema, Mapping):
             raise InvalidRequest(f"{where}: its $ref leads nowhere", param=where)
         unknown = sorted(key for key in schema.keys() - _KEYWORDS - _NOTES if not key.startswith("x-"))
-        if unknown or (schema is root and "$ref" in schema) or schema.get("type", "object") != "object":
+        if unknown or schema.get("type", "object") not in ("object", ["object"]):
             at_fault = repr(unknown[0]) if unknown else "a 'type' other than 'object'"
             raise InvalidRequest(
-                f"{where}: {at_fault} beside the properties of a function cannot be enforced: leave it out, or leave out "
-                "strict and send tool_choice 'auto'",
+                f"{where}: {at_fault} beside the properties of a function cannot be enforced: leave it out, or leave "
+                "out strict and send tool_choice 'auto'",
                 param=where,
             )
         properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -201,7 +216,7 @@ class _Writer:
             return None
         types = types_of(schema, root)
         if types and "string" not in types:
-            return f"{self._json_rule(schema, root, types)} {literal(_END_VALUE)}"
+            return f"{self._json_rule(schema, root, types, where)} {literal(_END_VALUE)}"
         others = types - {"string"}
         terminals = []
         for leaf in leaves(schema, root, where):
@@ -221,20 +236,25 @@ class _Writer:
             self._rule(f"V{self._number}: ({' | '.join(written)}) {literal(_END_VALUE)}")
             choices.append(f"v{self._number}")
         if containers := others & CONTAINERS:
-            choices.append(f"{self._json_rule(schema, root, containers)} {literal(_END_VALUE)}")
+            choices.append(f"{self._json_rule(schema, root, containers, where)} {literal(_END_VALUE)}")
         return f"({' | '.join(choices)})" if choices else None
 
-    def _json_rule(self, schema: Any, root: Any, types: frozenset[str]) -> str:
+    def _json_rule(self, schema: Any, root: Any, types: frozenset[str], where: str) -> str:
         alone: dict[str, Any] = dict(schema)
         if types != types_of(schema, root) or not alone.keys() & _SAYS_TYPE:
             alone = {"allOf": [schema, {"type": sorted(types)}]}
-        definitions = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
-        if "$ref" in json.dumps(schema):
-            alone = {**alone, **definitions}
+        definitions = definitions_for(schema, root)
+        if definitions is None:
+            raise InvalidRequest(
+                f"{where}: a $ref must name one of the schema's $defs to be enforced: put what it refers to there",
+                param=where,
+            )
+        alone |= definitions
         self._number += 1
         self._rule(f"j{self._number}: %json {_json(alone)}")
         return f"j{self._number}"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _json(schema: Mapping[str, Any]) -> str:
+    """A schema, with our options in place of any that it brings."""
+    return json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
