@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -36,7 +37,7 @@ def read(raw: bytes, cuts: list[int], *, complete: bool = True) -> tuple[str, st
     parser = ChatParser(thinking=False, tools=TOOLS)
     deltas: list[Delta] = []
     edges = [0, *cuts, len(raw)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         assembler.push(slice(start, end))  # type: ignore[arg-type]
         deltas += parser.feed(assembler.take().text)
     deltas += parser.feed(assembler.take(final=True).text)

@@ -1,0 +1,260 @@
+"""The grammar of tool calls, compiled by the library that the engine uses: what it allows is read back as a call that
+is valid under the function's schema, for any tokens that a model could choose."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from services.common.errors import InvalidRequest
+from services.common.text.tokenizer import TextCodec
+from services.gateway.text.chat import ChatParser, TextDelta
+from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
+from services.gateway.text.tools import CLOSE, OPEN
+from services.gateway.text.vocabulary import MARKUP
+from tests.unit.gateway.test_tool_corpus import joined
+
+CODEC = TextCodec.from_directory(Path("models/tiny"))
+TOKENIZER = LLTokenizer(CODEC.files["tokenizer.json"].decode(), eos_token=CODEC.eos_ids[0])
+LIMIT = 262144
+FORCED = Form(forced=True, repeat=False)
+FREE = Form(forced=False, repeat=True)
+
+
+def compiled(schema: Any, form: Form = FORCED, *, enforced: bool = True) -> LLMatcher:
+    functions = [CallForm("f", schema, enforced, "tools[0]"), CallForm("now", None, True, "tools[1]")]
+    text = tool_grammar(functions, form, MARKUP, limit=LIMIT)
+    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text))
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def spelled(text: str) -> list[int]:
+    """Tokens of single characters: the tags are text, too."""
+    return [token for character in text for token in CODEC.encode_plain(character)]
+
+
+def accepts(matcher: LLMatcher, text: str) -> bool:
+    """Whether a whole text is in the language: with the tags as tokens, and spelled out."""
+    found = set()
+    for tokens in (CODEC.encode_completion(text), spelled(text)):
+        matcher.reset()
+        found.add(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+    assert len(found) == 1, "the two ways of writing differ"
+    return found.pop()
+
+
+def written(**parameters: str) -> str:
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters.items())
+    return f"{OPEN}\n<function=f>\n{inside}</function>\n{CLOSE}"
+
+
+def schema_of(properties: dict[str, Any], required: list[str] | None = None, **others: Any) -> dict[str, Any]:
+    every = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": every, **others}
+
+
+POINT = {"$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}}
+CASES: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] = [
+    (
+        schema_of({"s": {"type": "string"}}),
+        [{"s": "any\n<text>"}, {"s": ""}],
+        [{}, {"s": "a</parameter>b"}, {"z": "1"}],
+    ),
+    (schema_of({"s": {"enum": ["red", 'a "b" \\']}}), [{"s": "red"}, {"s": 'a "b" \\'}], [{"s": "re"}, {"s": "blue"}]),
+    (schema_of({"s": {"const": "x/y"}}), [{"s": "x/y"}], [{"s": "x"}]),
+    (schema_of({"s": {"type": "string", "pattern": "^[A-Z]/\\d+$"}}), [{"s": "A/12"}], [{"s": "a/1"}, {"s": "A/1 "}]),
+    (schema_of({"s": {"type": "string", "pattern": "b+"}}), [{"s": "abbc"}], [{"s": "ac"}]),
+    (schema_of({"s": {"type": "string", "pattern": "^a|b$"}}), [{"s": "ax"}, {"s": "xb"}], [{"s": "xax"}]),
+    (schema_of({"s": {"type": "string", "minLength": 2, "maxLength": 3}}), [{"s": "éé"}], [{"s": "é"}, {"s": "abcd"}]),
+    (schema_of({"i": {"type": "integer", "minimum": 5}}), [{"i": "7"}], [{"i": "4"}, {"i": "x"}, {"i": "7.5"}]),
+    (schema_of({"b": {"type": "boolean"}}), [{"b": "true"}], [{"b": "True"}]),
+    (
+        schema_of({"a": {"type": "string"}, "b": {"type": "string"}}),
+        [{"a": "1", "b": "2"}],
+        [{"b": "2", "a": "1"}, {"a": ""}],
+    ),
+    (
+        schema_of({"a": {"type": "string"}, "b": {"type": "string"}}, ["b"]),
+        [{"b": "2"}, {"a": "1", "b": "2"}],
+        [{"a": "1"}],
+    ),
+    (schema_of({"p": {"$ref": "#/$defs/point"}}, **POINT), [{"p": '{"x": 1}'}], [{"p": "{}"}, {"p": "1"}]),
+    (schema_of({"m": {"type": ["string", "null"]}}), [{"m": "null"}, {"m": "text"}], [{"m": "None"}]),
+    (
+        schema_of({"u": {"anyOf": [{"type": "integer"}, {"enum": ["auto"]}]}}),
+        [{"u": "3"}, {"u": "auto"}],
+        [{"u": "other"}, {"u": "3.5"}],
+    ),
+    (
+        schema_of({"u": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}}),
+        [{"u": "text"}, {"u": "[1, 2]"}],
+        [{"u": '["x"]'}, {"u": '{"a": 1}'}],
+    ),
+    (schema_of({"e": {"enum": ["1", 1, None]}}), [{"e": "1"}, {"e": "null"}], [{"e": "2"}]),
+    (schema_of({}, additionalProperties={"type": "integer"}), [{}, {"any": "3"}], [{"any": "x"}]),
+    (schema_of({"s": {"type": "string"}}, additionalProperties=True), [{"s": "", "t": "x"}], [{"t": "x"}]),
+    (schema_of({"s": {"type": "string"}}, additionalProperties=False), [{"s": "x"}], [{"s": "x", "t": "x"}]),
+    ({"$ref": "#/$defs/point", **POINT}, [{"x": "3"}], [{"x": "three"}]),
+    (schema_of({"é-1.x": {"type": "string"}}), [{"é-1.x": "v"}], [{"e": "v"}]),
+]
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), CASES, ids=[json.dumps(case[0])[39:79] for case in CASES])
+def test_language(schema: dict[str, Any], good: list[dict[str, str]], bad: list[dict[str, str]]) -> None:
+    matcher = compiled(schema)
+    for parameters in good:
+        assert accepts(matcher, written(**parameters)), parameters
+    for parameters in bad:
+        assert not accepts(matcher, written(**parameters)), parameters
+    walk(matcher, schema, seeds=3)
+
+
+def walk(matcher: LLMatcher, schema: dict[str, Any], *, seeds: int) -> None:
+    """Goes through the grammar at random; what comes out has to be a valid call."""
+    bits = allocate_token_bitmask(1, TOKENIZER.vocab_size)
+    endings = ("\n</parameter>\n", "xb\n</parameter>\n", '"', 'x"', "]", "}", "</function>\n")
+    ends = [CODEC.encode_plain(text) for text in endings]
+    for seed in range(seeds):
+        chance = random.Random(seed)
+        matcher.reset()
+        tokens: list[int] = []
+        while not matcher.is_stopped():
+            assert len(tokens) < 400, CODEC.decode(tokens)
+            ending = chance.choice(ends) if chance.random() < 0.25 + len(tokens) / 300 else []
+            if ending and matcher.validate_tokens(ending) == len(ending):
+                chosen = ending
+            else:
+                fill_next_token_bitmask(matcher, bits, 0)
+                allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+                allowed = allowed[allowed < TOKENIZER.vocab_size]
+                chosen = [int(chance.choice(list(allowed)))]
+            if chosen[0] in CODEC.eos_ids:
+                break
+            assert matcher.consume_tokens(chosen)
+            tokens += chosen
+        text = CODEC.decode(tokens)
+        function = {"name": "f", "parameters": schema}
+        parser = ChatParser(thinking=False, tools=[{"function": function}, {"function": {"name": "now"}}])
+        content, _, calls = joined([*parser.feed(text), *parser.finish(complete=True)])
+        assert content == "", text
+        assert len(calls) == 1, text
+        arguments = json.loads(calls[0][1])
+        if calls[0][0] == "f":
+            jsonschema.validate(arguments, schema)
+        else:
+            assert calls[0] == ["now", "{}"]
+
+
+def test_free_text_until_a_call() -> None:
+    matcher = compiled(schema_of({"i": {"type": "integer"}}), FREE)
+    call = written(i="3")
+    for text in ("", "just text", "a < b <tool", call, f"Sure.\n\n{call}", f"{call}\n{call}", f"a {call} b {call}\nc"):
+        assert accepts(matcher, text), text
+    for text in (f"{OPEN}", f"text {OPEN} more", written(i="x"), written(), f"{call} {OPEN}\n"):
+        assert not accepts(matcher, text), text
+
+
+def test_forms() -> None:
+    schema, call = schema_of({"i": {"type": "integer"}}), written(i="3")
+    now = f"{OPEN}\n<function=now>\n</function>\n{CLOSE}"
+    many = compiled(schema, Form(forced=True, repeat=True))
+    assert accepts(many, f"{call}\n{now}\n{call}")
+    assert not accepts(many, "")
+    assert not accepts(many, f"text {call}")
+    assert not accepts(compiled(schema), f"{call}\n{now}")
+    one = compiled(schema, Form(forced=False, repeat=False))
+    assert accepts(one, f"text {call}")
+    assert not accepts(one, f"{call}\n{call}")
+    document = compiled(schema, Form(forced=False, repeat=True, document={"type": "object"}))
+    assert accepts(document, '{"a": 1}')
+    assert accepts(document, f"{call}\n{call}")
+    assert not accepts(document, "text")
+    assert not accepts(document, f'{{"a": 1}}{call}')
+
+
+def test_a_function_that_is_not_strict_is_bound_to_the_form_only() -> None:
+    matcher = compiled(schema_of({"i": {"type": "integer"}}), FREE, enforced=False)
+    assert accepts(matcher, written(i="three", other="x"))
+    assert not accepts(matcher, f"{OPEN}\n<function=g>\n</function>\n{CLOSE}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "array"}, "'type'"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"$ref": "#/nowhere"}, "leads nowhere"),
+        ({"properties": []}, "properties must be"),
+        (schema_of({}, ["s"]), "'s'"),
+        (schema_of({"a>b": {}}), "'a>b'"),
+        (schema_of({" a": {}}), "' a'"),
+        (schema_of({"a": False}), "no value is valid"),
+        (schema_of({"a": 5}), "not a JSON schema"),
+        (schema_of({"a": {"type": "string", "not": {"const": "x"}}}), "'not'"),
+        (schema_of({"a": {"enum": ["x</parameter>"]}}), "would end it"),
+        (schema_of({"a": {"type": "string", "pattern": 3}}), "pattern must be"),
+        (schema_of({"a": {"type": ["string", "integer"], "minimum": 3}}), "bounds"),
+        (schema_of({"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}), "$defs"),
+        (schema_of({"a": {"$ref": "#/$defs/loop"}}, **{"$defs": {"loop": {"$ref": "#/$defs/loop"}}}), "leads nowhere"),
+        (
+            schema_of({"a": {"$ref": "#/$defs/t"}}, **{"$defs": {"t": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}}),
+            "nested too deeply",
+        ),
+        (schema_of({"a": {"type": "object", "description": "x" * LIMIT}}), "bytes"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        tool_grammar([CallForm("f", schema, True, "tools[3].function.parameters")], FORCED, MARKUP, limit=LIMIT)
+    assert said in caught.value.message
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("tools")
+
+
+def _random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "enum", "pattern", "nullable", "union"]
+    kind = chance.choice(kinds + (["array", "object"] if depth < 2 else []))
+    match kind:
+        case "enum":
+            return {"enum": chance.sample(["a", "b b", "true", 1, 2.5, None, True, "1"], 3)}
+        case "pattern":
+            return {"type": "string", "pattern": chance.choice(["^[a-c]{1,4}$", "x", "^\\w+-\\w+$"])}
+        case "nullable":
+            return {"anyOf": [_random_schema(chance, 2), {"type": "null"}]}
+        case "union":
+            return {"type": chance.sample(["string", "integer", "boolean", "null"], 2)}
+        case "array":
+            return {"type": "array", "items": _random_schema(chance, depth + 1), "maxItems": 2}
+        case "object":
+            properties = {f"k{i}": _random_schema(chance, depth + 1) for i in range(2)}
+            return {"type": "object", "properties": properties, "required": ["k0"], "additionalProperties": False}
+        case "string":
+            return {"type": "string", "maxLength": chance.choice([0, 3, 8])}
+        case _:
+            return {"type": kind}
+
+
+def test_random_schemas() -> None:
+    chance = random.Random(3)
+    for _ in range(60):
+        properties = {name: _random_schema(chance) for name in ("a", "b", "c")[: chance.randint(1, 3)]}
+        schema = schema_of(properties, chance.sample(list(properties), 1), additionalProperties=False)
+        walk(compiled(schema), schema, seeds=2)
+
+
+def test_texts_are_free_of_quotes_and_escapes() -> None:
+    """As the chat template writes them: a program is not put into JSON."""
+    matcher = compiled(schema_of({"s": {"type": "string"}}))
+    program = 'print("a\\n")\n\n\tif x < 3 and y > 4: # ünïcode 🙂\n'
+    assert accepts(matcher, written(s=program))
+    parser = ChatParser(thinking=False, tools=[])
+    assert all(isinstance(delta, TextDelta) for delta in parser.feed(written(s=program)))
