@@ -43,7 +43,17 @@ async def chat_generation(
         gateway,
         served,
         body,
-        [Job(prompt, max_tokens, tuple(body.offered_tools), opened, limits, constraint)],
+        [
+            Job(
+                prompt,
+                max_tokens,
+                tuple(body.offered_tools),
+                thinking=opened,
+                resumed=bool(body.continue_final_message),
+                limits=limits,
+                constraint=constraint,
+            )
+        ],
         prefix=prefix,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         chat=True,

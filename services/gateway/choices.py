@@ -130,7 +130,8 @@ class Choice:
             # The token that ended the completion is counted and reported by id, but it is not text. (Where a constraint
             # allows nothing more, the last token is text.)
             visible = not (ended and position == count - 1 and token_id in self.end_ids)
-            if visible and self.parser is not None and self.parser.may_reason:
+            may_reason = self.parser is not None and self.parser.may_reason
+            if visible and may_reason and token_id != self.end_think_id:
                 self._starts.append(self.assembler.length)
             self.assembler.push(token_id, entry, visible=visible)
             if self.assembler.stopped:

@@ -32,6 +32,8 @@ class Job:
     tools: tuple[dict[str, object], ...] = ()
     thinking: bool = False
     """The completion begins inside the reasoning."""
+    resumed: bool = False
+    """The completion goes on with the last message of a conversation."""
     limits: engine_pb2.Thinking | None = None
     """How long that may be."""
     constraint: engine_pb2.Constraint | None = None
@@ -93,7 +95,11 @@ class Generation:
             parser = None
             if chat:
                 parser = ChatParser(
-                    thinking=job.thinking, told=end_think is not None, tools=job.tools, parallel=parallel_tool_calls
+                    thinking=job.thinking,
+                    resumed=job.resumed,
+                    told=end_think is not None,
+                    tools=job.tools,
+                    parallel=parallel_tool_calls,
                 )
             assembler = TextAssembler(served.vocabulary, stop=body.stop_strings, min_tokens=body.min_tokens or 0)
             self.choices.append(

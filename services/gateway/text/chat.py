@@ -40,6 +40,7 @@ class ChatParser:
 
     Args:
         thinking: the prompt ends in an open `<think>`, so the text begins with reasoning.
+        resumed: the answer goes on where a message of the prompt ends, so that newlines at its beginning are text.
         told: the end of that reasoning is told by ``end_reasoning``, because it is a token of its own; otherwise
             `</think>` is looked for in the text.
         tools: the request's tools; empty: `<tool_call>` is ordinary text.
@@ -47,7 +48,13 @@ class ChatParser:
     """
 
     def __init__(
-        self, *, thinking: bool, told: bool = False, tools: Sequence[Mapping[str, Any]] = (), parallel: bool = True
+        self,
+        *,
+        thinking: bool,
+        resumed: bool = False,
+        told: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        parallel: bool = True,
     ) -> None:
         self._state = _State.REASONING if thinking else _State.START
         self._told = told and thinking
@@ -58,7 +65,7 @@ class ChatParser:
         self._position = 0  # of the buffer in the whole text
         self._reasoning_from = 0 if thinking else None
         self._reasoning_to: int | None = None
-        self._fresh = True  # nothing of the present part was given out: leading newlines are markup
+        self._fresh = not resumed  # nothing of the present part was given out: leading newlines are markup
         self._call: ToolCallParser | None = None
         self._raw = ""  # what introduced the call, to be shown when it is none
         self._calls = 0

@@ -32,13 +32,6 @@ _END_VALUE = f"\n{END_PARAMETER}\n"
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _LONGEST_KEY = 256
 _KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$ref"})
-_JSON_OPTIONS = {
-    # At most one of these between two tokens of JSON: with any number, a model can go on with blanks for ever.
-    "whitespace_pattern": r"\n[ \t]{0,64}| {1,2}",
-    # What cannot be enforced is refused.
-    "lenient": False,
-    "coerce_one_of": False,
-}
 _SAYS_TYPE = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 _NOTES = frozenset(
     {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict", "$anchor"}
@@ -256,5 +249,4 @@ class _Writer:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    """A schema, with our options in place of any that it brings."""
-    return json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    return json.dumps(schema, ensure_ascii=False)
