@@ -71,26 +71,27 @@ class Choice:
             self.adapter = update.adapter or None
             self.cached_tokens = update.cached_tokens
         self._measure(first, len(update.token_ids), metrics)
-        used = self._push(update)
+        deltas: list[Delta] = []
+        early = Piece()
+        used = self._push(update, early, deltas)
         reason: str | None = None
         if self.assembler.stopped or update.finish_reason == engine_pb2.FINISH_REASON_STOP:
             reason = "stop"
         elif update.finish_reason == engine_pb2.FINISH_REASON_LENGTH:
             reason = "length"
+        if self.parser is not None and self.parser.ended:
+            reason = "stop"
         piece = self.assembler.take(final=reason is not None)
-        deltas: list[Delta] = []
         if self.parser is not None:
             deltas += self.parser.feed(piece.text)
             if reason is not None:
                 deltas += self.parser.finish(complete=reason == "stop")
-            if self.parser.ended:
-                reason = reason or "stop"
             if reason == "stop" and self.parser.calls:
                 reason = "tool_calls"
         self.finished = reason is not None
         return Step(
             self,
-            piece,
+            early + piece,
             deltas,
             list(update.token_ids[:used]),
             list(update.sampling_logprobs[:used]),
@@ -113,8 +114,12 @@ class Choice:
         last = len(self._starts) if end is None else bisect_left(self._starts, end)
         return last - bisect_left(self._starts, start)
 
-    def _push(self, update: engine_pb2.Update) -> int:
-        """Feeds the tokens to the assembler; returns how many belong to the completion."""
+    def _push(self, update: engine_pb2.Update, early: Piece, deltas: list[Delta]) -> int:
+        """Feeds the tokens to the assembler; returns how many belong to the completion.
+
+        Where a call may end the completion the parser sees each token on its own, so that those behind the call, which
+        may be in the same update or not, never belong to it: ``early`` and ``deltas`` are what came of that.
+        """
         count = len(update.token_ids)
         ended = update.finish_reason == engine_pb2.FINISH_REASON_STOP
         for position, token_id in enumerate(update.token_ids):
@@ -138,6 +143,12 @@ class Choice:
                 return position + 1
             if token_id == self.end_think_id and self.parser is not None and self.parser.awaits_end_of_reasoning:
                 self.parser.end_reasoning(self.assembler.length - len(END_THINK))
+            if self.parser is not None and self.parser.may_end:
+                piece = self.assembler.take()
+                early += piece
+                deltas += self.parser.feed(piece.text)
+                if self.parser.ended:
+                    return position + 1
         return count
 
     def _measure(self, first: bool, tokens: int, metrics: GatewayMetrics) -> None:

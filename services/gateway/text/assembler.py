@@ -9,7 +9,7 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from services.gateway.text.vocabulary import Vocabulary
 
@@ -22,6 +22,15 @@ class Piece:
     entries: list[Any] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """Where in the whole text each entry's token begins, in characters."""
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(self.text + other.text, self.entries + other.entries, self.offsets + other.offsets)
+
+    def __iadd__(self, other: Piece) -> Self:
+        self.text += other.text
+        self.entries += other.entries
+        self.offsets += other.offsets
+        return self
 
 
 class TextAssembler:

@@ -93,6 +93,11 @@ class ChatParser:
         return self._state in (_State.START, _State.REASONING)
 
     @property
+    def may_end(self) -> bool:
+        """A tool call may end the text."""
+        return self._tools and not self._parallel
+
+    @property
     def ended(self) -> bool:
         """No more text is wanted: the one tool call that was allowed is complete."""
         return self._done
