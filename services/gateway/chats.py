@@ -11,7 +11,7 @@ from services.gateway.state import Gateway
 
 
 async def chat_generation(
-    gateway: Gateway, body: ChatRequest, *, prefix: str = "chatcmpl", traceparent: str = ""
+    gateway: Gateway, body: ChatRequest, *, prefix: str = "chatcmpl", clip: bool = False, traceparent: str = ""
 ) -> Generation:
     """Renders and tokenizes a conversation; nothing is sent yet.
 
@@ -19,6 +19,7 @@ async def chat_generation(
         gateway: settings, engines, metrics.
         body: the request.
         prefix: of the response id.
+        clip: a token limit that is over what the context leaves is lowered to it, not refused.
         traceparent: W3C trace context of the HTTP request.
 
     Raises:
@@ -35,6 +36,7 @@ async def chat_generation(
         default=settings.default_max_tokens,
         context=served.info.max_model_len,
         field="messages",
+        clip=clip,
     )
     opened = opens_thinking(served, prompt)
     constraint = chat_constraint(body, served.vocabulary, settings)

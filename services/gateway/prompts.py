@@ -100,7 +100,9 @@ def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:
     return False
 
 
-def token_budget(prompt_tokens: int, wanted: int | None, *, default: int, context: int, field: str) -> int:
+def token_budget(
+    prompt_tokens: int, wanted: int | None, *, default: int, context: int, field: str, clip: bool = False
+) -> int:
     """How many tokens a completion may have.
 
     Args:
@@ -108,6 +110,7 @@ def token_budget(prompt_tokens: int, wanted: int | None, *, default: int, contex
         wanted: what the request asks for; None: ``default``, or less where the context leaves less.
         context: tokens of prompt and completion together.
         field: request field that a refusal names.
+        clip: no more than the context leaves, where the request asks for more.
 
     Raises:
         InvalidRequest: the prompt is empty.
@@ -123,10 +126,10 @@ def token_budget(prompt_tokens: int, wanted: int | None, *, default: int, contex
         )
     if wanted is None:
         return min(default, room)
-    if wanted > room:
+    if wanted > room and not clip:
         raise ContextLengthExceeded(
             f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together more than the model's context "
             f"of {context}: shorten the prompt or send max_tokens of at most {room}",
             param=field,
         )
-    return wanted
+    return min(wanted, room)

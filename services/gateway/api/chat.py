@@ -30,11 +30,24 @@ routes = router("completions")
 async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation."""
     reservation = reserve(gateway, body, prompts=1)
-    return await answer(request, body, gateway, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
+    return await answer(request, body, gateway, reservation, prepare=prepare_chat, chunks=_chunks, complete=_complete)
 
 
-async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
-    return await chat_generation(gateway, body, traceparent=request.headers.get("traceparent", ""))
+async def prepare_chat(
+    request: Request, body: ChatRequest, gateway: Gateway, *, prefix: str = "chatcmpl", clip: bool = False
+) -> Generation:
+    """What a conversation sends to the engines.
+
+    Args:
+        prefix: of the answer's id.
+        clip: a token limit that is over what the context leaves is lowered to it, not refused.
+
+    Raises:
+        InvalidRequest: the prompt does not fit the model, or the request not the prompt.
+        ModelNotFound: `model` cannot be served.
+    """
+    traceparent = request.headers.get("traceparent", "")
+    return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=traceparent)
 
 
 # -- streamed

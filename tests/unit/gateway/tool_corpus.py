@@ -10,33 +10,26 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "s": {"type": "string"},
-                    "t": {"type": "string"},
-                    "i": {"type": "integer"},
-                    "n": {"type": "number"},
-                    "b": {"type": "boolean"},
-                    "o": {"type": "object"},
-                    "l": {"type": ["array", "null"]},
-                    "x": {"anyOf": [{"type": "number"}, {"type": "null"}]},
-                    "m": {"type": ["string", "null"]},
-                    "u": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
-                    "r": {"$ref": "#/$defs/point"},
-                    "e": {"enum": ["red", "green"]},
-                    "k": {"const": 7},
-                },
-                "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}}},
-                "additionalProperties": {"type": "integer"},
-            },
-        },
+from tests.unit.gateway.test_text import TOOLS as PLAIN_TOOLS
+
+_PLAIN: dict[str, Any] = PLAIN_TOOLS[0]["function"]["parameters"]
+_F = {
+    **_PLAIN,
+    "properties": {
+        **_PLAIN["properties"],
+        "t": {"type": "string"},
+        "n": {"type": "number"},
+        "m": {"type": ["string", "null"]},
+        "u": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        "r": {"$ref": "#/$defs/point"},
+        "e": {"enum": ["red", "green"]},
+        "k": {"const": 7},
     },
+    "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    "additionalProperties": {"type": "integer"},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": _F}},
     {"type": "function", "function": {"name": "write_file", "parameters": None}},
     {"type": "function", "function": {"name": "now"}},
 ]
