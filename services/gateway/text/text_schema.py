@@ -42,7 +42,8 @@ class Leaf:
         kinds = self.kinds if other.kinds is None else other.kinds if self.kinds is None else self.kinds & other.kinds
         values = self.values if other.values is None else other.values
         if self.values is not None and other.values is not None:
-            values = tuple(value for value in self.values if _in(value, other.values))
+            common = set(map(_key, other.values))
+            values = tuple(value for value in self.values if _key(value) in common)
         longest = [limit for limit in (self.longest, other.longest) if limit is not None]
         return Leaf(
             kinds,
@@ -65,8 +66,10 @@ class Leaf:
         return replace(self, values=values) if values else None
 
 
-def _in(value: Any, values: Iterable[Any]) -> bool:
-    return any(kind_of(other) == kind_of(value) and other == value for other in values)
+def _key(value: Any) -> str:
+    """Equal for equal values: 1 and 1.0 are, 1 and true are not."""
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value, sort_keys=True)
 
 
 def leaves(schema: Any, root: Any, param: str) -> list[Leaf]:
@@ -126,7 +129,7 @@ def _own(schema: Mapping[str, Any], param: str) -> Leaf:
     if "enum" in schema:
         values = _list(schema["enum"])
     if "const" in schema:
-        values = [schema["const"]] if values is None or _in(schema["const"], values) else []
+        values = [schema["const"]] if values is None or _key(schema["const"]) in set(map(_key, values)) else []
     pattern, shortest, longest = (schema.get(key) for key in ("pattern", "minLength", "maxLength"))
     if (
         not isinstance(pattern, str | None)
