@@ -41,6 +41,18 @@ class GatewaySettings(CommonSettings):
     """Longer prompts are rendered and tokenized in a thread, not on the event loop."""
     shutdown_grace_seconds: int = Field(30, ge=0)
     """How long running responses may go on after SIGTERM."""
+    responses_ttl_seconds: int = Field(7 * 86400, ge=1)
+    """How long a response of /v1/responses is kept in Redis for previous_response_id and GET."""
+    response_max_bytes: int = Field(4 * 2**20, ge=1024)
+    """Largest response that is kept, with everything it was given, in bytes of JSON."""
+    responses_max_bytes: int = Field(256 * 2**20, ge=1024)
+    """Of all kept responses together; the oldest make room for new ones. Redis holds the jobs, too."""
+    max_background_responses: int = Field(64, ge=0)
+    """Background responses that one gateway runs at a time; more are answered with 503."""
+    response_beat_seconds: float = Field(1.0, gt=0)
+    """Pause between two signs of life of background responses; a cancelled one ends within it."""
+    response_lease_seconds: float = Field(30.0, gt=0)
+    """Silence after which a background response counts as lost together with its gateway, and as failed."""
 
     @property
     def engine_addresses(self) -> tuple[str, ...]:

@@ -28,10 +28,16 @@ routes = router("completions")
 async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation."""
     reservation = reserve(gateway, body, prompts=1)
-    return await answer(request, body, gateway, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
+    return await answer(request, body, gateway, reservation, prepare=prepare_chat, chunks=_chunks, complete=_complete)
 
 
-async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
+async def prepare_chat(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
+    """What a conversation sends to the engines.
+
+    Raises:
+        InvalidRequest: the prompt does not fit the model, or the request not the prompt.
+        ModelNotFound: `model` cannot be served.
+    """
     served = gateway.engines.served
     prompt = await chat_prompt(served, body, gateway.settings)
     max_tokens = token_budget(
