@@ -39,8 +39,9 @@ class Record:
 
     @property
     def whole(self) -> list[Data]:
-        """What it was given and what it answered: what a response that continues it is given before its own input."""
-        return [*self.items, *map(_readable, self.response["output"])]
+        """What it was given and what it answered: what a response that continues it is given before its own input. A
+        call that was cut off can be neither run nor read, and is left out."""
+        return [*self.items, *(_readable(item) for item in self.response["output"] if not _cut_call(item))]
 
 
 def parsed(items: Sequence[Data]) -> list[InputItem]:
@@ -89,6 +90,10 @@ def _described(item: InputItem) -> Data:
             data = {"summary": [], "content": [], **data}
     data.setdefault("id", new_id({"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(data["type"], "fco")))
     return data
+
+
+def _cut_call(item: Data) -> bool:
+    return item["type"] == "function_call" and item["status"] == "incomplete"
 
 
 def _readable(item: Data) -> Data:

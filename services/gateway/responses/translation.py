@@ -58,7 +58,9 @@ class ChatFields:
         """Gives an error of the chat request the names of the Responses body."""
         error.message = _reworded(error.message)
         if error.param is not None:
-            error.param = self._param(error.param)
+            given, error.param = error.param, self._param(error.param)
+            if error.message.startswith(given):
+                error.message = error.param + error.message.removeprefix(given)
 
     def _param(self, param: str) -> str:
         if indexed := _INDEXED.fullmatch(param):
