@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from services.common.errors import InvalidRequest
 from services.gateway.schemas.responses_items import (
     FunctionCallItem,
@@ -32,9 +34,14 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     sources: list[Location]
+    """Of each message: where its first item is."""
+    calls: dict[int, list[Location]]
+    """Of the calls in each message."""
 
-    def source_of(self, index: int) -> Location:
-        """The field of the request that a message was made of."""
+    def source_of(self, index: int, call: int | None = None) -> Location:
+        """The field of the request that a message, or a call in it, was made of."""
+        if call is not None and call < len(self.calls.get(index, ())):
+            return self.calls[index][call]
         return self.sources[index] if index < len(self.sources) else ("input",)
 
 
@@ -45,7 +52,8 @@ class _Builder:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.sources: list[Location] = []
-        self._calls: set[str] = set()
+        self.calls: dict[int, list[Location]] = {}
+        self._called: set[str] = set()
 
     def add(self, item: InputItem, source: Location) -> None:
         """Takes the next item."""
@@ -60,10 +68,7 @@ class _Builder:
                 turn = self._assistant(source, fresh=("content", "tool_calls"))
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + item.text
             case FunctionCallItem():
-                self._calls.add(item.call_id)
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                self._assistant(source).setdefault("tool_calls", []).append(call)
+                self._call(item, source)
             case FunctionCallOutputItem():
                 self._answer(item, source)
 
@@ -74,8 +79,16 @@ class _Builder:
         else:
             self._append({"role": "system", "content": text}, source)
 
+    def _call(self, item: FunctionCallItem, source: Location) -> None:
+        _check_arguments(item.arguments, dotted((*source, "arguments")))
+        self._called.add(item.call_id)
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        self._assistant(source).setdefault("tool_calls", []).append(call)
+        self.calls.setdefault(len(self.messages) - 1, []).append(source)
+
     def _answer(self, item: FunctionCallOutputItem, source: Location) -> None:
-        if item.call_id not in self._calls:
+        if item.call_id not in self._called:
             raise InvalidRequest(
                 f"no function_call before it has the call_id {item.call_id[:80]!r}: send the call as well, or the "
                 "previous_response_id of the response that made it",
@@ -93,6 +106,16 @@ class _Builder:
     def _append(self, message: dict[str, Any], source: Location) -> None:
         self.messages.append(message)
         self.sources.append(source)
+
+
+def _check_arguments(text: str, param: str) -> None:
+    # Chat checks it, too, but can only say which message it is in.
+    try:
+        arguments = from_json(text) if text.strip() else {}
+    except ValueError as error:
+        raise InvalidRequest(f"{param} must be a JSON object: {error}", param=param) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{param} must be a JSON object, and it is not an object", param=param)
 
 
 def conversation(
@@ -113,4 +136,4 @@ def conversation(
     else:
         for index, item in enumerate(given):
             builder.add(item, ("input", index))
-    return Conversation(builder.messages, builder.sources)
+    return Conversation(builder.messages, builder.sources, builder.calls)

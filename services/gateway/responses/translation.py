@@ -31,7 +31,7 @@ _RENAMED: Mapping[str, tuple[str, ...]] = {
     "messages": ("input",),
 }
 _WORDS = re.compile(r"\b(max_completion_tokens|max_tokens|reasoning_effort|response_format(\.json_schema)?)\b")
-_INDEXED = re.compile(r"messages\[(\d+)\](.*)")
+_INDEXED = re.compile(r"messages\[(\d+)\].*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ChatFields:
 
     def _param(self, param: str) -> str:
         if indexed := _INDEXED.fullmatch(param):
-            return dotted(self.conversation.source_of(int(indexed[1]))) + _inner(indexed[2])
+            return dotted(self.conversation.source_of(int(indexed[1])))
         head, separator, rest = param.partition(".")
         if head not in _RENAMED:
             return param
@@ -85,6 +85,10 @@ class ChatFields:
 
     def _location(self, location: Location) -> Location:
         match location:
+            case ("messages", int(index), "tool_calls", int(call), "function", *rest):
+                return (*self.conversation.source_of(index, call), *rest)
+            case ("messages", int(index), str(), "tool_calls", int(call), "function", *rest):  # behind the role's tag
+                return (*self.conversation.source_of(index, call), *rest)
             case ("messages", int(index), *rest):
                 return (*self.conversation.source_of(index), *rest)
             case (str(head), *rest):
@@ -152,8 +156,3 @@ def _add_format(fields: dict[str, Any], body: ResponseRequest) -> None:
 
 def _reworded(text: str) -> str:
     return _WORDS.sub(lambda found: ".".join(_RENAMED[found[1].partition(".")[0]]), text)
-
-
-def _inner(path: str) -> str:
-    """Of a message's path what an item has, too."""
-    return ".arguments" if path.endswith(".arguments") else ".content" if path.startswith(".content") else ""
