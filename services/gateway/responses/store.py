@@ -157,8 +157,8 @@ class ResponseStore:
         Raises:
             PayloadTooLarge: it is over the limit for one response.
         """
-        texts = [to_json(part).decode() for part in (record.response, record.items)]
-        size = sum(len(text.encode()) for text in texts)
+        texts = [to_json(part) for part in (record.response, record.items)]
+        size = sum(map(len, texts))
         if size > self._settings.response_max_bytes:
             raise PayloadTooLarge(
                 f"the response and what it was given have {size} bytes, and {self._settings.response_max_bytes} can be "
@@ -166,8 +166,8 @@ class ResponseStore:
                 param="input",
             )
         flags = [str(int(bool(record.response["background"]))), str(int(only_active))]
-        args = [str(self._settings.responses_ttl_seconds), str(self._settings.responses_max_bytes), str(size)]
-        args += [record.status, *texts, *flags]
+        limits = [str(self._settings.responses_ttl_seconds), str(self._settings.responses_max_bytes), str(size)]
+        args = [*limits, record.status, *texts, *flags]
         return bool(await call_async(lambda: self._save(keys=[place.key], args=args)))
 
     async def load(self, place: Place, *, param: str = "response_id") -> Record:
