@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,6 +14,7 @@ import pytest
 
 from tests.stack import Stack
 
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "responses.md"
 TIMER = {
     "type": "function",
     "name": "set_timer",
@@ -153,3 +156,14 @@ def test_errors(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         client.responses.create(model=model, input="hi", max_output_tokens=10**7)
     assert (long.value.code, "max_output_tokens" in long.value.message) == ("context_length_exceeded", True)
+
+
+def test_the_guide_runs(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert len(blocks) == 6
+    text = "\n".join(blocks).replace("http://127.0.0.1:8420", stack.url).replace("qwen3.5", stack.served_model_name)
+    exec(compile(text, str(GUIDE), "exec"), {})
+    printed = capsys.readouterr().out
+    assert "19" in printed
+    assert "completed 34" in printed
+    assert "['reasoning', 'message']" in printed
