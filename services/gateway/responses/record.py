@@ -93,7 +93,7 @@ def _described(item: InputItem) -> Data:
 
 
 def _cut_call(item: Data) -> bool:
-    return item["type"] == "function_call" and item["status"] == "incomplete"
+    return (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
 def _readable(item: Data) -> Data:

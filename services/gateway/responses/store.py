@@ -167,7 +167,7 @@ class ResponseStore:
             )
         flags = [str(int(bool(record.response["background"]))), str(int(only_active))]
         limits = [str(self._settings.responses_ttl_seconds), str(self._settings.responses_max_bytes), str(size)]
-        args = [*limits, record.status, *texts, *flags]
+        args: list[str | bytes] = [*limits, record.status, *texts, *flags]
         return bool(await call_async(lambda: self._save(keys=[place.key], args=args)))
 
     async def load(self, place: Place, *, param: str = "response_id") -> Record:
