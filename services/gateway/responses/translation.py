@@ -30,7 +30,13 @@ _RENAMED: Mapping[str, tuple[str, ...]] = {
     "logprobs": ("include",),
     "messages": ("input",),
 }
-_WORDS = re.compile(r"\b(max_completion_tokens|max_tokens|reasoning_effort|response_format(\.json_schema)?)\b")
+_NAMES = (
+    (re.compile(r"\bmax(_completion)?_tokens\b"), "max_output_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"\bresponse_format\b(\.json_schema\b)?"), "text.format"),
+    (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
+)
+"""What error messages and their `param` say, and what it is called here."""
 _INDEXED = re.compile(r"messages\[(\d+)\].*")
 
 
@@ -65,18 +71,17 @@ class ChatFields:
     def _param(self, param: str) -> str:
         if indexed := _INDEXED.fullmatch(param):
             return dotted(self.conversation.source_of(int(indexed[1])))
-        head, separator, rest = param.partition(".")
-        if head not in _RENAMED:
-            return param
-        return ".".join(_RENAMED[head]) + separator + rest
+        if param in ("messages", "logprobs"):
+            return dotted(_RENAMED[param])
+        return _reworded(param)
 
     def _refuse(self, error: ValidationError) -> NoReturn:
         errors = []
         for entry in error.errors(include_url=False):
             context = dict(entry.get("ctx") or {})
             location = entry["loc"]
-            if param := context.pop("param", None):
-                location = (*location, param)
+            if not location and context.get("param"):
+                context["param"] = self._param(context["param"])  # of the whole body
             if "message" in context:
                 context["message"] = _reworded(str(context["message"]))
             where = ("body", *self._location(location))
@@ -155,4 +160,6 @@ def _add_format(fields: dict[str, Any], body: ResponseRequest) -> None:
 
 
 def _reworded(text: str) -> str:
-    return _WORDS.sub(lambda found: ".".join(_RENAMED[found[1].partition(".")[0]]), text)
+    for name, ours in _NAMES:
+        text = name.sub(ours, text)
+    return text

@@ -205,11 +205,16 @@ def test_errors_of_chat_have_the_names_of_responses() -> None:
         told = bytes(validation_response(error.value.errors(), error.value.body).body).decode()
         assert f'"param":"{param}"' in told, told
     made = chat_fields(request, [])
-    located = made._location(("reasoning_effort",)), made._location(("response_format", "json_schema", "schema"))
-    assert located == (("reasoning", "effort"), ("text", "format", "json_schema", "schema"))
-    error_ = InvalidRequest("max_tokens is 5; response_format.json_schema is odd", param="response_format.json_schema")
-    made.rename(error_)
-    assert error_.message == "max_output_tokens is 5; text.format is odd"
+    for message, param, renamed, where in (
+        ("max_tokens is 5", "max_tokens", "max_output_tokens is 5", "max_output_tokens"),
+        ("odd", "response_format.json_schema.schema", "odd", "text.format.schema"),
+        ("tools[1].function.parameters: odd", "tools[1].function.parameters", "tools[1].parameters: odd", None),
+        ("messages[2]: odd", "messages[2]", "input[1]: odd", "input[1]"),
+        ("reasoning_effort: odd", "reasoning_effort", "reasoning.effort: odd", "reasoning.effort"),
+    ):
+        failure = InvalidRequest(message, param=param)
+        made.rename(failure)
+        assert (failure.message, failure.param) == (renamed, where or "tools[1].parameters")
 
 
 @pytest.mark.parametrize(
