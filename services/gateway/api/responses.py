@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.gateway.api.answers import answer, json_response
 from services.gateway.api.chat import prepare_chat
+from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
 from services.gateway.disconnect import while_connected
 from services.gateway.generation import reserve
@@ -25,19 +26,13 @@ from services.gateway.responses.translation import chat_fields
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.responses import ResponseRequest
 from services.gateway.schemas.responses_answers import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut
+from services.gateway.schemas.responses_events import ResponseStreamEvent
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("responses")
 
-_EVENTS = (
-    "With stream=true: events that are named by their type. response.created, response.in_progress; for each item "
-    "response.output_item.added, its parts and deltas, response.output_item.done; at the end response.completed, "
-    "response.incomplete or response.failed, with the whole response. All are numbered by sequence_number."
-)
-_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": _EVENTS}}}
 
-
-@routes.post("/v1/responses", responses={200: {"model": ResponseOut, "content": _STREAM}}, response_class=Response)
+@routes.post("/v1/responses", responses=answers_with(ResponseOut, stream=ResponseStreamEvent), response_class=Response)
 async def create_response(request: Request, body: ResponseRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
     store=false. With background=true the answer comes at once, and the model goes on without a connection."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.schemas.responses_items import ItemStatus
 
@@ -100,7 +100,7 @@ class ReasoningOut(AnswerModel):
     content: list[ThinkingPart]
 
 
-OutputItem = Annotated[MessageOut | FunctionCallOut | ReasoningOut, Discriminator("type")]
+OutputItem = MessageOut | FunctionCallOut | ReasoningOut
 
 
 class MessageIn(AnswerModel):
@@ -123,7 +123,7 @@ class FunctionOutputIn(AnswerModel):
     output: str | list[ReadPart]
 
 
-InputItemOut = Annotated[MessageIn | FunctionCallOut | FunctionOutputIn | ReasoningOut, Discriminator("type")]
+InputItemOut = MessageIn | FunctionCallOut | FunctionOutputIn | ReasoningOut
 
 
 class FailureOut(AnswerModel):

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from services.common.pb import engine_pb2
 from services.gateway.schemas.responses_answers import InputItemsOut, ResponseOut
+from services.gateway.schemas.responses_events import ResponseStreamEvent as Described
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, dies, fails, hangs, says
 
@@ -41,6 +42,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == len(found)
+        Described.model_validate(event)
         parsed = EVENT.validate_python(event)
         assert parsed.type == event["type"]
         assert not getattr(parsed, "model_extra", None), f"{event['type']} has fields that the client does not know"

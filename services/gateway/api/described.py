@@ -1,0 +1,31 @@
+"""What OpenAPI says of answers that a handler writes itself, also as a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def answers_with(whole: type[BaseModel], *, stream: type[BaseModel]) -> Responses:
+    """`responses` of a route that answers with JSON, or with events whose data is JSON."""
+    events = {"schema": _inlined(stream.model_json_schema())}
+    return {200: {"model": whole, "content": {"text/event-stream": events}}}
+
+
+def _inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without references: FastAPI collects definitions of JSON bodies only."""
+    definitions = schema.get("$defs", {})
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return resolve(definitions[value["$ref"].rpartition("/")[2]])
+            return {key: resolve(member) for key, member in value.items() if key != "$defs"}
+        return [resolve(member) for member in value] if isinstance(value, list) else value
+
+    inlined: dict[str, Any] = resolve(dict(schema))
+    return inlined
