@@ -45,8 +45,8 @@ class GatewaySettings(CommonSettings):
     """How long a response of /v1/responses is kept in Redis for previous_response_id and GET."""
     response_max_bytes: int = Field(4 * 2**20, ge=1024)
     """Largest response that is kept, with everything it was given, in bytes of JSON."""
-    responses_max_bytes: int = Field(256 * 2**20, ge=1024)
-    """Of all kept responses together; the oldest make room for new ones. Redis holds the jobs, too."""
+    responses_max_bytes: int = Field(256 * 2**20, ge=0)
+    """Of all kept responses together; the oldest make room for new ones. Redis holds the jobs, too. 0: none is kept."""
     max_background_responses: int = Field(64, ge=0)
     """Background responses that one gateway runs at a time; more are answered with 503."""
     response_beat_seconds: float = Field(1.0, gt=0)

@@ -15,6 +15,7 @@ from services.gateway.responses import store as keys
 from services.gateway.responses.background import BackgroundResponses, Work
 from services.gateway.responses.body import new_response
 from services.gateway.responses.record import Record, given_items
+from services.gateway.responses.shelf import Shelf
 from services.gateway.responses.store import Place, ResponseStore
 from services.gateway.schemas.responses import ResponseRequest
 from services.gateway.settings import GatewaySettings
@@ -103,6 +104,13 @@ async def test_bounded_in_bytes(opened: Open, raw: redis.Redis) -> None:
     with pytest.raises(PayloadTooLarge) as large:
         await store.save(Place("", kept.id), record("x" * 10_000))
     assert "9000" in large.value.message
+    with pytest.raises(PayloadTooLarge):
+        await opened(responses_max_bytes=500).save(Place("", kept.id), record("x" * 600))
+    assert check_account(raw) > 500, "what cannot be kept drives nothing out"
+    nothing = opened(responses_max_bytes=0)
+    answered = record()
+    await Shelf(nothing).keep(Place("", answered.id), answered)
+    assert answered.response["store"] is False
 
 
 async def test_expires(opened: Open, raw: redis.Redis) -> None:

@@ -35,7 +35,8 @@ routes = router("responses")
 @routes.post("/v1/responses", responses=answers_with(ResponseOut, stream=ResponseStreamEvent), response_class=Response)
 async def create_response(request: Request, body: ResponseRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
-    store=false. With background=true the answer comes at once, and the model goes on without a connection."""
+    store=false. With background=true the answer comes at once, and the model goes on without a connection. With
+    stream=true the events are named by their type."""
     owner = owner_of(request)
     prior = await _prior(gateway, owner, body.previous_response_id)
     fields = chat_fields(body, parsed(prior))

@@ -142,6 +142,11 @@ class ResponseStore:
         self._delete = self._redis.register_script(_DELETE)
         self._beat = self._redis.register_script(_BEAT)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of a response that can be kept; 0: none can."""
+        return min(self._settings.response_max_bytes, self._settings.responses_max_bytes)
+
     async def aclose(self) -> None:
         await self._redis.aclose()
 
@@ -159,10 +164,10 @@ class ResponseStore:
         """
         texts = [to_json(part) for part in (record.response, record.items)]
         size = sum(map(len, texts))
-        if size > self._settings.response_max_bytes:
+        if size > self.largest:
             raise PayloadTooLarge(
-                f"the response and what it was given have {size} bytes, and {self._settings.response_max_bytes} can be "
-                "kept (TEMPER_RESPONSE_MAX_BYTES): send store=false, or less",
+                f"the response and what it was given have {size} bytes, and {self.largest} can be kept: send "
+                "store=false and no background, or less",
                 param="input",
             )
         flags = [str(int(bool(record.response["background"]))), str(int(only_active))]

@@ -16,6 +16,7 @@ class MemoryResponses:
     def __init__(self) -> None:
         self.records: dict[str, str] = {}
         self.down = False
+        self.largest = 2**20
         self.calls = 0
 
     def _check(self) -> None:
