@@ -36,7 +36,7 @@ async def stops_half_way(engine: FakeEngine, request: engine_pb2.GenerateRequest
 @pytest.fixture
 def here(valkey: RunningServer, settings: CommonSettings) -> Iterator[Running]:
     """A gateway in this process, with the engine."""
-    options = {"redis_url": settings.redis_url, "response_lease_seconds": LEASE}
+    options = {"redis_url": settings.redis_url, "response_lease_seconds": LEASE, "response_beat_seconds": 0.1}
     running = Running([FakeEngine()], **options)
     running.responses = ResponseStore(GatewaySettings(**options))  # type: ignore[assignment, arg-type]
     running.start()

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import Overloaded, PayloadTooLarge, TemperError, Unavailable
+from services.common.errors import InvalidRequest, Overloaded, PayloadTooLarge, TemperError, Unavailable
 from services.gateway.disconnect import cancel
 from services.gateway.limits import Admission, Reservation
 from services.gateway.responses.record import Record
@@ -77,12 +77,15 @@ class BackgroundResponses:
         """A place for one more.
 
         Raises:
-            Overloaded: there is none.
+            InvalidRequest: this gateway has none.
+            Overloaded: there is none now.
             Unavailable: the gateway is stopping.
         """
         if self._stopping.is_set():
             raise Unavailable("this gateway is stopping: send the request again", retry_after=1.0)
         limit = self._settings.max_background_responses
+        if limit == 0:
+            raise InvalidRequest("there are no background responses here: leave background out", param="background")
         if self._places.taken >= limit:
             raise Overloaded(
                 f"this gateway runs {self._places.taken} background responses and the limit is {limit}: try again when "

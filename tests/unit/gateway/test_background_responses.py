@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from services.common.pb import engine_pb2
 from services.gateway.owner import owner_of
 from services.gateway.schemas.responses_answers import ResponseOut
+from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, fails, hangs, says
 
@@ -120,6 +122,18 @@ def test_number_is_bounded(start: Starter) -> None:
         http.post(f"{ROUTE}/{first}/cancel")
         running.wait_for(lambda: running.gateway.background.running == 1)
         begin(http)
+
+
+def test_lease_outlives_beats() -> None:
+    with pytest.raises(ValidationError, match="three times TEMPER_RESPONSE_BEAT_SECONDS"):
+        GatewaySettings(response_beat_seconds=11)
+    assert GatewaySettings(response_beat_seconds=11, response_lease_seconds=33).response_lease_seconds == 33
+
+
+def test_turned_off(start: Starter) -> None:
+    running = start(max_background_responses=0)
+    answer = httpx.post(running.url + ROUTE, json=ASK, timeout=10)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
 
 
 def test_gateway_stops(start: Starter) -> None:
