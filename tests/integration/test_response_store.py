@@ -150,7 +150,7 @@ async def test_cancel(opened: Open) -> None:
 
 
 async def test_silence_is_failure(opened: Open) -> None:
-    store = opened(response_lease_seconds=0.3, response_beat_seconds=0.1)
+    store = opened(response_lease_seconds=0.3, response_beat_seconds=0.05)
     kept = record(background=True)
     place = Place("", kept.id)
     await store.save(place, kept)
