@@ -11,11 +11,22 @@ from fastapi import FastAPI
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
-from services.gateway.api import adapter_tools, adapters, chat, completions, health, models, sessions, training
+from services.gateway.api import (
+    adapter_tools,
+    adapters,
+    chat,
+    completions,
+    health,
+    models,
+    responses,
+    sessions,
+    training,
+)
 from services.gateway.engines import EnginePool
 from services.gateway.errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import BodyLimit, RequestContext
+from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 
@@ -32,27 +43,36 @@ def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
     return AdapterRegistry(ObjectStore(settings), settings.served_model_name), JobQueue(settings)
 
 
-def create_app(settings: GatewaySettings, *, stores: Stores = open_stores) -> FastAPI:
+def create_app(
+    settings: GatewaySettings,
+    *,
+    stores: Stores = open_stores,
+    keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
+) -> FastAPI:
     """Builds the application; its lifespan connects to the engines.
 
     Args:
         settings: everything that can be set.
         stores: makes the adapter registry and the job queue.
+        keep_responses: makes the store of responses.
     """
     metrics = GatewayMetrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, queue = stores(settings)
-        gateway = Gateway(settings, EnginePool(settings), registry, queue, metrics)
+        gateway = Gateway(settings, EnginePool(settings), registry, queue, metrics, keep_responses(settings))
         app.state.gateway = gateway
         gateway.engines.start()
+        gateway.background.start()
         log.info("gateway started", engines=settings.engine_addresses, model=settings.served_model_name)
         try:
             yield
         finally:
             gateway.stopping.set()
+            await gateway.background.stop()
             await gateway.engines.stop()
+            await gateway.responses.aclose()
             await queue.aclose()
             gateway.close()
             log.info("gateway stopped")
@@ -67,7 +87,7 @@ def create_app(settings: GatewaySettings, *, stores: Stores = open_stores) -> Fa
         redoc_url=None,
     )
     install_error_handlers(app)
-    for resource in (chat, completions, models, adapter_tools, adapters, training, sessions, health):
+    for resource in (chat, completions, responses, models, adapter_tools, adapters, training, sessions, health):
         app.include_router(resource.routes)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes)
     app.add_middleware(RequestContext, metrics=metrics)

@@ -51,6 +51,9 @@ class GatewayMetrics:
             "temper_gateway_completions", "Completions by finish reason.", ("reason",), registry=self.registry
         )
         self.in_flight = Gauge("temper_gateway_in_flight", "Completions in the gateway.", registry=self.registry)
+        self.background = Gauge(
+            "temper_gateway_background_responses", "Background responses in the gateway.", registry=self.registry
+        )
         self.engines = Gauge(
             "temper_gateway_engines", "Engines by state: ready or away.", ("state",), registry=self.registry
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from services.common.settings import CommonSettings
 
@@ -70,6 +70,29 @@ class GatewaySettings(CommonSettings):
     The words are Qwen's: its models have learnt to answer after them. Empty: the tag alone."""
     shutdown_grace_seconds: int = Field(30, ge=0)
     """How long running responses may go on after SIGTERM."""
+    responses_ttl_seconds: int = Field(7 * 86400, ge=1)
+    """How long a response of /v1/responses is kept in Redis for previous_response_id and GET."""
+    response_max_bytes: int = Field(4 * 2**20, ge=1024)
+    """Largest response that is kept, with everything it was given, in bytes of JSON."""
+    responses_max_bytes: int = Field(256 * 2**20, ge=0)
+    """Of all kept responses together; the oldest make room for new ones. Redis holds the jobs, too. 0: none is kept."""
+    max_background_responses: int = Field(64, ge=0)
+    """Background responses that one gateway runs at a time; more are answered with 503. 0: none."""
+    response_beat_seconds: float = Field(1.0, gt=0)
+    """Pause between two signs of life of background responses; a cancelled one ends within it."""
+    response_lease_seconds: float = Field(30.0, gt=0, validate_default=True)
+    """Silence after which a background response counts as lost together with its gateway, and as failed."""
+
+    @field_validator("response_lease_seconds")
+    @classmethod
+    def _outlives_beats(cls, lease: float, info: ValidationInfo) -> float:
+        beat = info.data.get("response_beat_seconds", 0.0)
+        if lease < 3 * beat:
+            raise ValueError(
+                f"it is {lease:g}, less than three times TEMPER_RESPONSE_BEAT_SECONDS ({beat:g}): one late beat would "
+                "lose a response"
+            )
+        return lease
 
     def reasoning_budget(self, effort: Literal["minimal", "low", "medium", "high", "xhigh"]) -> int:
         """Tokens of thinking under a reasoning_effort."""

@@ -15,6 +15,9 @@ from services.common.registry import AdapterRegistry
 from services.gateway.engines import EnginePool
 from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.background import BackgroundResponses
+from services.gateway.responses.shelf import Shelf
+from services.gateway.responses.store import ResponseStore
 from services.gateway.sessions import SessionRouter
 from services.gateway.settings import GatewaySettings
 
@@ -36,6 +39,7 @@ class Gateway:
         registry: adapters in the object store; blocking, so only called through ``store``.
         queue: training jobs.
         metrics: all series.
+        responses: where responses of /v1/responses are kept.
     """
 
     def __init__(
@@ -45,17 +49,21 @@ class Gateway:
         registry: AdapterRegistry,
         queue: JobQueue,
         metrics: GatewayMetrics,
+        responses: ResponseStore,
     ) -> None:
         self.settings = settings
         self.engines = engines
         self.registry = registry
         self.queue = queue
         self.metrics = metrics
+        self.responses = responses
+        self.shelf = Shelf(responses)
         self.sessions = SessionRouter(engines.clients, settings.engine_retry_seconds)
         """Training sessions, each in one of the engines."""
         self.admission = Admission(settings.max_in_flight)
         self.stopping = asyncio.Event()
         """Set by SIGTERM: readiness is off and followers of job events are sent home."""
+        self.background = BackgroundResponses(responses, settings, self.stopping)
         # Threads of their own: while the store hangs, tokenizing must not wait behind it.
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "store")
         self._store_calls = 0

@@ -84,4 +84,5 @@ async def metrics(gateway: GatewayDep) -> Response:
     series.engines.labels("ready").set(ready)
     series.engines.labels("away").set(len(gateway.engines.clients) - ready)
     series.in_flight.set(gateway.admission.taken)
+    series.background.set(gateway.background.running)
     return Response(generate_latest(series.registry), media_type=CONTENT_TYPE_LATEST)

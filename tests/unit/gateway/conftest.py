@@ -18,6 +18,7 @@ from services.common.registry import AdapterRegistry
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.fake_responses import MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryStore
 
 MODEL = "tiny"
@@ -32,6 +33,7 @@ class Running:
         self.store = MemoryStore()
         self.registry = AdapterRegistry(self.store, MODEL)  # type: ignore[arg-type]
         self.queue = MemoryQueue()
+        self.responses = MemoryResponses()
         self._settings = settings
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -72,7 +74,11 @@ class Running:
         options: dict[str, Any] = {"served_model_name": MODEL, "status_interval_seconds": 0.05, "log_level": "error"}
         options["engines"] = ",".join(f"127.0.0.1:{engine.port}" for engine in self.engines)
         settings = GatewaySettings(**{**options, **self._settings})
-        self.app = create_app(settings, stores=lambda _: (self.registry, self.queue))  # type: ignore[arg-type, return-value]
+        self.app = create_app(
+            settings,
+            stores=lambda _: (self.registry, self.queue),  # type: ignore[arg-type, return-value]
+            keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
+        )
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -117,7 +123,9 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.sessions.refuses, engine.sessions.holds = None, False
     _shared.store.objects.clear()
     _shared.registry._pointer_cache = {}
-    _shared.store.down = _shared.queue.down = False
+    _shared.store.down = _shared.queue.down = _shared.responses.down = False
+    _shared.responses.records.clear()
+    _shared.gateway.shelf._away_until = 0.0
     yield _shared
     _shared.wait_for(lambda: _shared.gateway.admission.taken == 0)
     _shared.wait_for(lambda: not engine.running)

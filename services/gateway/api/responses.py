@@ -1,0 +1,185 @@
+"""/v1/responses: OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+
+from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
+from services.gateway.api.answers import answer, json_response
+from services.gateway.api.chat import prepare_chat
+from services.gateway.api.described import answers_with
+from services.gateway.api.routing import router
+from services.gateway.disconnect import while_connected
+from services.gateway.generation import reserve
+from services.gateway.limits import Reservation
+from services.gateway.owner import owner_of
+from services.gateway.prompts import chat_prompt
+from services.gateway.responses.answering import Answering
+from services.gateway.responses.body import new_response
+from services.gateway.responses.items import Data
+from services.gateway.responses.record import CONTINUABLE, Record, checked_id, given_items, parsed
+from services.gateway.responses.store import Place
+from services.gateway.responses.translation import chat_fields
+from services.gateway.schemas.chat import ChatRequest
+from services.gateway.schemas.responses import ResponseRequest
+from services.gateway.schemas.responses_answers import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut
+from services.gateway.schemas.responses_events import ResponseStreamEvent
+from services.gateway.state import Gateway, GatewayDep
+
+routes = router("responses")
+
+
+@routes.post("/v1/responses", responses=answers_with(ResponseOut, stream=ResponseStreamEvent), response_class=Response)
+async def create_response(request: Request, body: ResponseRequest, gateway: GatewayDep) -> Response:
+    """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
+    store=false. With background=true the answer comes at once, and the model goes on without a connection. With
+    stream=true the events are named by their type."""
+    owner = owner_of(request)
+    prior = await _prior(gateway, owner, body.previous_response_id)
+    fields = chat_fields(body, parsed(prior))
+    chat = fields.request()
+    record = Record(new_response(body), [*prior, *given_items(body.input)] if body.stored else [])
+    answering = Answering(gateway, body, fields, Place(owner, record.id), record)
+    try:
+        reservation = reserve(gateway, chat, prompts=1)
+        if body.background:
+            return await _begin(request, chat, gateway, reservation, answering, record, owner)
+        return await answer(
+            request,
+            chat,
+            gateway,
+            reservation,
+            prepare=prepare_chat,
+            chunks=answering.chunks,
+            complete=answering.complete,
+        )
+    except TemperError as error:
+        fields.rename(error)
+        raise
+
+
+async def _prior(gateway: Gateway, owner: str, previous: str | None) -> list[Data]:
+    """What the response that another one continues was given and answered."""
+    if previous is None:
+        return []
+    param = "previous_response_id"
+    record = await gateway.responses.load(Place(owner, checked_id(previous, param=param)), param=param)
+    if record.status not in CONTINUABLE:
+        raise Conflict(f"response {previous} is {record.status}: only one that has an answer continues", param=param)
+    return record.whole
+
+
+async def _begin(
+    request: Request,
+    chat: ChatRequest,
+    gateway: Gateway,
+    reservation: Reservation,
+    answering: Answering,
+    record: Record,
+    owner: str,
+) -> Response:
+    """Starts a background response; it is stored before the client hears of it."""
+    held = [reservation]
+    try:
+        held.append(gateway.background.reserve())
+        generation = await while_connected(request, prepare_chat(request, chat, gateway))
+        await gateway.responses.save(Place(owner, record.id), record)
+        told = json_response(record.response, None)  # before the model begins to change it
+        gateway.background.begin(answering.work(generation, tuple(held)))
+        held.clear()
+        return told
+    finally:
+        for taken in held:
+            taken.release()
+
+
+@routes.post("/v1/responses/input_tokens")
+async def count_input_tokens(request: Request, body: ResponseRequest, gateway: GatewayDep) -> InputTokensOut:
+    """How many tokens the prompt of such a request has. Nothing is generated or kept."""
+    prior = await _prior(gateway, owner_of(request), body.previous_response_id)
+    fields = chat_fields(body, parsed(prior))
+    chat = fields.request()
+    reservation = reserve(gateway, chat, prompts=1)
+    try:
+        prompt = await while_connected(request, chat_prompt(gateway.engines.served, chat, gateway.settings))
+    except TemperError as error:
+        fields.rename(error)
+        raise
+    finally:
+        reservation.release()
+    return InputTokensOut(object="response.input_tokens", input_tokens=len(prompt))
+
+
+@routes.get("/v1/responses/{response_id}", responses={200: {"model": ResponseOut}}, response_class=Response)
+async def get_response(
+    request: Request,
+    response_id: str,
+    gateway: GatewayDep,
+    stream: Annotated[bool | None, Query(description="Only false: poll instead.")] = None,
+    starting_after: Annotated[int | None, Query(description="Refused: stored responses are not streamed.")] = None,
+    include: Annotated[
+        list[str] | None, Query(alias="include[]", description="Refused: give it when you create the response.")
+    ] = None,
+) -> Response:
+    """A response that is kept; a background one as far as it is known: its output is there when it has ended."""
+    for name, given in (("stream", stream), ("starting_after", starting_after is not None), ("include", include)):
+        if given:
+            instead = "give it when you create the response" if name == "include" else "poll this route until it ended"
+            raise InvalidRequest(f"{name} is not supported for a stored response: {instead}", param=name)
+    record = await gateway.responses.load(_place(request, response_id))
+    return json_response(record.response, record.response["adapter"])
+
+
+@routes.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str, gateway: GatewayDep) -> DeletedOut:
+    """Forgets a response; one that runs in the background ends. Responses that continue it are kept, and have what it
+    was given and answered."""
+    place = _place(request, response_id)
+    await gateway.responses.delete(place)
+    gateway.background.cancel(place.id)
+    return DeletedOut(id=place.id, object="response", deleted=True)
+
+
+@routes.post("/v1/responses/{response_id}/cancel", responses={200: {"model": ResponseOut}}, response_class=Response)
+async def cancel_response(request: Request, response_id: str, gateway: GatewayDep) -> Response:
+    """Ends a background response, whichever gateway runs it. One that has ended stays as it is."""
+    place = _place(request, response_id)
+    record = await gateway.responses.cancel(place)
+    gateway.background.cancel(place.id)
+    return json_response(record.response, record.response["adapter"])
+
+
+@routes.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    gateway: GatewayDep,
+    after: Annotated[str | None, Query(max_length=256, description="Continue behind the item of this id.")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> InputItemsOut:
+    """What a response was given: the items of the responses that it continues, and its own input. Newest first, unless
+    order says otherwise."""
+    items = (await gateway.responses.load(_place(request, response_id))).items
+    if order == "desc":
+        items = items[::-1]
+    start = 0
+    if after is not None:
+        start = next((index + 1 for index, item in enumerate(items) if item["id"] == after), -1)
+        if start < 0:
+            raise NotFound(f"response {response_id} has no input item {after[:80]!r}", param="after")
+    page: list[Any] = items[start : start + limit]
+    return InputItemsOut(
+        object="list",
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(items),
+    )
+
+
+def _place(request: Request, response_id: str) -> Place:
+    return Place(owner_of(request), checked_id(response_id))

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API as a translation over chat completions."""

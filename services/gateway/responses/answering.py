@@ -1,0 +1,108 @@
+"""Runs the generation of a response: as a stream, in one piece, or in the background."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import structlog
+from starlette.responses import Response
+
+from services.common.errors import TemperError
+from services.gateway.api.answers import json_response
+from services.gateway.generation import Generation
+from services.gateway.limits import Reservation
+from services.gateway.responses.background import Work
+from services.gateway.responses.record import Record
+from services.gateway.responses.store import Place
+from services.gateway.responses.translation import ChatFields
+from services.gateway.responses.writer import EventEncoder, ResponseWriter
+from services.gateway.schemas.chat import ChatRequest
+from services.gateway.schemas.responses import ResponseRequest
+from services.gateway.state import Gateway
+
+log = structlog.get_logger(__name__)
+
+
+class Answering:
+    """One response.
+
+    Args:
+        gateway: where it is kept.
+        body: the request.
+        chat: the chat request that was made of it.
+        place: where the response belongs.
+        record: the object that has not begun, and what it is given.
+    """
+
+    def __init__(self, gateway: Gateway, body: ResponseRequest, chat: ChatFields, place: Place, record: Record) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._chat = chat
+        self._place = place
+        self._record = record
+
+    async def chunks(self, generation: Generation, _: ChatRequest) -> AsyncGenerator[bytes, None]:
+        """The encoded events of a stream. What the engine refuses before its first token is raised; a later failure is
+        an event, and the response is kept as failed."""
+        writer, encoder = self._writer(generation), EventEncoder()
+        begun = False
+        try:
+            async with aclosing(generation.steps()) as steps:
+                async for step in steps:
+                    events = [] if begun else writer.start()
+                    begun = True
+                    events += writer.add(step)
+                    if events:
+                        yield encoder.encode(events)
+            events = writer.end()
+        except TemperError as error:
+            self._chat.rename(error)
+            if not begun:
+                raise
+            events = []
+            writer.fail(error)
+        except Exception as error:
+            log.exception("stream failed")
+            if not begun:
+                raise
+            events = []
+            writer.fail(error)
+        await self._gateway.shelf.keep(self._place, self._record)
+        yield encoder.encode([*events, writer.last()])
+
+    async def complete(self, generation: Generation, _: ChatRequest) -> Response:
+        """The response in one piece."""
+        writer = self._writer(generation)
+        await self._generate(writer, generation)
+        await self._gateway.shelf.keep(self._place, self._record)
+        response = self._record.response
+        return json_response(response, response["adapter"])
+
+    def work(self, generation: Generation, reservations: tuple[Reservation, ...]) -> Work:
+        """The response as work in the background."""
+        writer = self._writer(generation)
+        return Work(
+            self._place,
+            self._record,
+            generate=lambda: self._generate(writer, generation),
+            fail=writer.fail,
+            reservations=reservations,
+        )
+
+    async def _generate(self, writer: ResponseWriter, generation: Generation) -> None:
+        begun = False
+        try:
+            async with aclosing(generation.steps()) as steps:
+                async for step in steps:
+                    if not begun:
+                        writer.start()
+                    begun = True
+                    writer.add(step)
+        except TemperError as error:
+            self._chat.rename(error)
+            raise
+        writer.end()
+
+    def _writer(self, generation: Generation) -> ResponseWriter:
+        return ResponseWriter(self._record.response, self._body, generation)

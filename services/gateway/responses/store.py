@@ -1,0 +1,222 @@
+"""Where responses are kept: Redis, so that every gateway finds them and a restart loses none.
+
+Keys:
+    temper:response:{owner}:{id}    hash: status, body, items, background, reason, beat
+    temper:responses:index          sorted set of these keys by the time at which they expire
+    temper:responses:sizes          hash: key → bytes
+    temper:responses:bytes          their sum
+
+``owner`` is a digest of who made it, empty without API keys: nobody can name the response of someone else. ``status``
+and ``reason`` are the truth where the body says something else: a response that is cancelled or lost is changed by who
+has not its body. Together the responses have at most so many bytes; the ones nearest to their end make room. Redis
+holds the jobs as well, which are worth more.
+
+A background response that has not ended beats: its gateway says every second that it still runs it, and hears whether
+it still shall. Who finds one without a beat for longer than the lease writes down that it failed. Times are Redis's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic_core import from_json, to_json
+
+from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.common.redis_client import call_async, connect_async
+from services.gateway.responses.record import Record, missing
+from services.gateway.settings import GatewaySettings
+
+INDEX = "temper:responses:index"
+SIZES = "temper:responses:sizes"
+BYTES = "temper:responses:bytes"
+LOST = "the gateway that ran this background response was lost"
+
+_PRELUDE = f"""
+local function now()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) + tonumber(t[2]) / 1e6
+end
+local function drop(key)
+  local size = redis.call('HGET', '{SIZES}', key)
+  if size then
+    redis.call('DECRBY', '{BYTES}', size)
+    redis.call('HDEL', '{SIZES}', key)
+  end
+  redis.call('ZREM', '{INDEX}', key)
+  return redis.call('DEL', key)
+end
+local function active(key)
+  local status = redis.call('HGET', key, 'status')
+  return status == 'queued' or status == 'in_progress'
+end
+local function lose(key, lease)
+  if active(key) and now() - tonumber(redis.call('HGET', key, 'beat')) > lease then
+    redis.call('HSET', key, 'status', 'failed', 'reason', '{LOST}')
+  end
+end
+"""
+_SAVE = (
+    _PRELUDE
+    + f"""
+-- KEYS record; ARGV ttl limit size status body items background only_active
+if ARGV[8] == '1' and not active(KEYS[1]) then return 0 end
+local limit, size = tonumber(ARGV[2]), tonumber(ARGV[3])
+drop(KEYS[1])
+for _, key in ipairs(redis.call('ZRANGEBYSCORE', '{INDEX}', '-inf', now(), 'LIMIT', 0, 256)) do drop(key) end
+while tonumber(redis.call('GET', '{BYTES}') or '0') + size > limit do
+  local oldest = redis.call('ZRANGE', '{INDEX}', 0, 0)[1]
+  if not oldest then break end
+  drop(oldest)
+end
+redis.call('HSET', KEYS[1], 'status', ARGV[4], 'body', ARGV[5], 'items', ARGV[6], 'background', ARGV[7], 'beat', now())
+redis.call('EXPIRE', KEYS[1], ARGV[1])
+redis.call('ZADD', '{INDEX}', now() + tonumber(ARGV[1]), KEYS[1])
+redis.call('HSET', '{SIZES}', KEYS[1], size)
+redis.call('INCRBY', '{BYTES}', size)
+return 1
+"""
+)
+_LOAD = (
+    _PRELUDE
+    + """
+-- KEYS record; ARGV lease
+lose(KEYS[1], tonumber(ARGV[1]))
+return redis.call('HMGET', KEYS[1], 'status', 'body', 'items', 'reason')
+"""
+)
+_CANCEL = (
+    _PRELUDE
+    + """
+-- KEYS record; ARGV lease
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'MISSING' end
+if redis.call('HGET', KEYS[1], 'background') ~= '1' then return 'FOREGROUND' end
+lose(KEYS[1], tonumber(ARGV[1]))
+if active(KEYS[1]) then redis.call('HSET', KEYS[1], 'status', 'cancelled') end
+return 'OK'
+"""
+)
+_DELETE = _PRELUDE + "-- KEYS record\nreturn drop(KEYS[1])\n"
+_BEAT = (
+    _PRELUDE
+    + """
+-- KEYS records; ARGV their statuses
+local wanted = {}
+for i, key in ipairs(KEYS) do
+  wanted[i] = 0
+  if active(key) then
+    redis.call('HSET', key, 'beat', now(), 'status', ARGV[i])
+    wanted[i] = 1
+  end
+end
+return wanted
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a response is kept."""
+
+    owner: str
+    """Who made it; empty: there are no API keys."""
+    id: str
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.owner else ""
+        return f"temper:response:{digest}:{self.id}"
+
+
+class ResponseStore:
+    """Keeps and finds responses. For one asyncio loop; every method may raise Unavailable."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._redis = connect_async(settings)
+        self._save = self._redis.register_script(_SAVE)
+        self._load = self._redis.register_script(_LOAD)
+        self._cancel = self._redis.register_script(_CANCEL)
+        self._delete = self._redis.register_script(_DELETE)
+        self._beat = self._redis.register_script(_BEAT)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of a response that can be kept; 0: none can."""
+        return min(self._settings.response_max_bytes, self._settings.responses_max_bytes)
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def save(self, place: Place, record: Record, *, only_active: bool = False) -> bool:
+        """Keeps a response, in place of what is there.
+
+        Args:
+            only_active: only if it is there and has not ended.
+
+        Returns:
+            Whether it was written.
+
+        Raises:
+            PayloadTooLarge: it is over the limit for one response.
+        """
+        texts = [to_json(part) for part in (record.response, record.items)]
+        size = sum(map(len, texts))
+        if size > self.largest:
+            raise PayloadTooLarge(
+                f"the response and what it was given have {size} bytes, and {self.largest} can be kept: send "
+                "store=false and no background, or less",
+                param="input",
+            )
+        flags = [str(int(bool(record.response["background"]))), str(int(only_active))]
+        limits = [str(self._settings.responses_ttl_seconds), str(self._settings.responses_max_bytes), str(size)]
+        args: list[str | bytes] = [*limits, record.status, *texts, *flags]
+        return bool(await call_async(lambda: self._save(keys=[place.key], args=args)))
+
+    async def load(self, place: Place, *, param: str = "response_id") -> Record:
+        """Raises NotFound; it names ``param``."""
+        lease = str(self._settings.response_lease_seconds)
+        reply: Any = await call_async(lambda: self._load(keys=[place.key], args=[lease]))
+        status, body, items, reason = reply
+        if body is None:
+            raise missing(place.id, param=param)
+        response = from_json(cast(str, body))
+        response["status"] = status
+        if reason is not None:
+            response["error"] = {"code": "server_error", "message": reason}
+        return Record(response, from_json(cast(str, items)))
+
+    async def cancel(self, place: Place) -> Record:
+        """Ends a background response; one that has ended stays as it is.
+
+        Raises:
+            NotFound: there is none.
+            InvalidRequest: it is not a background response.
+        """
+        lease = str(self._settings.response_lease_seconds)
+        answer = await call_async(lambda: self._cancel(keys=[place.key], args=[lease]))
+        if answer == "MISSING":
+            raise missing(place.id)
+        if answer == "FOREGROUND":
+            raise InvalidRequest(
+                f"response {place.id} was not made with background=true: close its connection to end it",
+                param="response_id",
+            )
+        return await self.load(place)
+
+    async def delete(self, place: Place) -> None:
+        """Forgets a response; one that runs in the background ends.
+
+        Raises:
+            NotFound: there is none.
+        """
+        if not await call_async(lambda: self._delete(keys=[place.key])):
+            raise missing(place.id)
+
+    async def beat(self, running: Sequence[tuple[Place, str]]) -> list[bool]:
+        """Says that these responses still run, and their statuses; whether each still shall."""
+        keys, statuses = [place.key for place, _ in running], [status for _, status in running]
+        reply: Any = await call_async(lambda: self._beat(keys=keys, args=statuses))
+        return [bool(wanted) for wanted in reply]

@@ -1,0 +1,165 @@
+"""From a Responses request to the chat request that answers it, and errors of the latter back to its fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from services.common.errors import TemperError
+from services.gateway.responses.conversation import Conversation, Location, conversation, dotted
+from services.gateway.schemas.chat import ChatRequest
+from services.gateway.schemas.responses import AllowedTools, FunctionName, ResponseRequest, SchemaFormat
+from services.gateway.schemas.responses_items import InputItem
+
+_SAME = (
+    *("model", "adapter", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "stop", "cache_salt", "priority", "chat_template_kwargs", "stream"),
+    *("parallel_tool_calls", "service_tier"),
+)
+"""Fields that both APIs have, with one meaning."""
+_RENAMED: Mapping[str, tuple[str, ...]] = {
+    "max_completion_tokens": ("max_output_tokens",),
+    "max_tokens": ("max_output_tokens",),
+    "reasoning_effort": ("reasoning", "effort"),
+    "response_format": ("text", "format"),
+    "logprobs": ("include",),
+    "messages": ("input",),
+}
+_NAMES = (
+    (re.compile(r"\bmax(_completion)?_tokens\b"), "max_output_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"\bresponse_format\b(\.json_schema\b)?"), "text.format"),
+    (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
+)
+"""What error messages and their `param` say, and what it is called here."""
+_INDEXED = re.compile(r"messages\[(\d+)\].*")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFields:
+    """A chat request's fields, and where its messages come from."""
+
+    fields: dict[str, Any]
+    conversation: Conversation
+    raw: dict[str, Any] = field(repr=False)
+    """The Responses body."""
+
+    def request(self) -> ChatRequest:
+        """The chat request.
+
+        Raises:
+            RequestValidationError: chat refuses a value; the error names the field of the Responses body.
+        """
+        try:
+            return ChatRequest.model_validate(self.fields)
+        except ValidationError as error:
+            self._refuse(error)
+
+    def rename(self, error: TemperError) -> None:
+        """Gives an error of the chat request the names of the Responses body."""
+        error.message = _reworded(error.message)
+        if error.param is not None:
+            given, error.param = error.param, self._param(error.param)
+            if error.message.startswith(given):
+                error.message = error.param + error.message.removeprefix(given)
+
+    def _param(self, param: str) -> str:
+        if indexed := _INDEXED.fullmatch(param):
+            return dotted(self.conversation.source_of(int(indexed[1])))
+        if param in ("messages", "logprobs"):
+            return dotted(_RENAMED[param])
+        return _reworded(param)
+
+    def _refuse(self, error: ValidationError) -> NoReturn:
+        errors = []
+        for entry in error.errors(include_url=False):
+            context = dict(entry.get("ctx") or {})
+            location = entry["loc"]
+            if not location and context.get("param"):
+                context["param"] = self._param(context["param"])  # of the whole body
+            if "message" in context:
+                context["message"] = _reworded(str(context["message"]))
+            where = ("body", *self._location(location))
+            errors.append({**entry, "loc": where, "msg": _reworded(entry["msg"]), "ctx": context})
+        raise RequestValidationError(errors, body=self.raw) from error
+
+    def _location(self, location: Location) -> Location:
+        match location:
+            case ("messages", int(index), "tool_calls", int(call), "function", *rest):
+                return (*self.conversation.source_of(index, call), *rest)
+            case ("messages", int(index), str(), "tool_calls", int(call), "function", *rest):  # behind the role's tag
+                return (*self.conversation.source_of(index, call), *rest)
+            case ("messages", int(index), *rest):
+                return (*self.conversation.source_of(index), *rest)
+            case (str(head), *rest):
+                return (*_RENAMED.get(head, (head,)), *rest)
+        return location
+
+
+def chat_fields(body: ResponseRequest, prior: Sequence[InputItem]) -> ChatFields:
+    """What a chat request of the same meaning has.
+
+    Args:
+        body: the Responses request.
+        prior: the items of the response that it continues.
+
+    Raises:
+        InvalidRequest: an item does not fit the ones before it.
+    """
+    talk = conversation(body.instructions, prior, body.input)
+    fields: dict[str, Any] = {"messages": talk.messages}
+    for name in _SAME:
+        value = getattr(body, name)
+        if value is not None:
+            fields[name] = value
+    if body.logit_bias is not None:
+        fields["logit_bias"] = {str(token): bias for token, bias in body.logit_bias.items()}
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    _add_tools(fields, body)
+    _add_format(fields, body)
+    return ChatFields(fields, talk, body.model_dump(mode="json", by_alias=True, exclude_unset=True))
+
+
+def _add_tools(fields: dict[str, Any], body: ResponseRequest) -> None:
+    if body.tools:
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in body.tools
+        ]
+    elif body.parallel_tool_calls is not None:
+        del fields["parallel_tool_calls"]  # nothing to be parallel
+    match body.tool_choice:
+        case FunctionName(name=name):
+            fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+        case AllowedTools(mode=mode, tools=tools):
+            allowed = [{"type": "function", "function": {"name": tool.name}} for tool in tools]
+            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        case "auto" if not body.tools:
+            pass  # OpenAI's default here, with or without tools; in chat it needs some
+        case str(choice):
+            fields["tool_choice"] = choice
+
+
+def _add_format(fields: dict[str, Any], body: ResponseRequest) -> None:
+    form = body.text.format if body.text is not None else None
+    if isinstance(form, SchemaFormat):
+        schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    elif form is not None:
+        fields["response_format"] = {"type": form.type}
+
+
+def _reworded(text: str) -> str:
+    for name, ours in _NAMES:
+        text = name.sub(ours, text)
+    return text
