@@ -162,14 +162,18 @@ class Scheduler:
             rows = sum(chunk.sampled_rows for chunk in plan.chunks)
         if len(result.tokens) != rows or (self.config.speculative and len(result.guesses) != len(draft.sampling)):
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
+        if len(result.reports) != len(plan.reads):
+            raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads of prompts")
         self._land(draft, succeeded=True)
+        updates = self._report(draft, plan, result) if plan.reads else []
         if self.config.speculative:
-            return self._append_verified(draft, plan, result, now)
-        return [
+            return updates + self._append_verified(draft, plan, result, now)
+        updates += [
             self._append(sequence, token, now)
             for sequence, token in zip(draft.sampling, result.tokens, strict=True)
             if not sequence.ended
         ]
+        return updates
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
@@ -352,6 +356,15 @@ class Scheduler:
             self._memory.restored(restore)
         for snapshot in draft.snapshots:
             self._memory.end_snapshot(snapshot, taken=succeeded)
+
+    def _report(self, draft: Draft, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """What the step read of prompts."""
+        error = TemperError("the model produced numbers that are not finite")
+        return [
+            sequence.report(report, read) if report.finite else self._end(sequence, FinishReason.ERROR, error)
+            for sequence, read, report in zip(draft.reading, plan.reads, result.reports, strict=True)
+            if not sequence.ended
+        ]
 
     def _append_verified(self, draft: Draft, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
         """The tokens of a step with speculation: those behind a right guess count too."""
