@@ -71,7 +71,7 @@ def test_prompts_are_read() -> None:
         arrivals=2,
     )
     assert run.reports == 4
-    assert run.steps == 4
+    assert run.steps == 3
 
 
 def test_prompts_are_read_beside_guesses() -> None:
