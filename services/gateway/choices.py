@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from services.common.pb import engine_pb2
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler
 from services.gateway.text.chat import ChatParser, Delta
 
@@ -44,6 +45,8 @@ class Choice:
         prompt_tokens: length of its prompt.
         assembler: makes text of tokens.
         parser: splits the text of a chat; None for a text completion.
+        silent: only the prompt is wanted: the token that ends the engine's request is none of the completion's.
+        shows_end: the token that ended the completion has a log-probability like the others, behind the text.
     """
 
     index: int
@@ -51,19 +54,34 @@ class Choice:
     prompt_tokens: int
     assembler: TextAssembler
     parser: ChatParser | None
+    silent: bool = False
+    shows_end: bool = False
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
     adapter: str | None = None
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     begun: bool = False
     finished: bool = False
     _last_update: float = field(default_factory=time.monotonic)
+    _end: TokenLogprob | None = None
+
+    def reads(self, update: engine_pb2.Update) -> bool:
+        """Takes what an update says of the prompt; whether it says nothing else."""
+        if not update.HasField("prompt_logprobs"):
+            return False
+        self.prompt_scores.add(update.prompt_logprobs)
+        if update.token_ids or update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED:
+            return False
+        self.adapter = update.adapter or self.adapter
+        self.cached_tokens = update.cached_tokens or self.cached_tokens
+        return True
 
     def take(self, update: engine_pb2.Update, metrics: GatewayMetrics) -> Step:
         """Takes the next update of the engine."""
         first, self.begun = not self.begun, True
         if first:
-            self.adapter = update.adapter or None
-            self.cached_tokens = update.cached_tokens
+            self.adapter = update.adapter or self.adapter
+            self.cached_tokens = update.cached_tokens or self.cached_tokens
         self._measure(first, len(update.token_ids), metrics)
         used = self._push(update)
         reason: str | None = None
@@ -71,7 +89,12 @@ class Choice:
             reason = "stop"
         elif update.finish_reason == engine_pb2.FINISH_REASON_LENGTH:
             reason = "length"
+        if self.silent and reason is not None:
+            reason = "length"
         piece = self.assembler.take(final=reason is not None)
+        if self._end is not None:
+            piece.entries.append(self._end)
+            piece.offsets.append(self.assembler.length)
         deltas: list[Delta] = []
         if self.parser is not None:
             if self.parser.in_reasoning:
@@ -101,6 +124,8 @@ class Choice:
 
     def _push(self, update: engine_pb2.Update) -> int:
         """Feeds the tokens to the assembler; returns how many belong to the completion."""
+        if self.silent:
+            return 0
         count = len(update.token_ids)
         ended = update.finish_reason == engine_pb2.FINISH_REASON_STOP
         for position, token_id in enumerate(update.token_ids):
@@ -114,7 +139,10 @@ class Choice:
                     tuple(tops.logprobs) if tops is not None else (),
                 )
             # The token that ended the completion is counted and reported by id, but it is not text.
-            self.assembler.push(token_id, entry, visible=not (ended and position == count - 1))
+            last = ended and position == count - 1
+            self.assembler.push(token_id, entry, visible=not last)
+            if last and self.shows_end:
+                self._end = entry
             if self.assembler.stopped:
                 return position + 1
         return count

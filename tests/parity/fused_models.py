@@ -370,7 +370,9 @@ class InStep:
         assert len(ours) == len(plain)
         self.reports += len(ours)
         for mine, theirs in zip(ours, plain, strict=True):
-            for part, expected in zip((mine.pooled, *(mine.scores or ())), (theirs.pooled, *(theirs.scores or ())), strict=True):
+            for part, expected in zip(
+                (mine.pooled, *(mine.scores or ())), (theirs.pooled, *(theirs.scores or ())), strict=True
+            ):
                 if expected is None or part is None:
                     assert part is expected
                 elif expected.dtype == np.float32:

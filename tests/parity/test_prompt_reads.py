@@ -48,7 +48,9 @@ def reference_hidden(reference: Qwen3_5ForCausalLM, tokens: tuple[int, ...]) -> 
         return exact(torch.tensor([list(tokens)])).last_hidden_state[0]
 
 
-def serve(pair: Pair, requests: list[Request], *, arrivals: int, **changes: int | bool) -> dict[str, list[SequenceUpdate]]:
+def serve(
+    pair: Pair, requests: list[Request], *, arrivals: int, **changes: int | bool
+) -> dict[str, list[SequenceUpdate]]:
     """All updates of each request; ``arrivals`` new ones come a step."""
     limits: dict[str, int | bool] = {
         "max_num_seqs": 8,
@@ -122,8 +124,7 @@ def test_log_probabilities_of_prompts(pairs: dict[str, Pair], arrivals: int, cha
     beginning may come from the cache."""
     pair = pairs["grouped"]
     asked = [
-        Request(f"r{n}", prompt, GREEDY, arrival=n, prompt_logprobs=ALTERNATIVES)
-        for n, prompt in enumerate(prompts())
+        Request(f"r{n}", prompt, GREEDY, arrival=n, prompt_logprobs=ALTERNATIVES) for n, prompt in enumerate(prompts())
     ]
     ends = [
         replace(request, request_id=f"end{n}", prompt_logprobs_from=48)

@@ -36,9 +36,7 @@ class CudaPromptReader:
         self._vocab = vocab
         self._tile = min(_MOST_ROWS, max(_LEAST_ROWS, max_num_seqs))
 
-    def launch(
-        self, forward: FusedForward, x: Tensor, plan: StepPlan, decodes: int, first_row: int
-    ) -> Reports:
+    def launch(self, forward: FusedForward, x: Tensor, plan: StepPlan, decodes: int, first_row: int) -> Reports:
         """Queues the reads of a plan and the copy of their results.
 
         Args:

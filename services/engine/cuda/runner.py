@@ -271,9 +271,7 @@ class CudaRunner:
                 forward.logits(chosen), sampling, step.extra[: sampling.step.size].view(3, -1)
             ).words
         if guessing is not None:
-            return replace(
-                self._launch_guesses(step, captured, x, words, sampling, guessing, forward), reports=reports
-            )
+            return replace(self._launch_guesses(step, captured, x, words, sampling, guessing, forward), reports=reports)
         if words is None:
             return LaunchedStep(self._stream.mark(), None, reports)
         host = self._fetch(words)

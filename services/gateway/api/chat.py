@@ -14,7 +14,8 @@ from services.gateway.api.answers import answer, json_response
 from services.gateway.api.routing import router
 from services.gateway.choices import Step, TokenLogprob
 from services.gateway.formats import chat_logprobs, usage
-from services.gateway.generation import Generation, Job, reserve
+from services.gateway.generation import Generation, Job, checked_traceparent, reserve
+from services.gateway.prompt_scores import by_token, check_size
 from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.sse import DONE, EventTemplate, event
@@ -34,6 +35,9 @@ async def create_chat_completion(request: Request, body: ChatRequest, gateway: G
 async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
     served = gateway.engines.served
     prompt = await chat_prompt(served, body, gateway.settings)
+    if body.prompt_logprobs is not None:
+        limit = gateway.settings.max_prompt_logprobs
+        check_size(len(prompt), body.prompt_logprobs, limit=limit, field="prompt_logprobs")
     max_tokens = token_budget(
         len(prompt),
         body.token_limit,
@@ -50,7 +54,8 @@ async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Gen
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         chat=True,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        traceparent=request.headers.get("traceparent", ""),
+        prompt_logprobs=body.prompt_logprobs,
+        traceparent=checked_traceparent(request),
     )
 
 
@@ -260,4 +265,9 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
     }
     if body.return_token_ids:
         whole["prompt_token_ids"] = generation.jobs[0].prompt
+    if body.prompt_logprobs is not None:
+        scores = generation.prompt_scores(generation.choices[0])
+        whole["prompt_logprobs"] = by_token(
+            generation.served.vocabulary, generation.jobs[0].prompt, scores, body.prompt_logprobs
+        )
     return json_response(whole, adapter)

@@ -14,7 +14,8 @@ from services.gateway.api.answers import answer, json_response
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
 from services.gateway.formats import text_logprobs, usage
-from services.gateway.generation import Generation, Job, reserve
+from services.gateway.generation import Generation, Job, checked_traceparent, reserve
+from services.gateway.prompt_scores import NO_ECHO, Echo, by_token, check_size, echo, joined
 from services.gateway.prompts import text_prompts, token_budget
 from services.gateway.schemas.completions import CompletionRequest
 from services.gateway.sse import DONE, EventTemplate, event
@@ -44,6 +45,17 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         )
         for prompt in prompts
     ]
+    # Both ask for the same: what is said of a prompt is as much as the more demanding of them wants.
+    wanted = max(
+        (k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None), default=None
+    )
+    if wanted is not None:
+        check_size(
+            body.choices * sum(map(len, prompts)),
+            wanted,
+            limit=gateway.settings.max_prompt_logprobs,
+            field="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
     return Generation(
         gateway,
         served,
@@ -52,7 +64,9 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         prefix="cmpl",
         top_logprobs=body.logprobs,
         chat=False,
-        traceparent=request.headers.get("traceparent", ""),
+        prompt_logprobs=wanted,
+        shows_end=bool(body.echo),
+        traceparent=checked_traceparent(request),
     )
 
 
@@ -63,14 +77,22 @@ class _Writer:
         self._generation = generation
         self._body = body
         self._templates: dict[int, EventTemplate] = {}
+        self._echoes: dict[int, Echo] = {}
 
     def prompt_of(self, choice: Choice) -> list[int]:
         """Tokens of a choice's prompt."""
         return self._generation.jobs[choice.index // self._generation.choices_per_prompt].prompt
 
-    def echo(self, choice: Choice) -> str:
+    def echo(self, choice: Choice) -> Echo:
         """What stands before the text."""
-        return self._generation.served.codec.decode(self.prompt_of(choice)) if self._body.echo else ""
+        if not self._body.echo:
+            return NO_ECHO
+        number = choice.index // self._generation.choices_per_prompt
+        if number not in self._echoes:
+            top, scores = self._body.logprobs, self._generation.prompt_scores(choice)
+            vocabulary, prompt = self._generation.served.vocabulary, self.prompt_of(choice)
+            self._echoes[number] = echo(vocabulary, prompt, None if top is None else scores, top or 0)
+        return self._echoes[number]
 
     def choice(
         self,
@@ -83,17 +105,23 @@ class _Writer:
         with_prompt: bool,
     ) -> dict[str, Any]:
         """One entry of `choices`."""
-        body = self._body
+        body, before = self._body, self.echo(choice)
         entry: dict[str, Any] = {
             "index": choice.index,
-            "text": (self.echo(choice) if with_prompt else "") + piece.text,
+            "text": (before.text if with_prompt else "") + piece.text,
             "logprobs": None,
             "finish_reason": finish_reason,
             "completion_id": choice.completion_id,
             "adapter": choice.adapter,
         }
         if body.logprobs is not None:
-            entry["logprobs"] = text_logprobs(self._generation.served.vocabulary, piece, body.logprobs)
+            piece.offsets = [len(before.text) + offset for offset in piece.offsets]
+            told = text_logprobs(self._generation.served.vocabulary, piece, body.logprobs)
+            entry["logprobs"] = joined(before.logprobs, told) if with_prompt else told
+        if body.prompt_logprobs is not None:
+            scores = self._generation.prompt_scores(choice)
+            vocabulary, prompt = self._generation.served.vocabulary, self.prompt_of(choice)
+            entry["prompt_logprobs"] = by_token(vocabulary, prompt, scores, body.prompt_logprobs)
         if body.return_token_ids:
             if with_prompt:
                 entry["prompt_token_ids"] = self.prompt_of(choice)

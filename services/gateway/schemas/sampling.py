@@ -82,6 +82,8 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and per choice `token_ids` and `sampling_logprobs` (log-probability of each sampled
     token under the tempered distribution it was drawn from), as training on rollouts needs them."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Adds `prompt_logprobs`: of each token of the prompt, with so many alternatives. Not together with stream."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     """Only requests with the same salt share cached prompt state."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -108,6 +110,8 @@ class SamplingFields(RequestModel):
     def _streaming(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise contradiction("stream_options is only allowed together with stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("prompt_logprobs come in one piece: leave out stream", "prompt_logprobs")
         return self
 
 

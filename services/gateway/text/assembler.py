@@ -52,6 +52,11 @@ class TextAssembler:
         return self._stopped
 
     @property
+    def length(self) -> int:
+        """Characters given out."""
+        return self._emitted
+
+    @property
     def tokens(self) -> int:
         """Tokens taken, the one that completed a stop string included."""
         return self._tokens
