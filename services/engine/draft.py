@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
 from services.engine.memory.prefix import Namespace
 from services.engine.memory.sequences import Restore, Snapshot
 from services.engine.plan import Chunk, StateCopy, StepPlan
-from services.engine.reads import PromptRead
+from services.engine.reads import PromptRead, PromptReport
 from services.engine.sequence import Sequence
+from services.engine.updates import SequenceUpdate
 
 Prefix = tuple[Namespace, SequenceABC[int]]
 
@@ -83,6 +85,18 @@ class Draft:
             reads=self._placed_reads() if self._reads else (),
         )
         return self.plan
+
+    def told(
+        self, reports: SequenceABC[PromptReport], end: Callable[[Sequence], SequenceUpdate]
+    ) -> list[SequenceUpdate]:
+        """What the step that has run tells of prompts; ``end`` ends a request of which nothing sound was computed."""
+        if self.plan is None or not reports:
+            return []
+        return [
+            sequence.report(report, read) if report.finite else end(sequence)
+            for sequence, read, report in zip(self.reading, self.plan.reads, reports, strict=True)
+            if not sequence.ended
+        ]
 
     def _placed_reads(self) -> list[PromptRead]:
         places = {id(chunk): place for place, chunk in enumerate(self._chunks)}

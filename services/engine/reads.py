@@ -1,8 +1,8 @@
 """What a step tells of a prompt itself: log-probabilities of its tokens, and a vector of its hidden states.
 
-Row p of a prompt (the hidden state behind its token p) says how likely token p + 1 was. A request that asks for such
-things has each of these rows read exactly once, in order, by whatever chunks compute them: ``Reading`` remembers how far
-the plans have come, so that a preempted prompt, which is computed again, is not reported again. No torch here.
+Row p of a prompt (the hidden state behind its token p) says how likely token p + 1 was. Of a request that asks for such
+things each of these rows is read exactly once, in order, by whatever chunks compute them: ``Reading`` remembers how far
+the plans have come, so that of a preempted prompt, which is computed again, nothing is told twice. No torch here.
 """
 
 from __future__ import annotations

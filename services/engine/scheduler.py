@@ -153,8 +153,8 @@ class Scheduler:
             now: when the result was there, in the clock of ``schedule``.
 
         Raises:
-            ValueError: the plan is not the oldest in flight or the result does not have one token for each sampled
-                row; the plan is still in flight then, and ``fail`` ends it.
+            ValueError: the plan is not the oldest in flight or the result is not one of it; the plan is still in
+                flight then, and ``fail`` ends it.
         """
         draft = self._oldest(plan)
         rows = len(draft.sampling)
@@ -163,17 +163,16 @@ class Scheduler:
         if len(result.tokens) != rows or (self.config.speculative and len(result.guesses) != len(draft.sampling)):
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
         if len(result.reports) != len(plan.reads):
-            raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads of prompts")
+            raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
         self._land(draft, succeeded=True)
-        updates = self._report(draft, plan, result) if plan.reads else []
+        told = draft.told(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
-            return updates + self._append_verified(draft, plan, result, now)
-        updates += [
+            return told + self._append_verified(draft, plan, result, now)
+        return told + [
             self._append(sequence, token, now)
             for sequence, token in zip(draft.sampling, result.tokens, strict=True)
             if not sequence.ended
         ]
-        return updates
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
@@ -357,15 +356,6 @@ class Scheduler:
         for snapshot in draft.snapshots:
             self._memory.end_snapshot(snapshot, taken=succeeded)
 
-    def _report(self, draft: Draft, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """What the step read of prompts."""
-        error = TemperError("the model produced numbers that are not finite")
-        return [
-            sequence.report(report, read) if report.finite else self._end(sequence, FinishReason.ERROR, error)
-            for sequence, read, report in zip(draft.reading, plan.reads, result.reports, strict=True)
-            if not sequence.ended
-        ]
-
     def _append_verified(self, draft: Draft, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
         """The tokens of a step with speculation: those behind a right guess count too."""
         updates: list[SequenceUpdate] = []
@@ -391,6 +381,10 @@ class Scheduler:
             return self._end(sequence, FinishReason.ERROR, TemperError(token.error))
         reason = sequence.append(token, now)
         return sequence.update(token) if reason is None else self._end(sequence, reason, token=token)
+
+    def _end_broken(self, sequence: Sequence) -> SequenceUpdate:
+        error = TemperError("the model produced numbers that are not finite")
+        return self._end(sequence, FinishReason.ERROR, error)
 
     def _end(
         self,

@@ -57,8 +57,8 @@ def check_size(tokens: int, alternatives: int, *, limit: int, field: str) -> Non
     wanted = tokens * (1 + alternatives)
     if wanted > limit:
         raise InvalidRequest(
-            f"{tokens} prompt tokens with {alternatives} alternatives each are {wanted} log-probabilities and a request "
-            f"may ask for {limit}: send fewer or shorter prompts, or ask for fewer alternatives",
+            f"{tokens} prompt tokens with {alternatives} alternatives each are {wanted} log-probabilities and a "
+            f"request may ask for {limit}: send fewer or shorter prompts, or ask for fewer alternatives",
             param=field,
         )
 

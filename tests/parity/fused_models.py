@@ -370,15 +370,13 @@ class InStep:
         assert len(ours) == len(plain)
         self.reports += len(ours)
         for mine, theirs in zip(ours, plain, strict=True):
-            for part, expected in zip(
-                (mine.pooled, *(mine.scores or ())), (theirs.pooled, *(theirs.scores or ())), strict=True
-            ):
+            parts, expected_parts = ((each.pooled, *(each.scores or ())) for each in (mine, theirs))
+            for part, expected in zip(parts, expected_parts, strict=True):
                 if expected is None or part is None:
                     assert part is expected
                 elif expected.dtype == np.float32:
                     assert part.dtype == np.float32
-                    # A vector is a sum of rows.
-                    np.testing.assert_allclose(part, expected, rtol=1e-4, atol=10 * self.tolerance)
+                    np.testing.assert_allclose(part, expected, rtol=1e-4, atol=self.tolerance)
                 else:
                     assert part.dtype == expected.dtype
                     assert part.tolist() == expected.tolist()

@@ -28,7 +28,8 @@ class CudaPromptReader:
 
     Args:
         vocab: width of the logits.
-        max_num_seqs: rows that the sampler takes at most: with more logits than a step's the memory plan does not count.
+        max_num_seqs: rows that the sampler takes at most, whose logits the memory plan counts: of a few times as many
+            it does not.
     """
 
     def __init__(self, stream: EngineStream, vocab: int, max_num_seqs: int) -> None:

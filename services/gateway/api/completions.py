@@ -46,9 +46,8 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         for prompt in prompts
     ]
     # Both ask for the same: what is said of a prompt is as much as the more demanding of them wants.
-    wanted = max(
-        (k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None), default=None
-    )
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    wanted = max((k for k in asked if k is not None), default=None)
     if wanted is not None:
         check_size(
             body.choices * sum(map(len, prompts)),

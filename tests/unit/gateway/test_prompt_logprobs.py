@@ -12,6 +12,8 @@ from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids
 
+CHAT = [{"role": "user", "content": "Hi"}]
+
 
 def own(prompt: bytes) -> list[float | None]:
     return [None, *(logprob(token, place) for place, token in enumerate(prompt) if place)]
@@ -145,11 +147,7 @@ def test_the_limit_of_an_answer(start: Starter) -> None:
             ("completions", {"prompt": "abcde", "prompt_logprobs": 2}, "prompt_logprobs"),
             ("completions", {"prompt": "abc", "n": 5, "prompt_logprobs": 0}, "prompt_logprobs"),
             ("completions", {"prompt": ["abcd", "abc"], "echo": True, "logprobs": 1}, "logprobs"),
-            (
-                "chat/completions",
-                {"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 0},
-                "prompt_logprobs",
-            ),
+            ("chat/completions", {"messages": CHAT, "prompt_logprobs": 0}, "prompt_logprobs"),
             ("score", {"prompt": "ab", "completion": "abcde", "top_logprobs": 2}, "completion"),
         ):
             answer = http.post(f"/v1/{route}", json={"model": MODEL, **body})
