@@ -29,7 +29,7 @@ class Question:
     """Beside each token's log-probability; None: none of them is asked for."""
     first: int = 0
     """The first token whose log-probability is asked for."""
-    pooling: engine_pb2.Pooling = engine_pb2.POOLING_UNSPECIFIED
+    pooling: engine_pb2.Pooling.ValueType = engine_pb2.POOLING_UNSPECIFIED
 
 
 @dataclass(slots=True)

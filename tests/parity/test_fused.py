@@ -57,16 +57,16 @@ def test_prompts_are_read() -> None:
     """More rows than a tile in one step, others in the middle of a prompt; beside decodes, and beside a prompt that
     nobody asks about. The logits that the readers compute are not those of the same rows in both, so only results are
     compared."""
-    limits = replace(LIMITS, token_budget=48)
+    limits = replace(LIMITS, token_budget=36)
     run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), limits, pending=True)
     run.compares_logits = False
-    short, long, plain, mean = requests(3, 66, 4, 12, tokens=2)
+    short, long, plain, mean = requests(2, 40, 3, 7, tokens=2)
     run.run(
         [
             replace(short, pooling=Pooling.LAST),
             replace(long, prompt_logprobs=5, pooling=Pooling.LAST),
             plain,
-            replace(mean, prompt_logprobs=0, prompt_logprobs_from=7, pooling=Pooling.MEAN),
+            replace(mean, prompt_logprobs=0, prompt_logprobs_from=5, pooling=Pooling.MEAN),
         ],
         arrivals=2,
     )

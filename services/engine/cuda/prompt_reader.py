@@ -56,7 +56,7 @@ class CudaPromptReader:
         rows, targets = self._send(ids)
         sizes = [padded, padded, padded * k, padded * k, len(wanted.pooled) * x.shape[1]]
         words = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
-        parts = words.split(sizes)
+        parts = torch.split(words, sizes)
         logprobs, ranks = parts[0].view(torch.float32), parts[1]
         top_ids, top_logprobs = parts[2].view(padded, k), parts[3].view(torch.float32).view(padded, k)
         vectors = parts[4].view(torch.float32).view(len(wanted.pooled), x.shape[1])
@@ -70,7 +70,7 @@ class CudaPromptReader:
         host = self._fetch(words)
 
         def read() -> Sequence[PromptReport]:
-            cut = [part.numpy() for part in host.split(sizes)]
+            cut = [part.numpy() for part in torch.split(host, sizes)]
             scores = PromptScores(
                 cut[0][:count].view(np.float32),
                 cut[1][:count],
