@@ -89,7 +89,9 @@ class CudaPromptReader:
 
     def _send(self, ids: np.ndarray) -> Tensor:
         words = torch.from_numpy(ids)
-        return words if self._stream.stream is None else words.pin_memory().to(self._stream.device, non_blocking=True)
+        if self._stream.stream is None or not ids.size:
+            return words.to(self._stream.device)
+        return words.pin_memory().to(self._stream.device, non_blocking=True)
 
     def _fetch(self, words: Tensor) -> Tensor:
         # torch keeps page-locked memory for the next time, and gives none away that a copy still writes to.
