@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -267,7 +268,8 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
         whole["prompt_token_ids"] = generation.jobs[0].prompt
     if body.prompt_logprobs is not None:
         scores = generation.prompt_scores(generation.choices[0])
-        whole["prompt_logprobs"] = by_token(
-            generation.served.vocabulary, generation.jobs[0].prompt, scores, body.prompt_logprobs
-        )
+        prompt, vocabulary = generation.jobs[0].prompt, generation.served.vocabulary
+        # Of a long prompt that takes a while.
+        whole["prompt_logprobs"] = await asyncio.to_thread(by_token, vocabulary, prompt, scores, body.prompt_logprobs)
+        return await asyncio.to_thread(json_response, whole, adapter)
     return json_response(whole, adapter)

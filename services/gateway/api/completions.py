@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -45,10 +46,10 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         )
         for prompt in prompts
     ]
-    # Both ask for the same: what is said of a prompt is as much as the more demanding of them wants.
-    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    wanted = max((k for k in asked if k is not None), default=None)
-    if wanted is not None:
+    wanted = None
+    if body.tells_prompt:
+        # Both forms say the same: the engine is asked for as much as the more demanding one wants.
+        wanted = max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0)
         check_size(
             body.choices * sum(map(len, prompts)),
             wanted,
@@ -176,7 +177,10 @@ async def _chunks(generation: Generation, body: CompletionRequest) -> AsyncGener
             shows = step.piece.text or step.finish_reason or step.first or (body.return_token_ids and step.token_ids)
             if not shows:
                 continue
-            yield writer.event(step)
+            if step.first and body.echo and body.logprobs is not None:
+                yield await asyncio.to_thread(writer.event, step)  # of a long prompt that takes a while
+            else:
+                yield writer.event(step)
     if body.include_usage:
         yield event({**writer.body([], generation.choices[0].adapter, with_prompt=False), "usage": writer.usage()})
     yield DONE
@@ -188,6 +192,12 @@ async def _complete(generation: Generation, body: CompletionRequest) -> Response
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             collected[step.choice.index].append(step)
+    if body.tells_prompt:
+        return await asyncio.to_thread(_whole, writer, generation, collected)
+    return _whole(writer, generation, collected)
+
+
+def _whole(writer: _Writer, generation: Generation, collected: list[list[Step]]) -> Response:
     entries = []
     for choice, steps_of_choice in zip(generation.choices, collected, strict=True):
         piece = Piece(

@@ -6,14 +6,14 @@ import base64
 import math
 import struct
 from array import array
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
-from services.gateway.api.answers import json_response
+from services.gateway.api.answers import adapter_header
 from services.gateway.api.routing import router
 from services.gateway.disconnect import while_connected
 from services.gateway.generation import checked_traceparent
@@ -46,25 +46,22 @@ async def _embed(request: Request, body: EmbeddingsRequest, gateway: Gateway) ->
         token_budget(len(prompt), 1, default=1, context=served.info.max_model_len, field=where)
     pooling = _POOLINGS[body.pooling or "last"]
 
-    def entry(index: int, reading: Reading) -> dict[str, Any]:
+    def entry(index: int, reading: Reading) -> tuple[str | None, bytes]:
         vector = _shaped(reading.embedding, body)
-        return {
+        entry = {
             "object": "embedding",
             "index": index,
             "embedding": _base64(vector) if body.encoding_format == "base64" else vector.tolist(),
             "adapter": reading.adapter,
         }
+        # Now, one by one: thousands of vectors together would keep everybody else waiting.
+        return reading.adapter, to_json(entry)
 
     data = await readings.read([Question(prompt, pooling=pooling) for prompt in prompts], entry)
-    adapter = data[0]["adapter"]
-    whole = {
-        "object": "list",
-        "model": body.model,
-        "adapter": adapter,
-        "data": data,
-        "usage": readings.usage(),
-    }
-    return json_response(whole, adapter)
+    adapter = data[0][0]
+    head = to_json({"object": "list", "model": body.model, "adapter": adapter, "usage": readings.usage()})
+    whole = b'%b,"data":[%b]}' % (head[:-1], b",".join(encoded for _, encoded in data))
+    return Response(whole, headers=adapter_header(adapter), media_type="application/json")
 
 
 def _shaped(vector: list[float], body: EmbeddingsRequest) -> array[float]:

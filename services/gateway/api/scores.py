@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import Request
@@ -70,7 +71,7 @@ async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Resp
     }
     if body.return_token_ids:
         whole["prompt_token_ids"] = prompt
-    return json_response(whole, adapter)
+    return await asyncio.to_thread(json_response, whole, adapter)
 
 
 async def _prompt(served: ServedModel, body: ScoreRequest, settings: GatewaySettings) -> list[int]:

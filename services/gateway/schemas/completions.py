@@ -46,6 +46,11 @@ class CompletionRequest(SamplingFields):
         """The prompt in its list form."""
         return as_list(self.prompt)
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are part of the answer."""
+        return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
+
     @model_validator(mode="after")
     def _combinations(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.choices:
