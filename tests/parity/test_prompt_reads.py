@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -15,14 +14,12 @@ from transformers import Qwen3_5ForCausalLM
 
 from services.engine.limits import SchedulerConfig
 from services.engine.model.lora import LoraSlots
-from services.engine.plan import StepPlan
-from services.engine.ports import StepHandle
 from services.engine.request import Pooling, Request, SamplingParams
 from services.engine.scheduler import Scheduler
 from services.engine.updates import SequenceUpdate
 from tests.parity.conftest import Pair
 from tests.parity.reference import reference_logits
-from tests.parity.test_scheduled_generation import make_runner
+from tests.parity.test_scheduled_generation import make_runner, updates_of
 
 BAR = 1e-4
 ALTERNATIVES = 3
@@ -66,20 +63,8 @@ def serve(
     runner = make_runner(pair.model, config, lora)
     scheduler = Scheduler(config, runner.depth)
     updates: dict[str, list[SequenceUpdate]] = {request.request_id: [] for request in requests}
-    coming = list(requests)
-    flights: deque[tuple[StepPlan, StepHandle]] = deque()
-    while coming or flights or scheduler.has_work:
-        for request in coming[:arrivals]:
-            scheduler.add(request)
-        del coming[:arrivals]
-        plan = scheduler.schedule(0.0)
-        if plan is not None:
-            flights.append((plan, runner.launch(plan)))
-        if plan is None or len(flights) == runner.depth:
-            done, handle = flights.popleft()
-            for update in scheduler.update(done, handle.result(), 0.0):
-                updates[update.request_id].append(update)
-        scheduler.check_integrity()
+    for update in updates_of(scheduler, runner, requests, arrivals):
+        updates[update.request_id].append(update)
     return updates
 
 
