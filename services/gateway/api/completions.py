@@ -18,6 +18,7 @@ from services.gateway.formats import text_logprobs, usage
 from services.gateway.generation import Generation, Job, checked_traceparent, reserve
 from services.gateway.prompt_scores import NO_ECHO, Echo, by_token, check_size, echo, joined
 from services.gateway.prompts import text_prompts, token_budget
+from services.gateway.schemas.completion_answers import CompletionResponse
 from services.gateway.schemas.completions import CompletionRequest
 from services.gateway.sse import DONE, EventTemplate, event
 from services.gateway.state import Gateway, GatewayDep
@@ -26,7 +27,16 @@ from services.gateway.text.assembler import Piece
 routes = router("completions")
 
 
-@routes.post("/v1/completions")
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": CompletionResponse,
+        "description": "One object, or with stream=true events of such objects, of which the last is [DONE].",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@routes.post("/v1/completions", responses=_RESPONSES)
 async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
     """Continues text or tokens."""
     reservation = reserve(gateway, body, prompts=len(body.prompts))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction
 from services.gateway.schemas.chat import ChatRequest, Message, Tool
+from services.gateway.schemas.completion_answers import Answer, CachedTokens
 from services.gateway.schemas.completions import Texts, TokenIds, as_list
 
 MAX_SCORE_ALTERNATIVES = 128
@@ -94,18 +95,7 @@ class ScoreRequest(ReadingFields):
         return self
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-
-class CachedTokens(_Answer):
-    """Part of the prompt tokens."""
-
-    cached_tokens: int
-    """Came from the prefix cache."""
-
-
-class ReadingUsage(_Answer):
+class ReadingUsage(Answer):
     """Token counts."""
 
     prompt_tokens: int
@@ -113,7 +103,7 @@ class ReadingUsage(_Answer):
     prompt_tokens_details: CachedTokens
 
 
-class Embedding(_Answer):
+class Embedding(Answer):
     """One vector."""
 
     object: Literal["embedding"]
@@ -125,7 +115,7 @@ class Embedding(_Answer):
     """The version that read this input."""
 
 
-class EmbeddingsResponse(_Answer):
+class EmbeddingsResponse(Answer):
     """One vector for each input, in their order."""
 
     object: Literal["list"]
@@ -135,7 +125,7 @@ class EmbeddingsResponse(_Answer):
     usage: ReadingUsage
 
 
-class Score(_Answer):
+class Score(Answer):
     """How likely one completion is. Natural logarithms, of the plain model: no temperature."""
 
     object: Literal["score"]
@@ -160,7 +150,7 @@ class Score(_Answer):
     """The version that read it."""
 
 
-class ScoreResponse(_Answer):
+class ScoreResponse(Answer):
     """One score for each completion, in their order."""
 
     id: str

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from services.common.pb import engine_pb2
+from services.gateway.schemas.readings import EmbeddingsResponse
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs
 from tests.unit.gateway.reading_engine import WIDTH, reads, vector
@@ -73,6 +74,7 @@ def test_the_policy_that_reads(running: Running, http: httpx.Client) -> None:
     body = {"model": MODEL, "input": ["x", "y"]}
     for change, adapter in (({}, "a@3"), ({"adapter": "base"}, None), ({"model": "b@7"}, "b@7")):
         answer = http.post("/v1/embeddings", json=body | change)
+        EmbeddingsResponse.model_validate_json(answer.content, strict=True)
         assert answer.json()["adapter"] == adapter
         assert [entry["adapter"] for entry in answer.json()["data"]] == [adapter] * 2
         assert answer.headers.get("x-temper-adapter") == adapter

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from services.gateway.schemas.completion_answers import CompletionResponse
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids
@@ -97,6 +98,29 @@ def test_both_forms_with_as_many_alternatives_as_each_wants(running: Running, cl
     assert running.engine.requests[0].prompt_logprobs == 3
     assert list(answer.choices[0].logprobs.top_logprobs[1]) == ["A", "B", "C", "z"]
     assert list(answer.choices[0].model_extra["prompt_logprobs"][1]) == ["65", "122"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"echo": True, "logprobs": 0, "max_tokens": 0},
+        {"logprobs": 2, "prompt_logprobs": 1, "n": 2, "return_token_ids": True},
+        {"stream": True, "echo": True, "logprobs": 1, "return_token_ids": True},
+        {"stream": True, "stream_options": {"include_usage": True}, "n": 2},
+    ],
+)
+def test_answers_are_as_described(running: Running, http: httpx.Client, change: dict[str, Any]) -> None:
+    running.engine.behaviour = reads()
+    answer = http.post("/v1/completions", json={"model": MODEL, "prompt": ["ab", "c"], **change})
+    if "stream" not in change:
+        CompletionResponse.model_validate_json(answer.content, strict=True)
+        return
+    *chunks, done = answer.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    for chunk in chunks:
+        CompletionResponse.model_validate_json(chunk.removeprefix("data: "), strict=True)
+    assert len(chunks) >= 2
 
 
 def test_prompt_logprobs_of_a_chat(running: Running, client: openai.OpenAI) -> None:

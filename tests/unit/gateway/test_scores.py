@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.schemas.readings import ScoreResponse
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import hangs
 from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids
@@ -15,6 +16,7 @@ from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids
 def score(http: httpx.Client, **body: Any) -> dict[str, Any]:
     answer = http.post("/v1/score", json={"model": MODEL, **body})
     assert answer.status_code == 200, answer.text
+    ScoreResponse.model_validate_json(answer.content, strict=True)  # what the description promises
     found: dict[str, Any] = answer.json()
     return found
 
