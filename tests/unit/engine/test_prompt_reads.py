@@ -88,6 +88,15 @@ def test_completions_that_come_together_wait_for_the_first() -> None:
         told(engine, name)
 
 
+@pytest.mark.parametrize("pooling", Pooling)
+def test_a_vector_and_the_end_of_the_tokens(pooling: Pooling) -> None:
+    """Each of what it is asked for, whatever rows the other needs."""
+    engine = Engine(token_budget=8)
+    engine.add("r", LONG, max_tokens=1, prompt_logprobs=1, prompt_logprobs_from=10, pooling=pooling)
+    engine.run()
+    assert len(told(engine, "r").logprobs) == 9
+
+
 def test_preempted_in_the_middle_of_a_prompt() -> None:
     engine = Engine(max_num_seqs=1, num_slots=4, token_budget=5)
     engine.add("patient", LONG, max_tokens=2, prompt_logprobs=1, pooling=Pooling.MEAN, priority=1)
