@@ -62,7 +62,8 @@ VALID: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("/v1/completions", {**_SHORT, "prompt": ["one", "two"], "logprobs": 2, "stop_token_ids": [7]}),
     ("/v1/completions", {**_SHORT, "prompt": [5, 6, 7], "echo": True, "min_p": 0.1, "top_k": 5}),
     ("/v1/embeddings", {"model": "qwen3.5", "input": ["a", "b"], "encoding_format": "float", "dimensions": 8}),
-    ("/v1/score", {"model": "qwen3.5", "prompt": "a", "completions": [" b"]}),
+    ("/v1/score", {"model": "qwen3.5", "prompt": "a", "completion": [" b"], "top_logprobs": 2}),
+    ("/v1/score", {"model": "qwen3.5", "messages": _TEXT, "completion": [5, 6], "return_token_ids": True}),
     ("/v1/responses", {"model": "qwen3.5", "input": "hi", "max_output_tokens": 4, "store": False}),
     (
         "/v1/responses",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
 from services.engine.memory.prefix import Namespace
 from services.engine.memory.sequences import Restore, Snapshot
 from services.engine.plan import Chunk, StateCopy, StepPlan
+from services.engine.reads import PromptRead, PromptReport
 from services.engine.sequence import Sequence
+from services.engine.updates import SequenceUpdate
 
 Prefix = tuple[Namespace, SequenceABC[int]]
 
@@ -31,7 +34,10 @@ class Draft:
         """Of the chunks, in their order: decodes first, once the plan is finished."""
         self.sampling: list[Sequence] = []
         """Those whose chunk samples, in the same order."""
+        self.reading: list[Sequence] = []
+        """Those of whose prompts the step tells something, in the order of the plan's reads."""
         self.plan: StepPlan | None = None
+        self._reads: list[tuple[Chunk, tuple[int, int]]] = []
         self._chunks: list[Chunk] = []
         self._verifying: list[tuple[Sequence, Chunk]] = []
         self._prefills: list[tuple[Sequence, Chunk]] = []
@@ -40,6 +46,9 @@ class Draft:
         """Plans a sequence's tokens up to position ``end``."""
         chunk = sequence.advance(end)
         self.budget -= end - chunk.start
+        if sequence.reading is not None and (rows := sequence.reading.take(chunk.start, end)) is not None:
+            self._reads.append((chunk, rows))
+            self.reading.append(sequence)
         if not chunk.is_decode:
             self._prefills.append((sequence, chunk))
             return
@@ -73,8 +82,25 @@ class Draft:
             chunks=self._chunks,
             copies_before=[restore.copy for restore in self.restores],
             copies_after=[StateCopy(snapshot.sequence.slot, snapshot.slot) for snapshot in self.snapshots],
+            reads=self._placed_reads() if self._reads else (),
         )
         return self.plan
+
+    def told(
+        self, reports: SequenceABC[PromptReport], end: Callable[[Sequence], SequenceUpdate]
+    ) -> list[SequenceUpdate]:
+        """What the step that has run tells of prompts; ``end`` ends a request of which nothing sound was computed."""
+        if self.plan is None or not reports:
+            return []
+        return [
+            sequence.report(report, read) if report.finite else end(sequence)
+            for sequence, read, report in zip(self.reading, self.plan.reads, reports, strict=True)
+            if not sequence.ended
+        ]
+
+    def _placed_reads(self) -> list[PromptRead]:
+        places = {id(chunk): place for place, chunk in enumerate(self._chunks)}
+        return [PromptRead(places[id(chunk)], *rows) for chunk, rows in self._reads]
 
 
 def prefix(sequence: Sequence, position: int) -> Prefix:

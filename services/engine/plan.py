@@ -20,6 +20,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.engine.reads import PromptRead, PromptReport
 from services.engine.request import Request
 
 MOST_VERIFIED = 4
@@ -106,6 +107,8 @@ class StepPlan:
     """Snapshots to restore into live slots before the model runs."""
     copies_after: SequenceABC[StateCopy] = ()
     """Live slots to snapshot after the model has run."""
+    reads: SequenceABC[PromptRead] = ()
+    """What is read of prompts beside the tokens to sample."""
 
     @property
     def num_decodes(self) -> int:
@@ -144,3 +147,5 @@ class StepResult:
     """One for each sampled row: two for a chunk with a guess."""
     guesses: SequenceABC[int] = ()
     """With speculation, one for each chunk that samples: a guess of the token after those that count, -1 for none."""
+    reports: SequenceABC[PromptReport] = ()
+    """One for each of the plan's reads."""

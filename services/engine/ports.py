@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from services.common.errors import InvalidRequest
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
-from services.engine.request import AdapterPin, Request, SamplingParams
+from services.engine.request import AdapterPin, Pooling, Request, SamplingParams, check_prompt_logprobs
 from services.engine.updates import Finished, SequenceUpdate
 
 if TYPE_CHECKING:
@@ -39,12 +39,17 @@ class Submission:
     background: bool = False
     """Of this process itself, not a user's: it takes no place of the queue and is in no metric of latency. Whoever
     submits it bounds how many there are."""
+    prompt_logprobs: int | None = None
+    """See Request."""
+    prompt_logprobs_from: int = 0
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         if not self.request_id:
             raise InvalidRequest("request_id must not be empty", param="request_id")
         if not self.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
 
     def pinned(self, pin: AdapterPin, arrival: int) -> Request:
         """The scheduler's request."""
@@ -57,6 +62,9 @@ class Submission:
             self.cache_salt,
             self.priority,
             arrival,
+            self.prompt_logprobs,
+            self.prompt_logprobs_from,
+            self.pooling,
         )
 
 

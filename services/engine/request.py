@@ -13,6 +13,10 @@ _WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logpro
 """Settings that mean something where the tokens are given."""
 
 
+MOST_PROMPT_ALTERNATIVES = 128
+"""Tokens that may be reported beside each one of a prompt."""
+
+
 class FinishReason(enum.Enum):
     """Why a request ended."""
 
@@ -20,6 +24,13 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class Pooling(enum.Enum):
+    """How the hidden states of a prompt, after the final norm, become one vector."""
+
+    LAST = "last"
+    MEAN = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +174,37 @@ class Request:
     """Lower runs first."""
     arrival: int = 0
     """Ties of priority are served in this order."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report beside each token of the prompt; None: nothing is said of them."""
+    prompt_logprobs_from: int = 0
+    """The first token of the prompt to report; 0 is 1: there is nothing to say of the very first."""
+    pooling: Pooling | None = None
+    """Report a vector of the prompt."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
             raise InvalidRequest("request_id must not be empty", param="request_id")
         if not self.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something of the prompt itself is reported."""
+        return self.prompt_logprobs is not None or self.pooling is not None
+
+
+def check_prompt_logprobs(alternatives: int | None, first: int, prompt_tokens: int) -> None:
+    """Raises InvalidRequest if log-probabilities of a prompt cannot be reported so."""
+    if alternatives is not None and not 0 <= alternatives <= MOST_PROMPT_ALTERNATIVES:
+        raise InvalidRequest(
+            f"prompt_logprobs must be between 0 and {MOST_PROMPT_ALTERNATIVES}, got {alternatives}",
+            param="prompt_logprobs",
+        )
+    if first and alternatives is None:
+        raise InvalidRequest("prompt_logprobs_from needs prompt_logprobs", param="prompt_logprobs_from")
+    if not 0 <= first < max(2, prompt_tokens):
+        raise InvalidRequest(
+            f"prompt_logprobs_from must be a place in the prompt of {prompt_tokens} tokens, got {first}",
+            param="prompt_logprobs_from",
+        )

@@ -18,6 +18,7 @@ from services.engine.guesser import Guesser
 from services.engine.model.batch import CacheBuffers, ForwardBatch
 from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
 from services.engine.ports import CompletedStep
+from services.engine.prompt_reader import read_prompts
 from services.engine.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class ModelRunner:
         self._copy(plan.copies_before)
         batch = self._batch(plan.chunks)
         lora = self._lora if batch.has_adapters else None
-        if self._guesser is not None:
+        if self._guesser is not None or plan.reads:
             every, step = self._model.forward_all(batch, self._cache, lora)
             hidden = every.index_select(0, batch.logit_rows)
         else:
@@ -112,9 +113,10 @@ class ModelRunner:
         self._copy(plan.copies_after)
         rows = [row for chunk in plan.chunks for row in chunk.rows]
         tokens = self._sampler.sample(self._model.logits(hidden), rows) if rows else []
+        reports = read_prompts(self._model, every, plan) if plan.reads else ()
         if self._guesser is None:
-            return StepResult(tokens)
-        return StepResult(tokens, self._guesser.guess(every, step, plan.chunks, tokens))
+            return StepResult(tokens, reports=reports)
+        return StepResult(tokens, self._guesser.guess(every, step, plan.chunks, tokens), reports)
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:
         if copies:

@@ -153,8 +153,8 @@ class Scheduler:
             now: when the result was there, in the clock of ``schedule``.
 
         Raises:
-            ValueError: the plan is not the oldest in flight or the result does not have one token for each sampled
-                row; the plan is still in flight then, and ``fail`` ends it.
+            ValueError: the plan is not the oldest in flight or the result is not one of it; the plan is still in
+                flight then, and ``fail`` ends it.
         """
         draft = self._oldest(plan)
         rows = len(draft.sampling)
@@ -162,10 +162,13 @@ class Scheduler:
             rows = sum(chunk.sampled_rows for chunk in plan.chunks)
         if len(result.tokens) != rows or (self.config.speculative and len(result.guesses) != len(draft.sampling)):
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
+        if len(result.reports) != len(plan.reads):
+            raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
         self._land(draft, succeeded=True)
+        told = draft.told(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
-            return self._append_verified(draft, plan, result, now)
-        return [
+            return told + self._append_verified(draft, plan, result, now)
+        return told + [
             self._append(sequence, token, now)
             for sequence, token in zip(draft.sampling, result.tokens, strict=True)
             if not sequence.ended
@@ -378,6 +381,10 @@ class Scheduler:
             return self._end(sequence, FinishReason.ERROR, TemperError(token.error))
         reason = sequence.append(token, now)
         return sequence.update(token) if reason is None else self._end(sequence, reason, token=token)
+
+    def _end_broken(self, sequence: Sequence) -> SequenceUpdate:
+        error = TemperError("the model produced numbers that are not finite")
+        return self._end(sequence, FinishReason.ERROR, error)
 
     def _end(
         self,

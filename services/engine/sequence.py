@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceABC
 from services.common.errors import TemperError
 from services.engine.memory.prefix import Namespace
 from services.engine.plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
+from services.engine.reads import PromptRead, PromptReport, Reading
 from services.engine.request import FinishReason, Request
 from services.engine.updates import Finished, SequenceUpdate
 
@@ -39,6 +40,7 @@ class Sequence:
         "pending",
         "preemptions",
         "rank",
+        "reading",
         "reported",
         "request",
         "sampling_logprobs",
@@ -72,6 +74,8 @@ class Sequence:
         self.computed = 0
         self.splits: tuple[int, ...] = ()
         """Positions at which to end a prefill chunk and take a state snapshot, ascending."""
+        self.reading = Reading.of(request)
+        """None: the prompt is computed and nothing of it is told."""
         self.cached_tokens: int | None = None
         """None until it is admitted the first time."""
         self.preemptions = 0
@@ -186,6 +190,20 @@ class Sequence:
         self.reported = True
         version = self.request.pin.version
         return SequenceUpdate(self.request.request_id, token, cached_tokens=self.cached_tokens, adapter=version)
+
+    def report(self, report: PromptReport, read: PromptRead) -> SequenceUpdate:
+        """What to tell of the prompt."""
+        vector = None
+        if self.reading is not None and report.pooled is not None:
+            vector = self.reading.vector(report.pooled, read)
+        first, self.reported = not self.reported, True
+        return SequenceUpdate(
+            self.request.request_id,
+            cached_tokens=self.cached_tokens if first else None,
+            adapter=self.request.pin.version if first else None,
+            prompt=report.scores,
+            embedding=vector,
+        )
 
     def last_update(
         self, reason: FinishReason, error: TemperError | None = None, token: SampledToken | None = None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.plan import SampledToken
+from services.engine.reads import Floats, PromptScores
 from services.engine.request import FinishReason, Request
 
 
@@ -49,3 +50,7 @@ class SequenceUpdate(NamedTuple):
     """On the first update: the pinned version "name@n", empty for the base."""
     finished: Finished | None = None
     """On the last update of a request that the scheduler had."""
+    prompt: PromptScores | None = None
+    """Of the next tokens of the prompt. An update with this or an embedding has no token."""
+    embedding: Floats | None = None
+    """[hidden]: the vector of the prompt, in the update before the first token."""

@@ -10,7 +10,8 @@ from services.common.names import check_adapter_name
 from services.common.pb import engine_pb2 as pb
 from services.engine.errors import to_message
 from services.engine.ports import Submission
-from services.engine.request import FinishReason, SamplingParams
+from services.engine.reads import PromptScores
+from services.engine.request import FinishReason, Pooling, SamplingParams
 from services.engine.rollouts import Rollout
 from services.engine.updates import SequenceUpdate
 
@@ -21,6 +22,7 @@ FINISH_REASONS = {
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 
+_POOLINGS = {pb.POOLING_UNSPECIFIED: None, pb.POOLING_LAST: Pooling.LAST, pb.POOLING_MEAN: Pooling.MEAN}
 
 _MAX_REQUEST_ID = 256
 
@@ -76,7 +78,16 @@ def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
         cache_salt=message.cache_salt,
         priority=message.priority,
         keep_rollout=message.keep_rollout,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        prompt_logprobs_from=message.prompt_logprobs_from,
+        pooling=_pooling(message),
     )
+
+
+def _pooling(message: pb.GenerateRequest) -> Pooling | None:
+    if message.pooling not in _POOLINGS:
+        raise InvalidRequest(f"pooling has no value {message.pooling}", param="pooling")
+    return _POOLINGS[message.pooling]
 
 
 def _check_ids(message: pb.GenerateRequest, sampling: SamplingParams, vocab_size: int) -> None:
@@ -137,7 +148,20 @@ def update_message(update: SequenceUpdate) -> pb.Update:
         message.cached_tokens = update.cached_tokens
     if update.adapter is not None:
         message.adapter = update.adapter
+    if update.prompt is not None:
+        message.prompt_logprobs.CopyFrom(_prompt_logprobs(update.prompt))
+    if update.embedding is not None:
+        message.embedding.extend(update.embedding.tolist())
     return message
+
+
+def _prompt_logprobs(scores: PromptScores) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        logprobs=scores.logprobs.tolist(),
+        ranks=scores.ranks.tolist(),
+        top_token_ids=scores.top_ids.reshape(-1).tolist(),
+        top_logprobs=scores.top_logprobs.reshape(-1).tolist(),
+    )
 
 
 def rollout_message(rollout: Rollout) -> pb.Rollout:

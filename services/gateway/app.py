@@ -16,9 +16,11 @@ from services.gateway.api import (
     adapters,
     chat,
     completions,
+    embeddings,
     health,
     models,
     responses,
+    scores,
     sessions,
     training,
 )
@@ -87,7 +89,19 @@ def create_app(
         redoc_url=None,
     )
     install_error_handlers(app)
-    for resource in (chat, completions, responses, models, adapter_tools, adapters, training, sessions, health):
+    for resource in (
+        chat,
+        completions,
+        embeddings,
+        scores,
+        responses,
+        models,
+        adapter_tools,
+        adapters,
+        training,
+        sessions,
+        health,
+    ):
         app.include_router(resource.routes)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes)
     app.add_middleware(RequestContext, metrics=metrics)

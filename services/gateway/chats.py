@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.gateway.constraints import chat_constraint, check_chat
 from services.gateway.generation import Generation, Job
+from services.gateway.prompt_scores import check_size
 from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
 from services.gateway.reasoning import thinking_message
 from services.gateway.schemas.chat import ChatRequest
@@ -30,6 +31,9 @@ async def chat_generation(
     served, settings = gateway.engines.served, gateway.settings
     check_chat(body, settings)
     prompt = await chat_prompt(served, body, settings)
+    if body.prompt_logprobs is not None:
+        limit = settings.max_prompt_logprobs
+        check_size(len(prompt), body.prompt_logprobs, limit=limit, field="prompt_logprobs")
     max_tokens = token_budget(
         len(prompt),
         body.token_limit,
@@ -60,5 +64,6 @@ async def chat_generation(
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         chat=True,
         parallel_tool_calls=body.may_repeat_calls,
+        prompt_logprobs=body.prompt_logprobs,
         traceparent=traceparent,
     )

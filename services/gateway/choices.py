@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.pb import engine_pb2
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser, Delta
 
@@ -47,6 +48,8 @@ class Choice:
         parser: splits the text of a chat; None for a text completion.
         end_ids: tokens that end a completion and are not part of its text.
         end_think_id: the token `</think>`, if the model has one.
+        silent: only the prompt is wanted: the token that ends the engine's request is none of the completion's.
+        shows_end: the token that ended the completion has a log-probability like the others, behind the text.
     """
 
     index: int
@@ -56,6 +59,9 @@ class Choice:
     parser: ChatParser | None
     end_ids: frozenset[int]
     end_think_id: int | None = None
+    silent: bool = False
+    shows_end: bool = False
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
     adapter: str | None = None
     cached_tokens: int = 0
     begun: bool = False
@@ -63,13 +69,25 @@ class Choice:
     _starts: list[int] = field(default_factory=list)
     """Where each token that may be reasoning begins in the text."""
     _last_update: float = field(default_factory=time.monotonic)
+    _end: TokenLogprob | None = None
+
+    def reads(self, update: engine_pb2.Update) -> bool:
+        """Takes what an update says of the prompt; whether it says nothing else."""
+        if not update.HasField("prompt_logprobs"):
+            return False
+        self.prompt_scores.add(update.prompt_logprobs)
+        if update.token_ids or update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED:
+            return False
+        self.adapter = update.adapter or self.adapter
+        self.cached_tokens = update.cached_tokens or self.cached_tokens
+        return True
 
     def take(self, update: engine_pb2.Update, metrics: GatewayMetrics) -> Step:
         """Takes the next update of the engine."""
         first, self.begun = not self.begun, True
         if first:
-            self.adapter = update.adapter or None
-            self.cached_tokens = update.cached_tokens
+            self.adapter = update.adapter or self.adapter
+            self.cached_tokens = update.cached_tokens or self.cached_tokens
         self._measure(first, len(update.token_ids), metrics)
         deltas: list[Delta] = []
         early = Piece()
@@ -81,7 +99,12 @@ class Choice:
             reason = "length"
         if self.parser is not None and self.parser.ended:
             reason = "stop"
+        if self.silent and reason is not None:
+            reason = "length"
         piece = self.assembler.take(final=reason is not None)
+        if self._end is not None:
+            piece.entries.append(self._end)
+            piece.offsets.append(self.assembler.length)
         if self.parser is not None:
             deltas += self.parser.feed(piece.text)
             if reason is not None:
@@ -120,6 +143,8 @@ class Choice:
         Where a call may end the completion the parser sees each token on its own, so that those behind the call, which
         may be in the same update or not, never belong to it: ``early`` and ``deltas`` are what came of that.
         """
+        if self.silent:
+            return 0
         count = len(update.token_ids)
         ended = update.finish_reason == engine_pb2.FINISH_REASON_STOP
         for position, token_id in enumerate(update.token_ids):
@@ -139,6 +164,8 @@ class Choice:
             if visible and may_reason and token_id != self.end_think_id:
                 self._starts.append(self.assembler.length)
             self.assembler.push(token_id, entry, visible=visible)
+            if not visible and self.shows_end:
+                self._end = entry
             if self.assembler.stopped:
                 return position + 1
             if token_id == self.end_think_id and self.parser is not None and self.parser.awaits_end_of_reasoning:

@@ -8,12 +8,15 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from starlette.requests import Request
+
 from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.pb import engine_pb2
 from services.gateway.choices import Choice, Step
 from services.gateway.engines import ServedModel
 from services.gateway.limits import Reservation
 from services.gateway.policies import adapter_ref
+from services.gateway.prompt_scores import PromptScores, check_complete
 from services.gateway.schemas.sampling import SamplingFields
 from services.gateway.state import Gateway
 from services.gateway.text.assembler import TextAssembler
@@ -29,6 +32,7 @@ class Job:
 
     prompt: list[int]
     max_tokens: int
+    """0: nothing, only the prompt is wanted."""
     tools: tuple[dict[str, object], ...] = ()
     thinking: bool = False
     """The completion begins inside the reasoning."""
@@ -51,8 +55,10 @@ class Generation:
         prefix: of the response id, "chatcmpl" or "cmpl".
         top_logprobs: alternatives a token; None: no log-probabilities.
         chat: parse reasoning and tool calls.
+        prompt_logprobs: alternatives to each token of the prompts; None: no log-probabilities of them.
         parallel_tool_calls: a chat answer may have more than one call.
-        traceparent: W3C trace context of the HTTP request.
+        shows_end: the token that ended a completion has log-probabilities like the others.
+        traceparent: W3C trace context, checked.
 
     Raises:
         InvalidRequest: a sampling field does not fit the model.
@@ -70,6 +76,8 @@ class Generation:
         top_logprobs: int | None,
         chat: bool,
         parallel_tool_calls: bool = True,
+        prompt_logprobs: int | None = None,
+        shows_end: bool = False,
         traceparent: str = "",
     ) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
@@ -103,7 +111,17 @@ class Generation:
                 )
             assembler = TextAssembler(served.vocabulary, stop=body.stop_strings, min_tokens=body.min_tokens or 0)
             self.choices.append(
-                Choice(index, completion_id, len(job.prompt), assembler, parser, end_ids, end_think_id=end_think)
+                Choice(
+                    index,
+                    completion_id,
+                    len(job.prompt),
+                    assembler,
+                    parser,
+                    end_ids,
+                    end_think_id=end_think,
+                    silent=job.max_tokens == 0,
+                    shows_end=shows_end,
+                )
             )
             self._requests.append(
                 engine_pb2.GenerateRequest(
@@ -112,16 +130,24 @@ class Generation:
                     sampling=_sampling(body, job, index % body.choices, top_logprobs),
                     adapter=adapter,
                     deadline_unix_ms=deadline,
-                    traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+                    traceparent=traceparent,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
-                    keep_rollout=True,
+                    keep_rollout=job.max_tokens > 0,
+                    # Once a prompt: what its first choice is told counts for the others. A stream cannot wait for it.
+                    prompt_logprobs=prompt_logprobs if body.stream or index % body.choices == 0 else None,
                 )
             )
 
     @property
     def choices_per_prompt(self) -> int:
         return self._choices_per_prompt
+
+    def prompt_scores(self, choice: Choice) -> PromptScores:
+        """Of a choice's prompt, once all is said of it; of a stream's, once the choice has begun."""
+        if choice.prompt_scores.logprobs:
+            return choice.prompt_scores
+        return self.choices[choice.index - choice.index % self._choices_per_prompt].prompt_scores
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """What the engines answer, step by step; closing the generator aborts what still runs.
@@ -134,7 +160,11 @@ class Generation:
             async with self._gateway.engines.exchange(self._requests) as exchange:
                 async for index, update in exchange:
                     choice = self.choices[index]
+                    if choice.reads(update):
+                        continue
                     step = choice.take(update, metrics)
+                    if step.first and self._requests[index].HasField("prompt_logprobs"):
+                        check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
                     if step.finish_reason is not None:
                         if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.assembler.stopped:
                             exchange.finish(index, keep_tokens=choice.tokens)
@@ -152,6 +182,12 @@ class Generation:
         if choice.index % self._choices_per_prompt == 0:
             metrics.tokens.labels("prompt").inc(choice.prompt_tokens)
             metrics.tokens.labels("cached").inc(choice.cached_tokens)
+
+
+def checked_traceparent(request: Request) -> str:
+    """The W3C trace context of an HTTP request; empty if it has none, or a malformed one."""
+    text = request.headers.get("traceparent", "")
+    return text if _TRACEPARENT.fullmatch(text) else ""
 
 
 def reserve(gateway: Gateway, body: SamplingFields, prompts: int) -> Reservation:
@@ -211,7 +247,7 @@ def _sampling(body: SamplingFields, job: Job, number: int, top_logprobs: int | N
         stop_token_ids=body.stop_token_ids or (),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=body.min_tokens or 0,
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # an engine ends a request with a token; see Choice.silent
         top_logprobs=top_logprobs,
         constraint=job.constraint,
         thinking=job.limits,

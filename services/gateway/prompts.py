@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
@@ -69,20 +69,40 @@ async def text_prompts(served: ServedModel, body: CompletionRequest, settings: G
     Raises:
         InvalidRequest: a token id is outside the vocabulary.
     """
-    for position, prompt in enumerate(body.prompts):
-        if not isinstance(prompt, str) and (largest := max(prompt)) >= served.info.vocab_size:
+    return await encode_texts(served, body.prompts, settings, field="prompt", encode=served.codec.encode)
+
+
+async def encode_texts(
+    served: ServedModel,
+    texts: Sequence[str | list[int]],
+    settings: GatewaySettings,
+    *,
+    field: str,
+    encode: Callable[[str], list[int]],
+) -> list[list[int]]:
+    """Tokens of each text; token ids stay as they are.
+
+    Args:
+        field: of the request, that a refusal names.
+        encode: the tokenizer's.
+
+    Raises:
+        InvalidRequest: a token id is outside the vocabulary.
+    """
+    for position, text in enumerate(texts):
+        if not isinstance(text, str) and (largest := max(text)) >= served.info.vocab_size:
             raise InvalidRequest(
-                f"prompt {position} contains the token id {largest}, the vocabulary has {served.info.vocab_size}",
-                param="prompt",
+                f"{field} {position} contains the token id {largest}, the vocabulary has {served.info.vocab_size}",
+                param=field,
             )
 
-    def encode() -> list[list[int]]:
-        return [served.codec.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompts]
+    def encode_all() -> list[list[int]]:
+        return [encode(text) if isinstance(text, str) else list(text) for text in texts]
 
-    # Of all prompts together: a hundred that are short take as long as one that is not.
-    if sum(len(prompt) for prompt in body.prompts if isinstance(prompt, str)) > settings.offload_chars:
-        return await asyncio.to_thread(encode)
-    return encode()
+    # Of all texts together: a hundred that are short take as long as one that is not.
+    if sum(len(text) for text in texts if isinstance(text, str)) > settings.offload_chars:
+        return await asyncio.to_thread(encode_all)
+    return encode_all()
 
 
 def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:

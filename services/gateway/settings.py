@@ -25,6 +25,10 @@ class GatewaySettings(CommonSettings):
     """Completions (choices) in the gateway at a time; more are answered with 503 and Retry-After."""
     max_choices: int = Field(128, ge=1)
     """Largest `n`, and most choices of one request (prompts x n)."""
+    max_inputs: int = Field(2048, ge=1)
+    """Texts of one request for embeddings or scores; as many as `max_choices` are read at a time."""
+    max_prompt_logprobs: int = Field(2**17, ge=1)
+    """Log-probabilities of prompt tokens that one answer may have: tokens x (1 + alternatives)."""
     default_max_tokens: int = Field(4096, ge=1)
     """Tokens a chat may generate when the request sets no limit and the context leaves room."""
     request_timeout_seconds: float = Field(600.0, gt=0)

@@ -17,7 +17,8 @@ from services.common.errors import AdapterRejected
 from services.engine.cuda.runner import RunnerOptions
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.plan import Chunk, StepPlan
-from services.engine.request import Request, SamplingParams
+from services.engine.reads import PromptRead
+from services.engine.request import Pooling, Request, SamplingParams
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import (
     TINY,
@@ -158,6 +159,53 @@ def test_launching_never_waits_for_the_device(quantization: str) -> None:
         with no_waiting():
             handles = [runner.launch(plan) for plan in plans]
         assert all(token.error is None for handle in handles for token in handle.result().tokens)
+
+
+def test_prompts_are_read_behind_graphs() -> None:
+    """Of captured prefills and mixed steps, of rows with adapters and without; nothing is captured for it."""
+    fused = random_model(TINY, torch.float32, GPU)
+    limits = replace(LIMITS, max_num_seqs=20, num_slots=40, num_blocks=200, token_budget=300, mixed_prefill_tokens=64)
+    run = InStep(random_model(TINY, torch.float32), fused, limits, largest_graph=24, adapters=2)
+    run.compares_logits = False
+    captured = run.runner.captures
+    asked = [
+        replace(request, prompt_logprobs=n % 4 if n % 3 else None, pooling=(None, Pooling.LAST, Pooling.MEAN)[n % 3])
+        for n, request in enumerate(requests(*(1 + 13 * n % 90 for n in range(18)), tokens=5, adapters=(0, 1, 2) * 6))
+    ]
+    run.run(asked, arrivals=3)
+    assert run.runner.captures == captured
+    assert run.runner.replays > 0
+    assert run.reports >= 12
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def test_reading_prompts_never_waits_for_the_device(quantization: str) -> None:
+    model = random_model(QUANTIZABLE, torch.bfloat16, GPU, quantization=quantization)
+    runner = cuda_runner(model, LIMITS, random_adapters(model, 1), largest_graph=2)
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    long, short = tuple(n % 60 for n in range(70)), tuple(range(9))
+    scored = Request("a", long, once, prompt_logprobs=5, pooling=Pooling.MEAN)
+    vector = Request("b", short, once, pooling=Pooling.LAST)
+    first, second = (
+        Chunk(scored, long, 0, [1, 2, 3, 4, 5], 1, True, [], 0),
+        Chunk(vector, short, 0, [6], 2, True, [], 0),
+    )
+    plans = [
+        StepPlan([first, second], reads=[PromptRead(0, 0, 70), PromptRead(1, 8, 9)]),
+        StepPlan([second], reads=[PromptRead(0, 8, 9)]),
+    ]
+    for plan in plans:
+        runner.launch(plan).result()
+    for _ in range(3):
+        with no_waiting():
+            handles = [runner.launch(plan) for plan in plans]
+        (whole, last), (alone,) = (handle.result().reports for handle in handles)
+        assert whole.scores is not None
+        assert whole.scores.top_ids.shape == (69, 5)
+        assert whole.finite
+        assert last.pooled is not None
+        assert alone.pooled is not None
+        assert abs(last.pooled - alone.pooled).max() < 0.1
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

@@ -13,7 +13,7 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.cuda.runner import RunnerOptions
 from services.engine.limits import SchedulerConfig
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.request import BASE_PIN, AdapterPin, Request, SamplingParams
+from services.engine.request import BASE_PIN, AdapterPin, Pooling, Request, SamplingParams
 from tests.parity.fused_models import TINY, InStep, decoded, random_model
 from tests.parity.roundings import recorded_roundings, rounded_activations
 
@@ -51,6 +51,37 @@ def test_given_tokens() -> None:
     results = run.run([*drawn, forced])
     assert tuple(results["given"].output_ids) == given != tuple(results["r1"].output_ids)
     assert run.steps == 3
+
+
+def test_prompts_are_read() -> None:
+    """More rows than a tile in one step, others in the middle of a prompt; beside decodes, and beside a prompt that
+    nobody asks about. The logits that the readers compute are not those of the same rows in both, so only results are
+    compared."""
+    limits = replace(LIMITS, token_budget=36)
+    run = InStep(random_model(TINY, torch.float32), random_model(TINY, torch.float32, DEVICE), limits, pending=True)
+    run.compares_logits = False
+    short, long, plain, mean = requests(2, 40, 3, 7, tokens=2)
+    run.run(
+        [
+            replace(short, pooling=Pooling.LAST),
+            replace(long, prompt_logprobs=5, pooling=Pooling.LAST),
+            plain,
+            replace(mean, prompt_logprobs=0, prompt_logprobs_from=5, pooling=Pooling.MEAN),
+        ],
+        arrivals=2,
+    )
+    assert run.reports == 4
+    assert run.steps == 3
+
+
+def test_prompts_are_read_beside_guesses() -> None:
+    limits = replace(LIMITS, token_budget=16, speculative=True)
+    models = (random_model(TINY, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))
+    run = InStep(*models, limits)
+    run.compares_logits = False
+    first, second = requests(2, 6, tokens=2)
+    run.run([first, replace(second, prompt_logprobs=2, pooling=Pooling.MEAN)], arrivals=1)
+    assert run.reports == 1
 
 
 def test_adapters_of_a_batch() -> None:

@@ -4,6 +4,7 @@ request gets the tokens that transformers' generate() gives it alone."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from services.engine.ports import Runner, StepHandle
 from services.engine.request import Request, SamplingParams
 from services.engine.runner import ModelRunner
 from services.engine.scheduler import Scheduler
-from services.engine.updates import Finished
+from services.engine.updates import Finished, SequenceUpdate
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import cuda_runner, spoil
 
@@ -58,6 +59,25 @@ def make_runner(
     )
 
 
+def updates_of(
+    scheduler: Scheduler, runner: Runner, requests: list[Request], arrivals: int
+) -> Iterator[SequenceUpdate]:
+    """Runs the requests, ``arrivals`` new ones a step."""
+    coming = list(requests)
+    flights: deque[tuple[StepPlan, StepHandle]] = deque()
+    while coming or flights or scheduler.has_work:
+        for request in coming[:arrivals]:
+            scheduler.add(request)
+        del coming[:arrivals]
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            flights.append((plan, runner.launch(plan)))
+        if plan is None or len(flights) == runner.depth:
+            done, handle = flights.popleft()
+            yield from scheduler.update(done, handle.result(), 0.0)
+        scheduler.check_integrity()
+
+
 def serve(
     model: Qwen3_5,
     requests: list[Request],
@@ -91,21 +111,9 @@ def serve(
     runner = make_runner(model, config, lora, options)
     scheduler = Scheduler(config, runner.depth)
     finished: dict[str, Finished] = {}
-    coming = list(requests)
-    flights: deque[tuple[StepPlan, StepHandle]] = deque()
-    while coming or flights or scheduler.has_work:
-        for request in coming[:arrivals]:
-            scheduler.add(request)
-        del coming[:arrivals]
-        plan = scheduler.schedule(0.0)
-        if plan is not None:
-            flights.append((plan, runner.launch(plan)))
-        if plan is None or len(flights) == runner.depth:
-            done, handle = flights.popleft()
-            for update in scheduler.update(done, handle.result(), 0.0):
-                if update.finished is not None:
-                    finished[update.request_id] = update.finished
-        scheduler.check_integrity()
+    for update in updates_of(scheduler, runner, requests, arrivals):
+        if update.finished is not None:
+            finished[update.request_id] = update.finished
     if counts is not None:
         counts.append(scheduler.counts())
     return [finished[request.request_id] for request in requests], scheduler.counts().preemptions

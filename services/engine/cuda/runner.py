@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -25,6 +25,7 @@ from services.engine.cuda.buffers import LoadedStep, StepBuffers, StepShape, sam
 from services.engine.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.cuda.graphs import StepGraphs
 from services.engine.cuda.guesser import GuessRows, fill_next_ids, sample_guesses
+from services.engine.cuda.prompt_reader import CudaPromptReader, Reports
 from services.engine.cuda.sampler import CudaSampler, SampleRows
 from services.engine.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
 from services.engine.cuda.stream import Arrival, EngineStream
@@ -106,6 +107,7 @@ class CudaRunner:
         self._tables = torch.zeros(cache.num_slots, -(-max_blocks // 4) * 4, dtype=torch.int32, device=device)
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
         self._sampler = CudaSampler(eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl)
+        self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
         # With speculation the second is for the guesses.
         self._results = [self._stream.host_buffer(sampled * ROW_WORDS) for _ in range(2)]
         self._turn = 0
@@ -205,6 +207,7 @@ class CudaRunner:
         if self._has_adapters:
             x = self._layers(rows, forward, adapters=True)
         forward.logits(x[: self._limits.max_num_seqs])
+        self._reader.warm_up(forward, x)
         if self._limits.speculative:
             forward.guess_logits(self._guess(x, rows, forward)[: self._limits.max_num_seqs])
 
@@ -258,6 +261,9 @@ class CudaRunner:
             else self._layers(step.rows, forward, step.has_adapters)
         )
         self._cache.copy_states(step.copies_after)
+        reports = None
+        if plan.reads:
+            reports = self._reader.launch(forward, x, plan, decodes, (captured or wanted).decodes)
         words = None
         if sampled:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
@@ -265,13 +271,13 @@ class CudaRunner:
                 forward.logits(chosen), sampling, step.extra[: sampling.step.size].view(3, -1)
             ).words
         if guessing is not None:
-            return self._launch_guesses(step, captured, x, words, sampling, guessing, forward)
+            return replace(self._launch_guesses(step, captured, x, words, sampling, guessing, forward), reports=reports)
         if words is None:
-            return LaunchedStep(self._stream.mark(), None)
+            return LaunchedStep(self._stream.mark(), None, reports)
         host = self._fetch(words)
         # Requests whose logits are edited or tokens given only: nothing is guessed.
         none = [-1] * sum(chunk.samples for chunk in chunks) if self._limits.speculative else ()
-        return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none))
+        return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none), reports)
 
     def _launch_guesses(
         self,
@@ -282,7 +288,7 @@ class CudaRunner:
         sampling: SampleRows,
         guessing: GuessRows,
         forward: FusedForward,
-    ) -> StepHandle:
+    ) -> LaunchedStep:
         """The mtp layer over all rows of a step, and a guess for each request whose token it sampled.
 
         Args:
@@ -337,11 +343,14 @@ class LaunchedStep:
     arrival: Arrival
     read: Callable[[], StepResult] | None
     """Reads the tokens on the host once they are there; None: the step sampled nothing."""
+    reports: Reports | None = None
+    """Same, what was read of prompts; None: nothing was."""
 
     def result(self) -> StepResult:
         """Waits for the device."""
         self.arrival.wait()
-        return self.read() if self.read is not None else StepResult(())
+        result = self.read() if self.read is not None else StepResult(())
+        return result if self.reports is None else replace(result, reports=self.reports())
 
 
 def _attention(

@@ -68,12 +68,15 @@ class SequenceMemory:
         return self.blocks_for(tokens) <= self._blocks.free + self._blocks.idle
 
     def boundary(self, sequence: Sequence) -> int:
-        """Where to take a snapshot of a prompt: its last block boundary that leaves something to compute; 0 for prompts
-        that are too short to be worth a split."""
+        """Where to take a snapshot of a prompt, and the most of it that may come from one: its last block boundary that
+        leaves something to compute, and all rows that are to be read; 0 for prompts too short to be worth a split."""
         length = len(sequence.request.prompt_token_ids)
         if not self._caching or length < 2 * self._block_size:
             return 0
-        return (length - self._least_tail) // self._unit * self._unit
+        end = length - self._least_tail
+        if sequence.reading is not None:
+            end = min(end, sequence.reading.reusable)
+        return end // self._unit * self._unit
 
     def start(self, sequence: Sequence, spare_blocks: int, *, last_resort: bool) -> tuple[bool, Restore | None]:
         """Gives a sequence a slot and the blocks of all its known tokens, those of a cached prefix first.

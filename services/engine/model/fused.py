@@ -138,6 +138,10 @@ class FusedForward:
         norm = Norm(self._weights.final_norm, self._config.rms_norm_eps)
         return self._weights.head.project(x, norm=norm, pdl=self._pdl)
 
+    def normed(self, x: Tensor) -> Tensor:
+        """What layers() returned for some rows, behind the final norm."""
+        return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps, pdl=self._pdl)
+
     def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
         """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
 
@@ -150,7 +154,7 @@ class FusedForward:
         embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding)
         both = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
         rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : x.shape[1]], pdl=pdl)
-        hidden = rms_norm(x, self._weights.final_norm, eps, pdl=pdl)
+        hidden = self.normed(x)
         rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, x.shape[1] :], pdl=pdl)
         y = Residual(mtp.fc.project(both, pdl=pdl))
         mixer = mtp.layer.mixer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,7 +17,8 @@ from services.gateway.api.routing import router
 from services.gateway.chats import chat_generation
 from services.gateway.choices import Step, TokenLogprob
 from services.gateway.formats import chat_logprobs, usage
-from services.gateway.generation import Generation, reserve
+from services.gateway.generation import Generation, checked_traceparent, reserve
+from services.gateway.prompt_scores import by_token
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.chat_answers import ChatCompletion, ChatCompletionChunk
 from services.gateway.sse import DONE, EventTemplate, event
@@ -46,8 +48,7 @@ async def prepare_chat(
         InvalidRequest: the prompt does not fit the model, or the request not the prompt.
         ModelNotFound: `model` cannot be served.
     """
-    traceparent = request.headers.get("traceparent", "")
-    return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=traceparent)
+    return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=checked_traceparent(request))
 
 
 # -- streamed
@@ -266,4 +267,10 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
         whole["prompt_token_ids"] = generation.jobs[0].prompt
     if body.metadata:
         whole["metadata"] = body.metadata
+    if body.prompt_logprobs is not None:
+        scores = generation.prompt_scores(generation.choices[0])
+        prompt, vocabulary = generation.jobs[0].prompt, generation.served.vocabulary
+        # Of a long prompt that takes a while.
+        whole["prompt_logprobs"] = await asyncio.to_thread(by_token, vocabulary, prompt, scores, body.prompt_logprobs)
+        return await asyncio.to_thread(json_response, whole, adapter)
     return json_response(whole, adapter)

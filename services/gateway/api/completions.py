@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,8 +16,10 @@ from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
 from services.gateway.constraints import check_constraint, constraint_of
 from services.gateway.formats import text_logprobs, usage
-from services.gateway.generation import Generation, Job, reserve
+from services.gateway.generation import Generation, Job, checked_traceparent, reserve
+from services.gateway.prompt_scores import NO_ECHO, Echo, by_token, check_size, echo, joined
 from services.gateway.prompts import text_prompts, token_budget
+from services.gateway.schemas.completion_answers import CompletionResponse
 from services.gateway.schemas.completions import CompletionRequest
 from services.gateway.sse import DONE, EventTemplate, event
 from services.gateway.state import Gateway, GatewayDep
@@ -25,7 +28,16 @@ from services.gateway.text.assembler import Piece
 routes = router("completions")
 
 
-@routes.post("/v1/completions")
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": CompletionResponse,
+        "description": "One object, or with stream=true events of such objects, of which the last is [DONE].",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@routes.post("/v1/completions", responses=_RESPONSES)
 async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
     """Continues text or tokens."""
     reservation = reserve(gateway, body, prompts=len(body.prompts))
@@ -48,6 +60,16 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         )
         for prompt in prompts
     ]
+    wanted = None
+    if body.tells_prompt:
+        # Both forms say the same: the engine is asked for as much as the more demanding one wants.
+        wanted = max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0)
+        check_size(
+            body.choices * sum(map(len, prompts)),
+            wanted,
+            limit=gateway.settings.max_prompt_logprobs,
+            field="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
     return Generation(
         gateway,
         served,
@@ -56,7 +78,9 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         prefix="cmpl",
         top_logprobs=body.logprobs,
         chat=False,
-        traceparent=request.headers.get("traceparent", ""),
+        prompt_logprobs=wanted,
+        shows_end=bool(body.echo),
+        traceparent=checked_traceparent(request),
     )
 
 
@@ -67,14 +91,22 @@ class _Writer:
         self._generation = generation
         self._body = body
         self._templates: dict[int, EventTemplate] = {}
+        self._echoes: dict[int, Echo] = {}
 
     def prompt_of(self, choice: Choice) -> list[int]:
         """Tokens of a choice's prompt."""
         return self._generation.jobs[choice.index // self._generation.choices_per_prompt].prompt
 
-    def echo(self, choice: Choice) -> str:
+    def echo(self, choice: Choice) -> Echo:
         """What stands before the text."""
-        return self._generation.served.codec.decode(self.prompt_of(choice)) if self._body.echo else ""
+        if not self._body.echo:
+            return NO_ECHO
+        number = choice.index // self._generation.choices_per_prompt
+        if number not in self._echoes:
+            top, scores = self._body.logprobs, self._generation.prompt_scores(choice)
+            vocabulary, prompt = self._generation.served.vocabulary, self.prompt_of(choice)
+            self._echoes[number] = echo(vocabulary, prompt, None if top is None else scores, top or 0)
+        return self._echoes[number]
 
     def choice(
         self,
@@ -87,17 +119,23 @@ class _Writer:
         with_prompt: bool,
     ) -> dict[str, Any]:
         """One entry of `choices`."""
-        body = self._body
+        body, before = self._body, self.echo(choice)
         entry: dict[str, Any] = {
             "index": choice.index,
-            "text": (self.echo(choice) if with_prompt else "") + piece.text,
+            "text": (before.text if with_prompt else "") + piece.text,
             "logprobs": None,
             "finish_reason": finish_reason,
             "completion_id": choice.completion_id,
             "adapter": choice.adapter,
         }
         if body.logprobs is not None:
-            entry["logprobs"] = text_logprobs(self._generation.served.vocabulary, piece, body.logprobs)
+            piece.offsets = [len(before.text) + offset for offset in piece.offsets]
+            told = text_logprobs(self._generation.served.vocabulary, piece, body.logprobs)
+            entry["logprobs"] = joined(before.logprobs, told) if with_prompt else told
+        if body.prompt_logprobs is not None:
+            scores = self._generation.prompt_scores(choice)
+            vocabulary, prompt = self._generation.served.vocabulary, self.prompt_of(choice)
+            entry["prompt_logprobs"] = by_token(vocabulary, prompt, scores, body.prompt_logprobs)
         if body.return_token_ids:
             if with_prompt:
                 entry["prompt_token_ids"] = self.prompt_of(choice)
@@ -154,7 +192,10 @@ async def _chunks(generation: Generation, body: CompletionRequest) -> AsyncGener
             shows = step.piece.text or step.finish_reason or step.first or (body.return_token_ids and step.token_ids)
             if not shows:
                 continue
-            yield writer.event(step)
+            if step.first and body.echo and body.logprobs is not None:
+                yield await asyncio.to_thread(writer.event, step)  # of a long prompt that takes a while
+            else:
+                yield writer.event(step)
     if body.include_usage:
         yield event({**writer.body([], generation.choices[0].adapter, with_prompt=False), "usage": writer.usage()})
     yield DONE
@@ -166,6 +207,12 @@ async def _complete(generation: Generation, body: CompletionRequest) -> Response
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             collected[step.choice.index].append(step)
+    if body.tells_prompt:
+        return await asyncio.to_thread(_whole, writer, generation, collected)
+    return _whole(writer, generation, collected)
+
+
+def _whole(writer: _Writer, generation: Generation, collected: list[list[Step]]) -> Response:
     entries = []
     for choice, steps_of_choice in zip(generation.choices, collected, strict=True):
         piece = Piece(

@@ -11,17 +11,29 @@ from services.gateway.schemas.base import TokenId, contradiction
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Texts = str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+"""Text, token ids, or a list of either."""
+
+
+def as_list(texts: str | list[Any]) -> list[str | list[int]]:
+    """``Texts`` in their list form."""
+    if isinstance(texts, str):
+        return [texts]
+    return [texts] if isinstance(texts[0], int) else texts
 
 
 class CompletionRequest(SamplingFields):
     """OpenAI's text completion, with token-id prompts and the fields of reinforcement learning."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: Texts
     """Text, token ids, or a list of either: n choices for each."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Log-probabilities of the sampled token and of so many alternatives."""
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """0: only the prompt, with echo. Default: 16."""
     echo: bool | None = None
-    """Put the prompt before the text. Not together with logprobs."""
+    """Put the prompt before the text, and its tokens before those of logprobs. Then the token that ended the text is
+    among those, too."""
     best_of: int | None = Field(None, ge=1)
     """Only equal to n: the gateway does not rank choices."""
 
@@ -32,15 +44,17 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompt in its list form."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        prompt: list[Any] = self.prompt
-        return [prompt] if isinstance(prompt[0], int) else prompt
+        return as_list(self.prompt)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are part of the answer."""
+        return self.prompt_logprobs is not None or (bool(self.echo) and self.logprobs is not None)
 
     @model_validator(mode="after")
     def _combinations(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.choices:
             raise contradiction("best_of must equal n or be left out: choices are not ranked", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise contradiction("echo cannot be combined with logprobs: the prompt has none", "echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise contradiction("max_tokens=0 says nothing without the prompt: send echo=true", "max_tokens")
         return self

@@ -84,6 +84,8 @@ class SamplingFields(ConstraintFields):
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and per choice `token_ids` and `sampling_logprobs` (log-probability of each sampled
     token under the tempered distribution it was drawn from), as training on rollouts needs them."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Adds `prompt_logprobs`: of each token of the prompt, with so many alternatives. Not together with stream."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     """Only requests with the same salt share cached prompt state."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -119,6 +121,8 @@ class SamplingFields(ConstraintFields):
             raise contradiction(
                 "continuous_usage_stats needs include_usage=true", "stream_options.continuous_usage_stats"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise contradiction("prompt_logprobs come in one piece: leave out stream", "prompt_logprobs")
         return self
 
 

@@ -27,6 +27,9 @@ from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.cuda.warm_up import warm_up_shapes
 from services.engine.model.device_batch import DeviceCache
 from services.engine.model.lora_upload import AdapterUpload
+from services.engine.plan import Chunk, StepPlan
+from services.engine.reads import PromptRead
+from services.engine.request import Pooling, Request, SamplingParams
 from tests.parity.fused_models import TINY, random_adapter, random_adapters, random_model
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -65,6 +68,14 @@ def build(quantization: str, speculative: bool) -> CudaRunner:
     lora = random_adapters(model, 2, 16)
     lora._upload = AdapterUpload(lora.places(), lora._query_rows, lora.upload_bytes(CONFIG, 16))
     return CudaRunner(model, cache, lora, limits, RunnerOptions(pdl=True), eos_token_ids=[1])
+
+
+def reading(length: int) -> StepPlan:
+    """A prompt of which everything is told."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    request = Request("r", (0,) * length, sampling, prompt_logprobs=3, pooling=Pooling.MEAN)
+    chunk = Chunk(request, (0,) * length, 0, list(range(1, 14)), 1, True, [], 0)
+    return StepPlan([chunk], reads=[PromptRead(0, 0, length)])
 
 
 def disk_key(variant: Variant) -> str:
@@ -110,6 +121,8 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
             for adapters in (False, True):
                 runner._run_shape(shape, adapters)
         runner._lora.load(1, random_adapter(CONFIG, 16, seed=1))
+        for length in (1, 5, 33, 200):
+            runner._launch(reading(length), runner.forward)
 
     with recorded() as variants:
         runner._launch_all(shapes, runner.forward.one_of_each_layer())

@@ -10,6 +10,7 @@ from services.engine.limits import SchedulerConfig
 from services.engine.plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
 from services.engine.ports import CompletedStep
 from services.engine.request import Request, SamplingParams
+from tests.unit.engine.toy_reads import toy_reports
 
 VOCAB = 50
 
@@ -93,6 +94,7 @@ class ToyRunner:
         for copy in plan.copies_before:
             self.states[copy.target] = self.states[copy.source]
         ran = [self._run(chunk, written) for chunk in plan.chunks]
+        reports = toy_reports(plan, self.states)
         for copy in plan.copies_after:
             assert copy.source in slots
             assert copy.target not in slots
@@ -102,8 +104,8 @@ class ToyRunner:
         behind_which = [history for histories in sampled for history in histories]
         tokens = [SampledToken(behind(*row), -0.5) for row in zip(asked, behind_which, strict=True)]
         if not self.config.speculative:
-            return StepResult(tokens)
-        return StepResult(tokens, [self._guess(histories) for histories in sampled])
+            return StepResult(tokens, reports=reports)
+        return StepResult(tokens, [self._guess(histories) for histories in sampled], reports)
 
     def _guess(self, histories: list[tuple[int, ...]]) -> int:
         """Right about every other time, sometimes none."""

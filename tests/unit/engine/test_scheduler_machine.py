@@ -14,12 +14,23 @@ from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.draft import prefix
 from services.engine.limits import SchedulerConfig
 from services.engine.plan import StepPlan, StepResult
-from services.engine.request import AdapterPin, FinishReason
+from services.engine.request import AdapterPin, FinishReason, Pooling
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
 from tests.unit.engine.machine import ToyRunner, behind, request
+from tests.unit.engine.toy_reads import Told
 
+READS: list[dict[str, object]] = [
+    {},
+    {},
+    {},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 2, "prompt_logprobs_from": 5},
+    {"pooling": Pooling.LAST},
+    {"prompt_logprobs": 1, "pooling": Pooling.MEAN},
+]
+"""What requests want to know of their prompts; nothing, mostly."""
 PINS = [AdapterPin(), AdapterPin("a@1", "digest-a", 1)]
 
 
@@ -75,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Launched, oldest first; the scheduler does not know the results yet."""
         self.requests = {}
         self.outputs: dict[str, list[int]] = {}
+        self.told: dict[str, Told] = {}
         self.live: set[str] = set()
         self.now = 0.0
         self.added = 0
@@ -93,6 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "x"]),
         copies=st.integers(1, 4),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+        reads=st.sampled_from(READS),
     )
     def add(
         self,
@@ -109,8 +122,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt,
         copies,
         presence_penalty,
+        reads,
     ):
         prompt = (*(family * 10 + position % 4 for position in range(shared)), *tail) or (1,)
+        if "prompt_logprobs_from" in reads:
+            reads = {**reads, "prompt_logprobs_from": min(5, len(prompt) - 1)}
         for _ in range(copies):
             self.added += 1
             added = request(
@@ -126,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pin=pin,
                 cache_salt=salt,
                 arrival=self.added,
+                **reads,
             )
             size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
             if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
@@ -305,11 +322,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             name = update.request_id
             assert name in self.live, "an update after the last one"
             asked, output = self.requests[name], self.outputs[name]
+            told = self.told.setdefault(name, Told(asked))
+            told.add(update)
             if update.token is not None:
+                told.check()
                 output.append(update.token.token_id)
                 assert output[-1] == behind(asked, (*asked.prompt_token_ids, *output[:-1]))
             if update.finish_reason is None:
-                assert update.token is not None
+                says = update.prompt is not None or update.embedding is not None
+                assert (update.token is not None) != (asked.reads_prompt and not told.tokens)
+                assert says == (update.token is None)
                 assert not self._stops(name)
                 continue
             self.live.remove(name)

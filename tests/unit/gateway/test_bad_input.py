@@ -95,7 +95,8 @@ def test_chat_field(http: httpx.Client, change: dict[str, Any], param: str) -> N
         ({"prompt": [[]]}, "prompt[0]"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"echo": False, "max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
     ],
 )
