@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 import structlog
 from pydantic_core import to_json
@@ -76,6 +77,7 @@ class RequestContext:
             status=status,
             seconds=round(seconds, 4),
             client=client[0] if client else None,
+            principal=getattr(scope["state"].get("principal"), "id", None),
         )
 
 
@@ -92,21 +94,22 @@ class BodyLimit:
     Args:
         app: what it surrounds.
         limit: bytes of an ordinary body.
-        upload_limit: bytes of a multipart body.
+        upload_limit: bytes of a multipart body on a route that takes one.
+        is_upload: whether a request is one.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, upload_limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, upload_limit: int, is_upload: Callable[[Scope], bool]) -> None:
         self._app = app
         self._limit = limit
         self._upload_limit = upload_limit
+        self._is_upload = is_upload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        upload = headers.get("content-type", "").lower().startswith("multipart/form-data")
-        limit = self._upload_limit if upload else self._limit
+        limit = self._upload_limit if self._is_upload(scope) else self._limit
         announced = headers.get("content-length", "")
         if announced.isascii() and announced.isdigit() and len(announced) < 20:
             excess = int(announced) > limit

@@ -18,7 +18,7 @@ from services.common.registry import AdapterRegistry
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.fake_engine import FakeEngine
-from tests.unit.gateway.fake_stores import MemoryQueue, MemoryStore
+from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
 MODEL = "tiny"
 
@@ -32,6 +32,7 @@ class Running:
         self.store = MemoryStore()
         self.registry = AdapterRegistry(self.store, MODEL)  # type: ignore[arg-type]
         self.queue = MemoryQueue()
+        self.records = MemoryRecords()
         self._settings = settings
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -83,6 +84,7 @@ class Running:
         deadline = time.monotonic() + 50
         while time.monotonic() < deadline and not serving.done():
             if self.server.started and self._enough(c.ready for c in self.app.state.gateway.engines.clients):
+                self.gateway.idempotency.records = self.records
                 self._ready.set()
                 break
             await asyncio.sleep(0.01)
@@ -117,7 +119,8 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.sessions.refuses, engine.sessions.holds = None, False
     _shared.store.objects.clear()
     _shared.registry._pointer_cache = {}
-    _shared.store.down = _shared.queue.down = False
+    _shared.records.kept.clear()
+    _shared.store.down = _shared.queue.down = _shared.records.down = False
     yield _shared
     _shared.wait_for(lambda: _shared.gateway.admission.taken == 0)
     _shared.wait_for(lambda: not engine.running)

@@ -1,0 +1,37 @@
+"""Who sent a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+
+from services.common.api_keys import ANONYMOUS, Scope
+from services.gateway.quotas.decision import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A caller: the id of its key, and what it may do."""
+
+    id: str
+    scopes: frozenset[Scope]
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ValueError("a principal needs an id")
+
+
+EVERYBODY = Principal(ANONYMOUS, frozenset(Scope))
+"""Callers of a gateway without keys."""
+NOBODY = Principal(ANONYMOUS, frozenset())
+"""Callers of public routes."""
+
+
+def principal_of(request: HTTPConnection) -> Principal:
+    """The caller of a request; also `request.state.principal`."""
+    found = request.state.principal
+    if not isinstance(found, Principal):
+        raise RuntimeError("the request did not come through the Access middleware")
+    return found
