@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.access.principal import NOBODY
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload
 from services.gateway.metrics import GatewayMetrics
 
@@ -69,7 +70,7 @@ class RequestContext:
         self._metrics.duration.labels(name).observe(seconds)
         if scope["path"] in _QUIET:
             return
-        client = scope.get("client")
+        client, principal = scope.get("client"), scope["state"].get("principal")
         log.info(
             "request",
             method=scope["method"],
@@ -77,7 +78,7 @@ class RequestContext:
             status=status,
             seconds=round(seconds, 4),
             client=client[0] if client else None,
-            principal=getattr(scope["state"].get("principal"), "id", None),
+            principal=None if principal is None or principal is NOBODY else principal.id,
         )
 
 

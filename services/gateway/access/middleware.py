@@ -18,7 +18,6 @@ from services.gateway.access.principal import EVERYBODY, NOBODY, Principal
 from services.gateway.access.rules import UNKNOWN, Rule, RuleBook
 from services.gateway.errors import response_of
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.quotas.decision import Limits
 from services.gateway.quotas.limiter import Grant, Quotas
 from services.gateway.state import Gateway
 
@@ -26,7 +25,6 @@ RULE = "temper.rule"
 """In the ASGI scope: the Rule of the request."""
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 _SMALL_BODY = 64 * 1024
-_UNLIMITED = Limits()
 
 
 class Access:
@@ -82,13 +80,10 @@ class Access:
         try:
             principal = state["principal"] = self._principal(rule, headers)
             _check_scope(rule, principal, self._metrics)
-            caller = Caller(principal, Grant(self._quotas, principal.id, _UNLIMITED, ""), _deadline(rule, headers))
-            if rule.public:
-                await self._app(scope, receive, exchange.send)
-                return
+            caller = Caller(principal, Grant(self._quotas, principal.id, principal.limits), _deadline(rule, headers))
             _check_idempotency(rule, headers)
-            caller.grant = await self._quotas.acquire(principal.id, principal.limits)
             exchange.caller = caller
+            await caller.grant.acquire()
             _check_room(rule, scope)
         except TemperError as error:
             await _refuse(scope, receive, exchange, headers, error)

@@ -33,15 +33,13 @@ class Quotas:
     async def stop(self) -> None:
         await self._shared.stop()
 
-    async def acquire(self, caller: str, limits: Limits) -> Grant:
+    async def acquire(self, grant: Grant) -> None:
         """Counts a request.
 
         Raises:
-            RateLimited: one of the caller's limits is reached; nothing was counted.
+            RateLimited: one of its caller's limits is reached; nothing was counted.
         """
-        grant = Grant(self, caller, limits, self._next())
-        if not limits.any:
-            return grant
+        caller, limits = grant.caller, grant.limits
         decision = await self._shared.acquire(caller, limits, grant.lease)
         decided = decision is not None and decision.by is None
         if decision is None or decided:
@@ -50,7 +48,6 @@ class Quotas:
         grant.seen(decision)
         if decision.by is not None:
             raise self._refusal(grant, decision)
-        return grant
 
     async def take(self, grant: Grant, tokens: int) -> None:
         """Reserves tokens for a request.
@@ -87,7 +84,8 @@ class Quotas:
         if grant.limits.concurrent_requests:
             self._shared.release(grant.caller, grant.lease)
 
-    def _next(self) -> str:
+    def new_lease(self) -> str:
+        """A name for a request that no other has."""
         self._count += 1
         return f"{self._replica}:{self._count}"
 
@@ -107,18 +105,24 @@ class Quotas:
 
 
 class Grant:
-    """One request that was counted. Releasing twice is harmless."""
+    """One request as its caller's limits see it. Releasing twice is harmless."""
 
-    __slots__ = ("_decision", "_quotas", "_released", "_tokens", "caller", "lease", "limits")
+    __slots__ = ("_decision", "_held", "_quotas", "_tokens", "caller", "lease", "limits")
 
-    def __init__(self, quotas: Quotas, caller: str, limits: Limits, lease: str) -> None:
+    def __init__(self, quotas: Quotas, caller: str, limits: Limits) -> None:
         self.caller = caller
         self.limits = limits
-        self.lease = lease
+        self.lease = quotas.new_lease()
         self._quotas = quotas
         self._decision: Decision | None = None
         self._tokens: Level | None = None
-        self._released = False
+        self._held = False
+
+    async def acquire(self) -> None:
+        """Counts it. Raises RateLimited."""
+        if self.limits.any:
+            await self._quotas.acquire(self)
+            self._held = True
 
     def seen(self, decision: Decision) -> None:
         """Remembers the newest levels for the headers."""
@@ -136,8 +140,8 @@ class Grant:
 
     def release(self) -> None:
         """The request is over."""
-        if not self._released and self.limits.any:
-            self._released = True
+        if self._held:
+            self._held = False
             self._quotas.release(self)
 
     def headers(self) -> Mapping[str, str]:
