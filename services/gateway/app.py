@@ -93,7 +93,7 @@ def create_app(settings: GatewaySettings, *, stores: Stores = open_stores) -> Fa
         gateway = Gateway(settings, EnginePool(settings), registry, queue, metrics)
         app.state.gateway = gateway
         gateway.engines.start()
-        quotas.start()
+        await quotas.start()
         following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
         log.info("gateway started", engines=settings.engine_addresses, model=settings.served_model_name)
         try:

@@ -27,8 +27,9 @@ class Quotas:
         self._replica = uuid.uuid4().hex[:12]
         self._count = 0
 
-    def start(self) -> None:
-        self._shared.start()
+    async def start(self) -> None:
+        """Connects to Redis, if it is there now."""
+        await self._shared.start()
 
     async def stop(self) -> None:
         await self._shared.stop()

@@ -47,7 +47,8 @@ class LocalLimiter:
                 state.leases.add(lease)
             if rate:
                 state.requests.add(1)
-        return _decision(None if force else refused, state, limits)
+        by, wait = (None, 0) if force or refused is None else refused
+        return Decision(by, wait, _level(state.requests, rate), _level(state.tokens, tokens))
 
     def take(self, caller: str, limits: Limits, tokens: int, now: int, *, force: bool = False) -> Decision:
         """Reserves tokens, or does nothing."""
@@ -56,7 +57,7 @@ class LocalLimiter:
         wait = 0 if force else state.tokens.wait(limits.tokens_per_minute, tokens)
         if not wait:
             state.tokens.add(tokens)
-        return _decision(("tokens", wait) if wait else None, state, limits)
+        return Decision("tokens" if wait else None, wait, None, _level(state.tokens, limits.tokens_per_minute))
 
     def correct(self, caller: str, limits: Limits, tokens: int, now: int) -> None:
         """Adds tokens that were used beyond a reservation; negative: gives back what was not."""
@@ -72,16 +73,6 @@ class LocalLimiter:
     def leases(self) -> dict[str, set[str]]:
         """The requests that run, by caller."""
         return {caller: set(state.leases) for caller, state in self._callers.items() if state.leases}
-
-
-def _decision(refused: tuple[Dimension, int] | None, state: _Caller, limits: Limits) -> Decision:
-    by, wait = refused or (None, 0)
-    return Decision(
-        by,
-        wait,
-        _level(state.requests, limits.requests_per_minute),
-        _level(state.tokens, limits.tokens_per_minute),
-    )
 
 
 def _level(bucket: Bucket, limit: int) -> Level | None:
