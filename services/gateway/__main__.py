@@ -78,6 +78,7 @@ def main() -> None:
     try:
         app = create_app(settings)
     except BadSetting as error:
+        listener.close()
         raise SystemExit(f"temper gateway: TEMPER_{str(error.param).upper()}: {error.message}") from error
     config = uvicorn.Config(
         app,

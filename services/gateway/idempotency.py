@@ -139,7 +139,9 @@ class Idempotency:
     def __init__(self, records: Records) -> None:
         self.records = records
 
-    async def answer(self, request: Request, key: str, said: bytes, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def answer(
+        self, request: Request, key: str, said: bytes, work: Callable[[], Awaitable[Response]]
+    ) -> Response:
         """The kept answer, or that of ``work``, which is kept.
 
         Args:
@@ -225,9 +227,7 @@ def idempotent(handler: Handler) -> Handler:
     if not takes_request:
         parameters.insert(0, inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request))
     parameters.append(
-        inspect.Parameter(
-            "idempotency_key", inspect.Parameter.KEYWORD_ONLY, annotation=IdempotencyKey, default=None
-        )
+        inspect.Parameter("idempotency_key", inspect.Parameter.KEYWORD_ONLY, annotation=IdempotencyKey, default=None)
     )
     answer.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=parameters, return_annotation=hints.get("return", Any)

@@ -117,7 +117,13 @@ def test_lua_decides_as_python_does(raw: redis.Redis) -> None:
             chosen = rng.random()
             budget = limits.tokens_per_minute
             if chosen < 0.4:
-                args: list[str | int] = [limits.requests_per_minute, budget, limits.concurrent_requests, str(number), now]
+                args: list[str | int] = [
+                    limits.requests_per_minute,
+                    budget,
+                    limits.concurrent_requests,
+                    str(number),
+                    now,
+                ]
                 reply = clock["acquire"](keys=[scripts.bucket_key(ME), scripts.leases_key(ME)], args=args)
                 mine = local.acquire(ME, limits, str(number), now)
                 if mine.by is None and limits.concurrent_requests:

@@ -147,7 +147,9 @@ async def _refuse(scope: Scope, receive: Receive, exchange: _Exchange, headers: 
     length = headers.get("content-length", "")
     small = length.isascii() and length.isdigit() and int(length[:10]) <= _SMALL_BODY
     if not small and (length or "transfer-encoding" in headers):
-        response.headers["connection"] = "close"  # or the server would read the body to its end, to find the next request
+        response.headers["connection"] = (
+            "close"  # or the server would read the body to its end, to find the next request
+        )
     await response(scope, receive, exchange.send)
 
 

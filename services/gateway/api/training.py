@@ -23,6 +23,7 @@ from services.gateway.training_limits import check_training_job
 
 routes = router("training")
 
+
 def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
     async def submit(
         response: Response, body: Any, gateway: GatewayDep, idempotency_key: IdempotencyKey = None

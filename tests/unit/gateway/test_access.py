@@ -210,13 +210,20 @@ def test_origins_that_are_opened(tmp_path: Path, start: Starter) -> None:
             answer = http.post("/v1/chat/completions", json=CHAT, headers={"origin": origin, **keys.bearer("page")})
             assert answer.status_code == 200
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
-        for origin in ("https://evil.example", "https://chat.example.com.evil.example", "http://chat.example.com", "null"):
+        for origin in (
+            "https://evil.example",
+            "https://chat.example.com.evil.example",
+            "http://chat.example.com",
+            "null",
+        ):
             answer = http.options("/v1/chat/completions", headers={"origin": origin, **PREFLIGHT})
             assert answer.status_code == 400
             assert "access-control-allow-origin" not in answer.headers
 
 
-@pytest.mark.parametrize("origins", ["*", "chat.example.com", "https://a.example/", "https://a.example,*", "https://A.x"])
+@pytest.mark.parametrize(
+    "origins", ["*", "chat.example.com", "https://a.example/", "https://a.example,*", "https://A.x"]
+)
 def test_origins_that_mean_nothing(origins: str) -> None:
     with pytest.raises(ValidationError, match="is no origin"):
         GatewaySettings(cors_allow_origins=origins)
@@ -230,7 +237,9 @@ def test_everybody_may_do_everything_without_keys(http: httpx.Client) -> None:
         assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
 
 
-def test_redis_password_is_no_part_of_a_reason(tmp_path: Path, start: Starter, capfd: pytest.CaptureFixture[str]) -> None:
+def test_redis_password_is_no_part_of_a_reason(
+    tmp_path: Path, start: Starter, capfd: pytest.CaptureFixture[str]
+) -> None:
     keys = Keys(tmp_path / "keys.json")
     keys.add("me", Scope.INFERENCE, limits=KeyLimits(requests_per_minute=5))
     running = start(api_keys_file=str(keys.path), redis_url=SecretStr("redis://:hunter2@127.0.0.1:1/0"))

@@ -162,9 +162,7 @@ def test_every_route_has_a_scope() -> None:
     missing = set(routes) - {rule.route for rule in RULES}
     assert not missing, "give these routes a scope in services/gateway/access/rules.py"
     described = {
-        f"{method.upper()} {path}"
-        for path, operations in app.openapi()["paths"].items()
-        for method in operations
+        f"{method.upper()} {path}" for path, operations in app.openapi()["paths"].items() for method in operations
     }
     assert described <= {rule.route.replace(":path}", "}") for rule in RULES}
     assert len(RULES) == len({rule.route for rule in RULES})
@@ -321,7 +319,11 @@ def test_audit_log(guarded: Running, door: httpx.Client, keys: Keys) -> None:
 
 
 def test_no_key_comes_out(
-    guarded: Running, door: httpx.Client, keys: Keys, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    guarded: Running,
+    door: httpx.Client,
+    keys: Keys,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Everything that a gateway says or writes, searched for the keys and their digests."""
     from services.common.telemetry import mask_secrets
