@@ -1,4 +1,4 @@
-"""`temper keys`: the file of API keys that gateways read. Nothing is sent anywhere; a running gateway sees the change."""
+"""`temper keys`: the file of API keys that gateways read. Nothing is sent; a running gateway sees the change."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ app = typer.Typer(name="keys", help="Make, list and revoke API keys.", no_args_i
 T = TypeVar("T")
 File = Annotated[
     Path,
-    typer.Option(
-        "--file", help="The key file, which gateways know as TEMPER_API_KEYS_FILE.", envvar="TEMPER_API_KEYS_FILE"
-    ),
+    typer.Option("--file", help="The key file, as gateways have it.", envvar="TEMPER_API_KEYS_FILE"),
 ]
 _NO_LIMIT = "Default: the gateway's; 0: none."
 

@@ -34,6 +34,7 @@ CLAIM_SECONDS = 30
 """After the last sign of life of a gateway that answers a request, the request may be sent again."""
 _KEPT_HEADERS = ("location", "content-type", "x-temper-adapter")
 
+Work = Callable[[], Awaitable[Response]]
 IdempotencyKey = Annotated[
     str | None,
     Header(alias="idempotency-key", min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$"),
@@ -139,9 +140,7 @@ class Idempotency:
     def __init__(self, records: Records) -> None:
         self.records = records
 
-    async def answer(
-        self, request: Request, key: str, said: bytes, work: Callable[[], Awaitable[Response]]
-    ) -> Response:
+    async def answer(self, request: Request, key: str, said: bytes, work: Work) -> Response:
         """The kept answer, or that of ``work``, which is kept.
 
         Args:
@@ -175,7 +174,7 @@ class Idempotency:
             return Response(answer.body, answer.status, {**answer.headers, "idempotency-replayed": "true"})
         return await self._first(name, token, work)
 
-    async def _first(self, name: str, token: str, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def _first(self, name: str, token: str, work: Work) -> Response:
         renewing = asyncio.ensure_future(self._renew(name, token))
         response: Response | None = None
         try:

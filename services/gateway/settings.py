@@ -90,7 +90,7 @@ class GatewaySettings(CommonSettings):
     audit_log_file: str = ""
     """Appended to, beside the log: a JSON object for every call that trains or administrates. Empty: no such file."""
     cors_allow_origins: str = ""
-    """Origins whose web pages may call the gateway, e.g. "https://chat.example.com", separated by commas. Empty: none."""
+    """Origins whose web pages may call the gateway, separated by commas: "https://chat.example.com". Empty: none."""
     max_bodies_bytes: int = Field(256 * 2**20, ge=1024)
     """JSON bodies in memory at a time, together, but at least one of the largest; more are answered with 503."""
     body_timeout_seconds: float = Field(60.0, gt=0)

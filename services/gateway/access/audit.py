@@ -95,6 +95,6 @@ class _File(logging.handlers.WatchedFileHandler):
         except OSError:  # the new file could not be opened
             self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
         self._metrics.audit_failures.inc()
         log.error("a line of the audit log could not be written", file=self.baseFilename)

@@ -10,13 +10,16 @@ from services.common.api_keys import ANONYMOUS, Scope
 from services.gateway.quotas.decision import Limits
 
 
+_NONE = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """A caller: the id of its key, and what it may do."""
 
     id: str
     scopes: frozenset[Scope]
-    limits: Limits = Limits()
+    limits: Limits = _NONE
 
     def __post_init__(self) -> None:
         if not self.id:

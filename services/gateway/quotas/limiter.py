@@ -108,14 +108,14 @@ class Quotas:
 class Grant:
     """One request as its caller's limits see it. Releasing twice is harmless."""
 
-    __slots__ = ("_decision", "_held", "_quotas", "_tokens", "caller", "lease", "limits")
+    __slots__ = ("_held", "_quotas", "_requests", "_tokens", "caller", "lease", "limits")
 
     def __init__(self, quotas: Quotas, caller: str, limits: Limits) -> None:
         self.caller = caller
         self.limits = limits
         self.lease = quotas.new_lease()
         self._quotas = quotas
-        self._decision: Decision | None = None
+        self._requests: Level | None = None
         self._tokens: Level | None = None
         self._held = False
 
@@ -127,8 +127,7 @@ class Grant:
 
     def seen(self, decision: Decision) -> None:
         """Remembers the newest levels for the headers."""
-        if self._decision is None or decision.requests is not None:
-            self._decision = decision
+        self._requests = decision.requests or self._requests
         self._tokens = decision.tokens or self._tokens
 
     async def take(self, tokens: int) -> None:
@@ -149,7 +148,7 @@ class Grant:
         """OpenAI's headers about the limits: https://platform.openai.com/docs/guides/rate-limits"""
         found: dict[str, str] = {}
         levels = (
-            ("requests", self.limits.requests_per_minute, self._decision and self._decision.requests),
+            ("requests", self.limits.requests_per_minute, self._requests),
             ("tokens", self.limits.tokens_per_minute, self._tokens),
         )
         for name, limit, level in levels:

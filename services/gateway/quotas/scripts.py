@@ -87,8 +87,8 @@ return answer(by, waits, requests, rate, tokens, budget)
 TAKE = (
     _PRELUDE
     + f"""
--- KEYS buckets; ARGV tokens-a-minute tokens force. Reserves tokens, or does nothing. With force, a correction: more than
--- fits, or a negative number.
+-- KEYS buckets; ARGV tokens-a-minute tokens force. Reserves tokens, or does nothing. With force, a correction: more
+-- than fits, or a negative number.
 local budget, cost, now = tonumber(ARGV[1]), tonumber(ARGV[2]), clock()
 local tokens = level(KEYS[1], 'tokens', budget, now)
 local waits = ARGV[3] == '1' and 0 or wait(tokens, budget, cost)

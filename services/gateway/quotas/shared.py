@@ -58,7 +58,8 @@ class SharedLimiter:
     """
 
     def __init__(self, settings: CommonSettings, metrics: GatewayMetrics, leases: Leases) -> None:
-        self._connection: Any = connect_async(settings).connection_pool.make_connection()
+        pool: Any = connect_async(settings).connection_pool
+        self._connection = pool.make_connection()
         self._connection.socket_timeout = None  # the time of a whole exchange is limited instead
         self._metrics = metrics
         self._leases = leases
@@ -94,7 +95,12 @@ class SharedLimiter:
     async def acquire(self, caller: str, limits: Limits, lease: str) -> Decision | None:
         """Counts a request and takes a lease, or does nothing."""
         keys = [scripts.bucket_key(caller), scripts.leases_key(caller)]
-        args = [limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, lease]
+        args: list[str | int] = [
+            limits.requests_per_minute,
+            limits.tokens_per_minute,
+            limits.concurrent_requests,
+            lease,
+        ]
         try:
             return _decision(await self._ask(scripts.ACQUIRE, keys, args), limits)
         except asyncio.CancelledError:
