@@ -41,7 +41,10 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
         if settings.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Plain: the traceback of rich shows local variables, and one of them is a key.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     exceptions = [structlog.processors.format_exc_info] if settings.log_format == "json" else []
     structlog.configure(

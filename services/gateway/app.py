@@ -20,6 +20,7 @@ from services.common.store import ObjectStore
 from services.gateway.access.audit import AuditLog
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.middleware import RULE, TIMEOUT_HEADER, Access
+from services.gateway.access.openapi import describe_keys
 from services.gateway.access.rules import RuleBook
 from services.gateway.api import adapter_tools, adapters, chat, completions, health, models, sessions, training
 from services.gateway.bodies import BodyMemory
@@ -41,6 +42,7 @@ _CORS_HEADERS = (
     "traceparent",
     "x-api-key",
     "x-request-id",
+    "x-session-id",
     TIMEOUT_HEADER,
     # What the clients of OpenAI and Anthropic send by themselves.
     "anthropic-beta",
@@ -64,7 +66,8 @@ Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
 
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
-Every error has the body `{"error": {"message", "type", "param", "code"}}`. Unknown fields are refused by name."""
+Every error has the body `{"error": {"message", "type", "param", "code"}}`. The header `x-request-timeout-seconds`
+bounds the time of a completion. Unknown fields are refused by name."""
 
 
 def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
@@ -134,6 +137,7 @@ def create_app(settings: GatewaySettings, *, stores: Stores = open_stores) -> Fa
         BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes, is_upload=_is_upload
     )
     rules = RuleBook(metrics_public=settings.metrics_public)
+    describe_keys(app, rules, needed=keys is not None)
     app.add_middleware(Access, keys=keys, quotas=quotas, audit=audit, rules=rules, metrics=metrics)
     if settings.cors_origins:
         app.add_middleware(

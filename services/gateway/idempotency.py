@@ -18,17 +18,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
+import structlog
 from fastapi import Header, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from services.common.errors import Conflict, InProgress
+from services.common.errors import Conflict, InProgress, Unavailable
 from services.common.redis_client import call_async, connect_async
 from services.common.settings import CommonSettings
 from services.gateway.access.principal import principal_of
 from services.gateway.disconnect import cancel
 
+log = structlog.get_logger(__name__)
 KEEP_SECONDS = 86400
 CLAIM_SECONDS = 30
 """After the last sign of life of a gateway that answers a request, the request may be sent again."""
@@ -182,17 +184,25 @@ class Idempotency:
         finally:
             await cancel(renewing)
             if response is None or not 200 <= response.status_code < 300:
-                await self.records.abandon(name, token)
+                await _tried(self.records.abandon(name, token))
         if 200 <= response.status_code < 300:
             headers = {header: response.headers[header] for header in _KEPT_HEADERS if header in response.headers}
             answer = Answer(response.status_code, headers, bytes(response.body))
-            await self.records.finish(name, token, answer.pack())
+            await _tried(self.records.finish(name, token, answer.pack()))
         return response
 
     async def _renew(self, name: str, token: str) -> None:
         while True:
             await asyncio.sleep(CLAIM_SECONDS / 3)
-            await self.records.renew(name, token)
+            await _tried(self.records.renew(name, token))
+
+
+async def _tried(record: Awaitable[None]) -> None:
+    """What has been done is done, and its client gets the answer: only the record of it ends with its claim."""
+    try:
+        await record
+    except Unavailable as error:
+        log.warning("an idempotency key could not be recorded", reason=error.message)
 
 
 Handler = Callable[..., Awaitable[Any]]

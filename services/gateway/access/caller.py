@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -29,9 +30,14 @@ def current_caller() -> Caller | None:
     return _CURRENT.get()
 
 
-def enter(caller: Caller) -> None:
-    """For the rest of this task and those that it starts."""
-    _CURRENT.set(caller)
+@contextmanager
+def working_for(caller: Caller) -> Iterator[None]:
+    """In the block, and in the tasks that it starts."""
+    token = _CURRENT.set(caller)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 def seconds_left(limit: float) -> float:

@@ -54,7 +54,20 @@ class KeyRing:
         if found is None or not hmac.compare_digest(found[0].sha256, wanted):
             self._metrics.auth_refusals.labels("invalid").inc()
             raise Unauthorized("this API key is not valid here")
-        entry, principal = found
+        return self._checked(*found)
+
+    def owner(self, key_id: str) -> Principal:
+        """Whose key has this id.
+
+        Raises:
+            Unauthorized: nobody's, or not any more.
+        """
+        for entry, principal in self._keys.values():
+            if entry.id == key_id:
+                return self._checked(entry, principal)
+        raise Unauthorized(f"there is no API key {key_id} any more")
+
+    def _checked(self, entry: ApiKey, principal: Principal) -> Principal:
         if (refusal := entry.refusal(datetime.now(UTC))) is not None:
             self._metrics.auth_refusals.labels("revoked" if entry.revoked_at is not None else "expired").inc()
             raise Unauthorized(f"the API key {entry.id} {refusal}: ask for a new one")
@@ -65,7 +78,10 @@ class KeyRing:
         and editors replace files: so what is compared is the content."""
         while True:
             await asyncio.sleep(interval)
-            await self.reload()
+            try:
+                await self.reload()
+            except Exception:  # whatever it is: revoked keys must be noticed later
+                log.exception("the key file could not be looked at")
 
     async def reload(self) -> None:
         """Takes over what the file says now, if that can be used; else the keys stay as they are."""

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Forbidden, InvalidRequest, Overloaded, TemperError, Unauthorized
 from services.gateway.access.audit import AuditLog
-from services.gateway.access.caller import Caller, enter
+from services.gateway.access.caller import Caller, working_for
 from services.gateway.access.keyring import KeyRing
-from services.gateway.access.principal import EVERYBODY, NOBODY, Principal
+from services.gateway.access.principal import EVERYBODY, INTERNAL, NOBODY, Principal
 from services.gateway.access.rules import UNKNOWN, Rule, RuleBook
 from services.gateway.errors import response_of
 from services.gateway.metrics import GatewayMetrics
@@ -66,6 +66,9 @@ class Access:
         exchange = _Exchange(send)
         try:
             await self._admit(scope, rule, exchange, receive)
+        except Exception:
+            exchange.failed()
+            raise
         finally:
             if exchange.caller is not None:
                 exchange.caller.grant.release()
@@ -78,7 +81,7 @@ class Access:
         state = scope.setdefault("state", {})
         state["principal"] = NOBODY
         try:
-            principal = state["principal"] = self._principal(rule, headers)
+            principal = state["principal"] = self._principal(scope, rule, headers)
             _check_scope(rule, principal, self._metrics)
             caller = Caller(principal, Grant(self._quotas, principal.id, principal.limits), _deadline(rule, headers))
             _check_idempotency(rule, headers)
@@ -88,14 +91,16 @@ class Access:
         except TemperError as error:
             await _refuse(scope, receive, exchange, headers, error)
             return
-        enter(caller)
-        await self._app(scope, receive, exchange.send)
+        with working_for(caller):
+            await self._app(scope, receive, exchange.send)
 
-    def _principal(self, rule: Rule, headers: Headers) -> Principal:
+    def _principal(self, scope: Scope, rule: Rule, headers: Headers) -> Principal:
         if rule.public:
             return NOBODY
         if self._keys is None:
             return EVERYBODY
+        if INTERNAL in scope:
+            return self._keys.owner(str(scope[INTERNAL].owner))
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         key = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
         if not key:
@@ -129,6 +134,11 @@ class _Exchange:
         """Until something is answered: the client went away."""
         self.location = ""
         self.started = False
+
+    def failed(self) -> None:
+        """By a bug: what stands around answers with 500, if nothing has been answered yet."""
+        if not self.started:
+            self.status = 500
 
     async def send(self, message: Message) -> None:
         """Adds what the caller's limits have left."""

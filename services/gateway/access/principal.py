@@ -9,7 +9,6 @@ from starlette.requests import HTTPConnection
 from services.common.api_keys import ANONYMOUS, Scope
 from services.gateway.quotas.decision import Limits
 
-
 _NONE = Limits()
 
 
@@ -26,6 +25,10 @@ class Principal:
             raise ValueError("a principal needs an id")
 
 
+INTERNAL = "temper.internal"
+"""Key of the ASGI scope of a request that the gateway makes to itself for somebody whose own request was let in
+before, as a batch does. Its value has that caller's id as ``owner``. Servers build their scopes themselves: nothing
+that a client sends becomes a key."""
 EVERYBODY = Principal(ANONYMOUS, frozenset(Scope))
 """Callers of a gateway without keys."""
 NOBODY = Principal(ANONYMOUS, frozenset())

@@ -113,6 +113,24 @@ def test_without_redis_a_key_is_refused_and_no_key_is_served(running: Running, h
     assert http.post("/v1/adapters/bot/attach").status_code == 200
 
 
+def test_redis_that_goes_while_the_request_runs(running: Running, http: httpx.Client) -> None:
+    upload(http)
+    attach, detach = running.registry.attach, running.registry.detach
+
+    def then_away(version: object) -> None:
+        attach(version)  # type: ignore[arg-type]
+        running.records.down = True
+
+    running.registry.attach = then_away  # type: ignore[assignment]
+    try:
+        assert http.post("/v1/adapters/bot/attach", headers=ONCE).status_code == 200, "it has happened"
+        running.records.down = False
+        assert http.post("/v1/adapters/bot/attach", headers=ONCE).status_code == 409, "until the claim ends"
+    finally:
+        running.registry.attach = attach  # type: ignore[method-assign]
+    detach()
+
+
 @pytest.mark.parametrize("key", ["x" * 257, "a b", "ä"])
 def test_keys_that_are_none(http: httpx.Client, key: str) -> None:
     answer = http.post("/v1/adapters/bot/attach", headers={"idempotency-key": key.encode("latin-1")})
@@ -131,12 +149,13 @@ def test_the_description_says_which_routes_take_it(http: httpx.Client) -> None:
     from services.gateway.access.rules import RULES
 
     taking = {
-        f"{method.upper()} {path}"
+        f"{method.upper()} {path}": any(one["name"] == "idempotency-key" for one in operation.get("parameters", ()))
         for path, operations in http.get("/openapi.json").json()["paths"].items()
         for method, operation in operations.items()
-        if any(parameter["name"] == "idempotency-key" for parameter in operation.get("parameters", ()))
     }
-    assert taking == {rule.route for rule in RULES if rule.idempotent}
+    assert sum(taking.values()) > 10
+    rules = {rule.route.replace(":path}", "}"): rule.idempotent for rule in RULES}
+    assert taking == {route: rules[route] for route in taking}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,8 +19,11 @@ import structlog
 from prometheus_client import generate_latest
 from pydantic import SecretStr
 from starlette.routing import Route, compile_path
+from starlette.types import Message
 
 from services.common.api_keys import ApiKey, KeyFile, KeyLimits, Scope, digest, dump_keys, new_entry, new_key
+from services.common.telemetry import mask_secrets
+from services.gateway.access.principal import INTERNAL
 from services.gateway.access.rules import RULES, UNKNOWN, RuleBook
 from services.gateway.app import BadSetting, create_app
 from services.gateway.settings import GatewaySettings
@@ -143,6 +147,44 @@ def test_open_routes(door: httpx.Client, keys: Keys) -> None:
     assert "temper_gateway_api_keys" in door.get("/metrics", headers=keys.bearer("inference")).text
 
 
+def test_the_description_names_keys_and_scopes(door: httpx.Client) -> None:
+    described = door.get("/openapi.json").json()
+    assert set(described["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+    attach = described["paths"]["/v1/adapters/{name}/attach"]["post"]
+    assert attach["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert "Scope of the API key: `admin`." in attach["description"]
+    assert described["paths"]["/livez"]["get"]["security"] == []
+    without_keys = create_app(GatewaySettings()).openapi()["paths"]["/v1/models"]["get"]
+    assert without_keys["security"][0] == {}
+
+
+@pytest.fixture
+def log_lines() -> Iterator[None]:
+    """Logs as a service writes them, on standard output."""
+    steps = [mask_secrets, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    structlog.configure(processors=steps)
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("log_lines")
+def test_a_bug_is_audited_as_one(guarded: Running, door: httpx.Client, keys: Keys) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    current, guarded.registry.current = guarded.registry.current, broken  # type: ignore[method-assign, assignment]
+    try:
+        assert door.post("/v1/adapters/bot/attach", headers=keys.bearer("admin")).status_code == 500
+    finally:
+        guarded.registry.current = current  # type: ignore[method-assign]
+    guarded.wait_for(lambda: _last(keys)["status"] == 500)
+    assert (_last(keys)["target"], _last(keys)["outcome"]) == ("bot", "failed")
+
+
+def _last(keys: Keys) -> dict[str, Any]:
+    return dict(json.loads(keys.path.with_name("audit.log").read_text().splitlines()[-1]))
+
+
 def _routes(candidates: Any) -> Iterator[tuple[str, str]]:
     """(method, path) of every route, those of included routers too."""
     for candidate in candidates:
@@ -195,7 +237,9 @@ def test_reload(guarded: Running, door: httpx.Client, keys: Keys) -> None:
     guarded.wait_for(lambda: status("late") == 200)
 
     before = failures()
-    keys.path.write_text('{"keys": [{"id": "x"}]}')
+    broken = keys.path.with_suffix(".broken")
+    broken.write_text('{"keys": [{"id": "x"}]}')
+    broken.replace(keys.path)
     guarded.wait_for(lambda: failures() == before + 1)
     assert status("late") == 200, "a broken file changes nothing"
     keys.path.unlink()
@@ -318,6 +362,7 @@ def test_audit_log(guarded: Running, door: httpx.Client, keys: Keys) -> None:
     assert datetime.fromisoformat(before_rotation[0]["time"]).tzinfo is not None
 
 
+@pytest.mark.usefixtures("log_lines")
 def test_no_key_comes_out(
     guarded: Running,
     door: httpx.Client,
@@ -326,12 +371,9 @@ def test_no_key_comes_out(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Everything that a gateway says or writes, searched for the keys and their digests."""
-    from services.common.telemetry import mask_secrets
-
     unknown = new_key()
     secrets = [unknown, *keys.secrets.values()]
     said: list[str] = []
-    structlog.configure(processors=[mask_secrets, structlog.processors.JSONRenderer()])
     caplog.set_level(logging.INFO)
     try:
         for key in (unknown, keys.secrets["admin"]):
@@ -353,7 +395,6 @@ def test_no_key_comes_out(
             door.post("/v1/chat/completions", json=CHAT, headers=keys.bearer("inference"), timeout=0.2)
         guarded.wait_for(lambda: not guarded.engine.running)
     finally:
-        structlog.reset_defaults()
         guarded.engine.behaviour = says("Hello, world")
     out, err = capfd.readouterr()
     # Not this client's own lines, nor uvicorn's, which only pytest listens to: gateways have them off.
@@ -368,6 +409,32 @@ def test_no_key_comes_out(
         assert key not in everything
         assert key[3:] not in everything
         assert digest(key) not in everything
+
+
+def test_what_the_gateway_asks_itself_for_somebody(guarded: Running, keys: Keys) -> None:
+    """A request of a batch: the key that made the batch must still be valid."""
+
+    async def call(owner: str, path: str) -> int:
+        status: list[int] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            status.append(message.get("status", 0))
+
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "state": {}}
+        scope |= {"client": None, "server": None, "scheme": "http", "http_version": "1.1", "root_path": ""}
+        await guarded.app({**scope, INTERNAL: SimpleNamespace(owner=owner)}, receive, send)
+        return status[0]
+
+    keys.add("batch", Scope.INFERENCE)
+    owner = keys.entries["batch"].id
+    guarded.wait_for(lambda: guarded.run(call(owner, "/v1/models")) == 200)
+    assert guarded.run(call(owner, "/v1/train/jobs")) == 403
+    assert guarded.run(call("anonymous", "/v1/models")) == 401
+    keys.change("batch", revoked_at=datetime.now(UTC))
+    guarded.wait_for(lambda: guarded.run(call(owner, "/v1/models")) == 401)
 
 
 def test_limits_of_a_key_and_of_the_gateway(tmp_path: Path, start: Starter) -> None:
