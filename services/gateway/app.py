@@ -19,9 +19,9 @@ from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
 from services.gateway.access.audit import AuditLog
 from services.gateway.access.keyring import KeyRing
-from services.gateway.access.middleware import RULE, TIMEOUT_HEADER, Access
+from services.gateway.access.middleware import TIMEOUT_HEADER, Access
 from services.gateway.access.openapi import describe_keys
-from services.gateway.access.rules import RuleBook
+from services.gateway.access.rules import RULE, RuleBook
 from services.gateway.api import adapter_tools, adapters, chat, completions, health, models, sessions, training
 from services.gateway.bodies import BodyMemory
 from services.gateway.disconnect import cancel

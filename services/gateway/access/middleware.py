@@ -15,14 +15,12 @@ from services.gateway.access.audit import AuditLog
 from services.gateway.access.caller import Caller, working_for
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.principal import EVERYBODY, INTERNAL, NOBODY, Principal
-from services.gateway.access.rules import UNKNOWN, Rule, RuleBook
+from services.gateway.access.rules import RULE, UNKNOWN, Rule, RuleBook
 from services.gateway.errors import response_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.quotas.limiter import Grant, Quotas
 from services.gateway.state import Gateway
 
-RULE = "temper.rule"
-"""In the ASGI scope: the Rule of the request."""
 TIMEOUT_HEADER = "x-request-timeout-seconds"
 _SMALL_BODY = 64 * 1024
 
@@ -176,7 +174,7 @@ def _named(rule: Rule) -> str:
 
 
 def _check_idempotency(rule: Rule, headers: Mapping[str, str]) -> None:
-    if "idempotency-key" in headers and not rule.idempotent and rule.route.startswith("POST "):
+    if "idempotency-key" in headers and not rule.idempotent and not rule.route.startswith(("GET ", UNKNOWN.route)):
         raise InvalidRequest(
             f"{rule.route} keeps no answers to repeat, so it cannot honour an Idempotency-Key: leave the header out",
             param="idempotency-key",

@@ -54,6 +54,8 @@ def _admin(route: str, *, upload: bool = False) -> Rule:
     return Rule(route, _ADMIN, audited=True, upload=upload, idempotent=True)
 
 
+RULE = "temper.rule"
+"""Key of the ASGI scope: the Rule of the request."""
 METRICS = "GET /metrics"
 RULES: tuple[Rule, ...] = (
     # Probes have no key. The description of the API is the same everywhere, and in Temper's repository.
@@ -124,6 +126,17 @@ RULES: tuple[Rule, ...] = (
 )
 UNKNOWN = Rule("unknown", _ANY)
 """A route that is not in the table, or no route at all: any valid key. A test keeps the table complete."""
+_ROUTES = frozenset(rule.route for rule in RULES)
+
+
+def is_checked(rule: Rule, method: str, path: str) -> bool:
+    """Whether the rule that was applied to a request is that of the route which is about to run.
+
+    Both are found by the request's path, and must agree on every path there is: on one that ends in a line feed, say,
+    which a regular expression's $ takes for its end.
+    """
+    route = f"{method} {path}"
+    return rule.route == route or route not in _ROUTES
 
 
 class RuleBook:

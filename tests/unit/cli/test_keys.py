@@ -121,6 +121,13 @@ def test_commands_send_the_key() -> None:
     assert [request.headers.get("authorization") for request in seen] == ["Bearer tp-secret", None]
 
 
+def test_a_missing_key_names_its_variable() -> None:
+    with serving(lambda _: Reply({"error": {"message": "this needs an API key"}}, 401)) as (url, _):
+        result = CliRunner().invoke(app, ["adapters", "list", "--url", url], env={"NO_COLOR": "1"})
+    assert result.exit_code == 1
+    assert "TEMPER_API_KEY" in result.stderr
+
+
 def test_up_gives_the_file_to_the_gateway_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for settings, expected in (

@@ -226,6 +226,35 @@ def test_a_path_gets_the_rule_of_its_route() -> None:
     assert not book.find("POST", "/livez")[0].public
 
 
+@pytest.mark.parametrize("name", ["inference", "train", None])
+def test_no_spelling_of_a_path_is_a_way_around_its_scope(guarded: Running, keys: Keys, name: str | None) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    key = "" if name is None else f"authorization: Bearer {keys.secrets[name]}\r\n"
+    for path in (
+        "/v1/adapters%0A",
+        "/v1/adapters%0a",
+        "/v1/adapters?x=/livez",
+        "/v1/adapters/bot/attach%0A",
+        "/v1/%61dapters",
+        "//v1/adapters",
+        "/livez/../v1/adapters",
+        "/v1/adapters/",
+        "/v1/adapters%00",
+        "/v1/adapters;x",
+        "http://x/v1/adapters",
+    ):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{key}connection: close\r\ncontent-length: 0\r\n\r\n"
+            connection.sendall(head.encode())
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+        status = int(received.split()[1])
+        assert status == 401 if name is None else status in (400, 403, 404, 405), (path, received)
+        if status == 400:
+            assert b"adapter name" in received, "the route that refuses names with a slash"
+
+
 def test_reload(guarded: Running, door: httpx.Client, keys: Keys) -> None:
     def status(name: str) -> int:
         return door.get("/v1/models", headers=keys.bearer(name)).status_code
@@ -459,8 +488,10 @@ def test_limits_of_a_key_and_of_the_gateway(tmp_path: Path, start: Starter) -> N
             assert answer.headers["x-ratelimit-limit-requests"] == str(limit)
             assert answer.headers["x-ratelimit-remaining-requests"] == "0"
             assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
+        with pytest.raises(openai.RateLimitError):
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key=keys.secrets["own"], max_retries=0).models.list()
         assert not running.engine.requests
         metrics = http.get("/metrics").text
-    assert 'temper_gateway_rate_limited_total{limit="requests"} 2.0' in metrics
+    assert 'temper_gateway_rate_limited_total{limit="requests"} 3.0' in metrics
     assert "temper_gateway_quota_shared 0.0" in metrics
     assert "temper_gateway_quota_fallbacks_total 1.0" in metrics
