@@ -16,7 +16,7 @@ from services.common.pb import engine_pb2
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs, says
-from tests.unit.gateway.test_keys import CHAT, NO_REDIS, Keys, error_of
+from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
 
 
 def limited(tmp_path: Path, start: Starter, **limits: int) -> tuple[Running, httpx.Client]:

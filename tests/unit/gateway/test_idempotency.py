@@ -12,8 +12,8 @@ import pytest
 from services.common.api_keys import Scope
 from services.common.registry import CONFIG, WEIGHTS
 from tests.unit.gateway.conftest import Running, Starter
+from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
 from tests.unit.gateway.test_adapters import config, upload, weights
-from tests.unit.gateway.test_keys import CHAT, NO_REDIS, Keys, error_of
 
 ONCE = {"idempotency-key": "once"}
 

@@ -17,48 +17,18 @@ import openai
 import pytest
 import structlog
 from prometheus_client import generate_latest
-from pydantic import SecretStr
 from starlette.routing import Route, compile_path
 from starlette.types import Message
 
-from services.common.api_keys import ApiKey, KeyFile, KeyLimits, Scope, digest, dump_keys, new_entry, new_key
+from services.common.api_keys import KeyLimits, Scope, digest, new_key
 from services.common.telemetry import mask_secrets
 from services.gateway.access.principal import INTERNAL
 from services.gateway.access.rules import RULES, UNKNOWN, RuleBook
 from services.gateway.app import BadSetting, create_app
 from services.gateway.settings import GatewaySettings
-from tests.unit.gateway.conftest import MODEL, Running, Starter
+from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, hangs, says
-
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-NO_REDIS = SecretStr("redis://127.0.0.1:1/0")
-
-
-class Keys:
-    """A key file and the keys in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, ApiKey] = {}
-        self.secrets: dict[str, str] = {}
-
-    def add(self, name: str, *scopes: Scope, **more: Any) -> str:
-        self.secrets[name] = new_key()
-        self.entries[name] = new_entry(self.secrets[name], name=name, scopes=scopes, **more)
-        self.write()
-        return self.secrets[name]
-
-    def change(self, name: str, **values: Any) -> None:
-        self.entries[name] = self.entries[name].model_copy(update=values)
-        self.write()
-
-    def write(self) -> None:
-        scratch = self.path.with_suffix(".new")
-        scratch.write_bytes(dump_keys(KeyFile(keys=tuple(self.entries.values()))))
-        scratch.replace(self.path)
-
-    def bearer(self, name: str) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.secrets[name]}"}
+from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +53,6 @@ def guarded(keys: Keys) -> Iterator[Running]:
 def door(guarded: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=guarded.url, timeout=20, verify=False) as client:
         yield client
-
-
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return dict(error)
 
 
 def test_without_a_valid_key(door: httpx.Client, keys: Keys) -> None:
