@@ -11,7 +11,17 @@ from fastapi import FastAPI
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
-from services.gateway.api import adapter_tools, adapters, chat, completions, health, models, sessions, training
+from services.gateway.api import (
+    adapter_tools,
+    adapters,
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    sessions,
+    training,
+)
 from services.gateway.engines import EnginePool
 from services.gateway.errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
@@ -67,7 +77,7 @@ def create_app(settings: GatewaySettings, *, stores: Stores = open_stores) -> Fa
         redoc_url=None,
     )
     install_error_handlers(app)
-    for resource in (chat, completions, models, adapter_tools, adapters, training, sessions, health):
+    for resource in (chat, completions, messages, models, adapter_tools, adapters, training, sessions, health):
         app.include_router(resource.routes)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes)
     app.add_middleware(RequestContext, metrics=metrics)

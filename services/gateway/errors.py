@@ -1,7 +1,7 @@
 """From exceptions to error bodies, in one place.
 
-Every answer that is not a success has OpenAI's form `{"error": {"message", "type", "param", "code"}}`; under /v1/messages
-it has Anthropic's, `{"type": "error", "error": {"type", "message", "details"}}`.
+Every answer that is not a success has OpenAI's form `{"error": {"message", "type", "param", "code"}}`; under
+/v1/messages it has Anthropic's, `{"type": "error", "error": {"type", "message", "details"}}`.
 """
 
 from __future__ import annotations
@@ -162,12 +162,20 @@ def _walk(location: Sequence[int | str], body: Any, *, missing: bool) -> list[in
         last = position == len(location) - 1
         in_object = isinstance(body, Mapping) and segment in body
         in_list = isinstance(body, list) and isinstance(segment, int) and 0 <= segment < len(body)
+        if in_object and _is_tag(segment, body, location[position + 1 :]):
+            continue
         if in_object or in_list:
             body = body[segment]
         elif not (last and missing):
             continue
         path.append(segment)
     return path
+
+
+def _is_tag(segment: int | str, body: Mapping[Any, Any], rest: Sequence[int | str]) -> bool:
+    """Whether a segment that is a key, too, is a union's tag, as `text` of the blocks that have a `text`: nothing is
+    inside that key, and the location goes on beside it."""
+    return not isinstance(body[segment], Mapping | list) and any(later in body for later in rest)
 
 
 def _dotted(path: Sequence[int | str]) -> str:

@@ -91,23 +91,29 @@ async def _stream_response(
         raise
     answering = next((choice for choice in generation.choices if choice.begun), generation.choices[0])
     return EventStream(
-        _guarded(first, events),
+        _guarded(first, events, request.scope["path"]),
         keep_alive=gateway.settings.keep_alive_seconds,
         headers=adapter_header(answering.adapter),
         on_close=reservation.release,
     )
 
 
-async def _guarded(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The events; a failure becomes an error event, after which no [DONE] follows."""
+async def _guarded(first: bytes, events: AsyncGenerator[bytes, None], route: str) -> AsyncGenerator[bytes, None]:
+    """The events; a failure becomes an error event as the route's clients read it, after which no [DONE] follows."""
     try:
         yield first
         async for item in events:
             yield item
     except TemperError as error:
-        yield event(payload_of(error))
+        yield _error_event(error, route)
     except Exception as error:
         log.exception("stream failed")
-        yield event(payload_of(error))
+        yield _error_event(error, route)
     finally:
         await events.aclose()
+
+
+def _error_event(error: Exception, route: str) -> bytes:
+    payload = payload_of(error, route)
+    # Anthropic's events are named by their type; OpenAI's have no name.
+    return event(payload, name=payload.get("type"))
