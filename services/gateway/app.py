@@ -20,6 +20,7 @@ from services.gateway.api import (
     messages,
     models,
     sessions,
+    tokenize,
     training,
 )
 from services.gateway.engines import EnginePool
@@ -77,7 +78,18 @@ def create_app(settings: GatewaySettings, *, stores: Stores = open_stores) -> Fa
         redoc_url=None,
     )
     install_error_handlers(app)
-    for resource in (chat, completions, messages, models, adapter_tools, adapters, training, sessions, health):
+    for resource in (
+        chat,
+        completions,
+        messages,
+        tokenize,
+        models,
+        adapter_tools,
+        adapters,
+        training,
+        sessions,
+        health,
+    ):
         app.include_router(resource.routes)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes)
     app.add_middleware(RequestContext, metrics=metrics)

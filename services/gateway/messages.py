@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
+from services.gateway.chat_form import parse_chat
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.messages import (
     AnyChoice,
@@ -59,12 +58,7 @@ def as_chat(body: ConversationFields) -> ChatRequest:
         InvalidRequest: calls and results of tools do not match.
         RequestValidationError: it is more than a chat may be.
     """
-    form = chat_form(body)
-    try:
-        return ChatRequest.model_validate(form)
-    except ValidationError as error:
-        found = [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
-        raise RequestValidationError(found, body=form) from error
+    return parse_chat(chat_form(body))
 
 
 def chat_form(body: ConversationFields) -> dict[str, Any]:

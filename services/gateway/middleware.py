@@ -16,7 +16,7 @@ from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload, in_ant
 from services.gateway.metrics import GatewayMetrics
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/metrics"})
+_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/ping", "/load", "/metrics"})
 log = structlog.get_logger("access")
 
 

@@ -20,6 +20,7 @@ from services.gateway.sse import EventStream, event
 from services.gateway.state import Gateway
 
 Body = TypeVar("Body", bound=SamplingFields)
+Result = TypeVar("Result")
 log = structlog.get_logger(__name__)
 
 
@@ -60,6 +61,18 @@ async def answer(
     finally:
         if not streaming:
             reservation.release()
+
+
+async def within(reservation: Reservation, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Does work that is no completion in the place of one, which is given back when it is done.
+
+    Raises:
+        ClientDisconnected: the client left, or what the work raises.
+    """
+    try:
+        return await while_connected(request, work)
+    finally:
+        reservation.release()
 
 
 def json_response(body: dict[str, Any], adapter: str | None) -> Response:

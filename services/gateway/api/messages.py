@@ -11,11 +11,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.gateway.api.answers import answer, json_response
+from services.gateway.api.answers import answer, json_response, within
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
-from services.gateway.disconnect import while_connected
 from services.gateway.generation import Generation, reserve
 from services.gateway.message_blocks import MessageBlocks, joined, message_usage, stop_of
 from services.gateway.messages import as_chat
@@ -57,10 +56,7 @@ async def count_message_tokens(request: Request, body: CountTokensRequest, gatew
     chat = as_chat(body)
     adapter_ref(chat.model, None, served_model_name=gateway.settings.served_model_name)
     reservation = reserve(gateway, chat, prompts=1)
-    try:
-        prompt = await while_connected(request, chat_prompt(gateway.engines.served, chat, gateway.settings))
-    finally:
-        reservation.release()
+    prompt = await within(reservation, request, chat_prompt(gateway.engines.served, chat, gateway.settings))
     return TokenCount(input_tokens=len(prompt))
 
 
