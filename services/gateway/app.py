@@ -35,8 +35,8 @@ Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
 
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
-Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` that of Anthropic's API.
-Unknown fields are refused by name."""
+Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` the one of Anthropic's
+API. Unknown fields are refused by name."""
 
 
 def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:

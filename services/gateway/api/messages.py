@@ -109,8 +109,8 @@ class _EventWriter:
                 written += map(_named, self._blocks.take(delta))
         if step.finish_reason is not None:
             written += map(_named, self._blocks.close())
-            delta = _stop(self._generation, self._source, step)
-            written.append(_named({"type": "message_delta", "delta": delta, "usage": message_usage(step.choice)}))
+            stop = _stop(self._generation, self._source, step)
+            written.append(_named({"type": "message_delta", "delta": stop, "usage": message_usage(step.choice)}))
             written.append(_named({"type": "message_stop"}))
         return written
 

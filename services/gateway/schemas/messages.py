@@ -97,7 +97,8 @@ class ToolUseBlock(RequestModel):
     """Only null."""
 
 
-Texts = list[Annotated[TextBlock, BeforeValidator(_readable)]]
+# fail_fast: one error is told, and the errors of a million blocks would fill the memory.
+Texts = Annotated[list[Annotated[TextBlock, BeforeValidator(_readable)]], Field(fail_fast=True)]
 
 
 class ToolResultBlock(RequestModel):
@@ -126,14 +127,14 @@ class UserTurn(RequestModel):
     """What the user says, after the results of the tools that the model called."""
 
     role: Literal["user"]
-    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+    content: str | Annotated[list[UserBlock], Field(min_length=1, fail_fast=True)]
 
 
 class AssistantTurn(RequestModel):
     """What the model said before. As the last message it is the beginning of the answer."""
 
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Annotated[list[AssistantBlock], Field(fail_fast=True)]
 
 
 class SystemTurn(RequestModel):
@@ -310,10 +311,13 @@ class ConversationFields(RequestModel):
 
     model: str = Field(min_length=1, max_length=256)
     """The base model's name (answers with the attached adapter, if one is), an adapter, or "adapter@version"."""
-    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """Consecutive turns of one role are one turn."""
     system: str | Texts | None = None
-    tools: Annotated[list[Annotated[ClientTool, BeforeValidator(_own)]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: (
+        Annotated[list[Annotated[ClientTool, BeforeValidator(_own)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     """Without it: disabled."""

@@ -20,7 +20,7 @@ class TokenizeRequest(RequestModel):
     """The base model's name or an adapter: all have one tokenizer, so it is not looked whether an adapter exists."""
     prompt: str | None = None
     """A text, used as it is: control tokens in it are recognised, as in a text completion's prompt."""
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     """As in a chat completion: default true, or false with continue_final_message."""
@@ -66,7 +66,7 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = Field(None, min_length=1, max_length=256)
     """As in /tokenize."""
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class TokenizeAnswer(BaseModel):
