@@ -9,14 +9,16 @@ What has no counterpart there:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from pydantic_core import to_json
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, TemperError
 from services.gateway.chat_form import parse_chat
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.messages import (
@@ -39,6 +41,15 @@ from services.gateway.schemas.messages import (
     UserTurn,
 )
 
+_NAMES = (
+    (re.compile(r"\bresponse_format\b(\.json_schema(\.schema)?)?"), "output_config.format"),
+    (re.compile(r"\btools\[(\d+)\]\.function\.parameters\b"), r"tools[\1].input_schema"),
+    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"\bthinking_budget\b"), "thinking.budget_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
+    (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "thinking"),
+)
+"""Fields of the chat, as errors name them, and what they are called in a message."""
 _EFFORTS = {"max": "xhigh"}
 """Anthropic's names that OpenAI's API has another one for."""
 
@@ -59,6 +70,23 @@ def as_chat(body: ConversationFields) -> ChatRequest:
         RequestValidationError: it is more than a chat may be.
     """
     return parse_chat(chat_form(body))
+
+
+@contextmanager
+def named_as_sent() -> Iterator[None]:
+    """Errors of the chat inside name the fields of the message that it was made of."""
+    try:
+        yield
+    except TemperError as error:
+        error.message = _renamed(error.message)
+        error.param = error.param and _renamed(error.param)
+        raise
+
+
+def _renamed(text: str) -> str:
+    for pattern, name in _NAMES:
+        text = pattern.sub(name, text)
+    return text
 
 
 def chat_form(body: ConversationFields) -> dict[str, Any]:

@@ -13,15 +13,16 @@ from fastapi.responses import Response
 
 from services.gateway.api.answers import answer, json_response, within
 from services.gateway.api.chat import prepare_chat
+from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
 from services.gateway.generation import Generation, reserve
 from services.gateway.message_blocks import MessageBlocks, joined, message_usage, stop_of
-from services.gateway.messages import as_chat
+from services.gateway.messages import as_chat, named_as_sent
 from services.gateway.policies import adapter_ref
 from services.gateway.prompts import chat_prompt
 from services.gateway.schemas.chat import ChatRequest
-from services.gateway.schemas.message_answers import AnthropicErrorBody, MessageAnswer, TokenCount
+from services.gateway.schemas.message_answers import AnthropicErrorBody, MessageAnswer, MessageEvent, TokenCount
 from services.gateway.schemas.messages import CountTokensRequest, MessagesRequest, ThinkingAdaptive, ThinkingOn
 from services.gateway.sse import EventTemplate, event
 from services.gateway.state import GatewayDep
@@ -29,25 +30,23 @@ from services.gateway.text.chat import TextDelta
 
 routes = router("messages", errors=AnthropicErrorBody)
 _PING = event({"type": "ping"}, name="ping")
-_STREAMED = {
-    "text/event-stream": {"schema": {"type": "string", "description": "Server-sent events, with stream=true."}}
-}
 
 
-@routes.post("/v1/messages", responses={200: {"model": MessageAnswer, "content": _STREAMED}})
+@routes.post("/v1/messages", responses=answers_with(MessageAnswer, stream=MessageEvent))
 async def create_message(request: Request, body: MessagesRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation in Anthropic's form."""
     chat = as_chat(body)
     reservation = reserve(gateway, chat, prompts=1)
-    return await answer(
-        request,
-        chat,
-        gateway,
-        reservation,
-        prepare=partial(prepare_chat, prefix="msg", clip=True),
-        chunks=partial(_events, source=body),
-        complete=partial(_complete, source=body),
-    )
+    with named_as_sent():
+        return await answer(
+            request,
+            chat,
+            gateway,
+            reservation,
+            prepare=partial(prepare_chat, prefix="msg", clip=True),
+            chunks=partial(_events, source=body),
+            complete=partial(_complete, source=body),
+        )
 
 
 @routes.post("/v1/messages/count_tokens")
@@ -56,7 +55,8 @@ async def count_message_tokens(request: Request, body: CountTokensRequest, gatew
     chat = as_chat(body)
     adapter_ref(chat.model, None, served_model_name=gateway.settings.served_model_name)
     reservation = reserve(gateway, chat, prompts=1)
-    prompt = await within(reservation, request, chat_prompt(gateway.engines.served, chat, gateway.settings))
+    with named_as_sent():
+        prompt = await within(reservation, request, chat_prompt(gateway.engines.served, chat, gateway.settings))
     return TokenCount(input_tokens=len(prompt))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -216,3 +217,13 @@ def test_body_limit(start: Starter) -> None:
         files = {"adapter_model.safetensors": b"x" * 9000, "adapter_config.json": b"{}"}
         assert error_of(http.post("/v1/adapters", data={"name": "a"}, files=files), 413)
         assert http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+
+
+def test_of_a_million_unknown_fields_the_first_is_told(http: httpx.Client) -> None:
+    unknown = {f"field{number}": 1 for number in range(100_000)}
+    began = time.monotonic()
+    assert error_of(http.post("/v1/chat/completions", json=CHAT | unknown))["param"] == "field0"
+    assert error_of(http.post("/v1/chat/completions", json=CHAT | {"stream_options": unknown}))["param"] == (
+        "stream_options.field0"
+    )
+    assert time.monotonic() - began < 5.0

@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.message_answers import AnthropicErrorBody, MessageAnswer
+from services.gateway.schemas.message_answers import AnthropicErrorBody, MessageAnswer, MessageEvent
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import dies, fails, hangs, says
 
@@ -48,6 +48,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
         name, data = text.split("\n")
         payload = json.loads(data.removeprefix("data: "))
         assert name == f"event: {payload['type']}"
+        MessageEvent.model_validate(payload, strict=True)
         if payload["type"] not in ("ping", "error"):
             EVENTS.validate_python(payload, strict=True)
         found.append(payload)

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.gateway.message_blocks import MessageBlocks, joined
-from services.gateway.messages import chat_form
+from services.gateway.messages import chat_form, named_as_sent
 from services.gateway.schemas.messages import MessagesRequest
 from services.gateway.text.chat import TextDelta
 from services.gateway.text.tools import ToolDelta
@@ -171,6 +171,26 @@ def test_calls_without_their_results(turns: list[list[dict[str, Any]]], param: s
         form_of(messages=messages)
     assert refused.value.param == param
     assert refused.value.message.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ("response_format.json_schema.schema", "output_config.format"),
+        ("response_format", "output_config.format"),
+        ("tools[3].function.parameters", "tools[3].input_schema"),
+        ("tools[3].function.name", "tools[3].name"),
+        ("thinking_budget", "thinking.budget_tokens"),
+        ("messages", "messages"),
+    ],
+)
+def test_errors_of_the_chat_name_the_fields_of_the_message(chat: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused, named_as_sent():
+        raise InvalidRequest(f"{chat} is too long", param=chat)
+    assert (refused.value.message, refused.value.param) == (f"{message} is too long", message)
+    with pytest.raises(InvalidRequest) as refused, named_as_sent():
+        raise InvalidRequest("no field")
+    assert refused.value.param is None
 
 
 def test_blocks_interleaved() -> None:
