@@ -78,9 +78,15 @@ def named_as_sent() -> Iterator[None]:
     try:
         yield
     except TemperError as error:
+        rename(error)
+        raise
+
+
+def rename(error: Exception) -> None:
+    """Makes an error name the fields of the message."""
+    if isinstance(error, TemperError):
         error.message = _renamed(error.message)
         error.param = error.param and _renamed(error.param)
-        raise
 
 
 def _renamed(text: str) -> str:

@@ -29,6 +29,11 @@ def adapter_header(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"x-temper-adapter": adapter}
 
 
+def error_event(error: Exception) -> bytes:
+    """What a stream ends with when it fails after its headers were sent; no [DONE] follows."""
+    return event(payload_of(error))
+
+
 async def answer(
     request: Request,
     body: Body,
@@ -38,6 +43,7 @@ async def answer(
     prepare: Callable[[Request, Body, Gateway], Coroutine[Any, Any, Generation]],
     chunks: Callable[[Generation, Body], AsyncGenerator[bytes, None]],
     complete: Callable[[Generation, Body], Coroutine[Any, Any, Response]],
+    failed: Callable[[Exception], bytes] = error_event,
 ) -> Response:
     """Answers a request for completions, streamed if it asks for that; gives its places back when that is over.
 
@@ -45,6 +51,7 @@ async def answer(
         prepare: from the body to what is sent to the engines.
         chunks: the encoded events of a stream.
         complete: the answer in one piece.
+        failed: the encoded event that ends a stream which fails.
 
     Raises:
         TemperError: the request is refused, or the engine did not finish it.
@@ -55,7 +62,7 @@ async def answer(
         generation = await while_connected(request, prepare(request, body, gateway))
         if not body.stream:
             return await while_connected(request, complete(generation, body))
-        response = await _stream_response(request, gateway, generation, chunks(generation, body), reservation)
+        response = await _stream_response(request, gateway, generation, chunks(generation, body), reservation, failed)
         streaming = True
         return response
     finally:
@@ -90,6 +97,7 @@ async def _stream_response(
     generation: Generation,
     events: AsyncGenerator[bytes, None],
     reservation: Reservation,
+    failed: Callable[[Exception], bytes],
 ) -> EventStream:
     """Waits for the first event, so that errors keep their status and the version is known, then streams.
 
@@ -104,29 +112,25 @@ async def _stream_response(
         raise
     answering = next((choice for choice in generation.choices if choice.begun), generation.choices[0])
     return EventStream(
-        _guarded(first, events, request.scope["path"]),
+        _guarded(first, events, failed),
         keep_alive=gateway.settings.keep_alive_seconds,
         headers=adapter_header(answering.adapter),
         on_close=reservation.release,
     )
 
 
-async def _guarded(first: bytes, events: AsyncGenerator[bytes, None], route: str) -> AsyncGenerator[bytes, None]:
-    """The events; a failure becomes an error event as the route's clients read it, after which no [DONE] follows."""
+async def _guarded(
+    first: bytes, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """The events; a failure becomes an error event."""
     try:
         yield first
         async for item in events:
             yield item
     except TemperError as error:
-        yield _error_event(error, route)
+        yield failed(error)
     except Exception as error:
         log.exception("stream failed")
-        yield _error_event(error, route)
+        yield failed(error)
     finally:
         await events.aclose()
-
-
-def _error_event(error: Exception, route: str) -> bytes:
-    payload = payload_of(error, route)
-    # Anthropic's events are named by their type; OpenAI's have no name.
-    return event(payload, name=payload.get("type"))

@@ -16,9 +16,10 @@ from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
+from services.gateway.errors import payload_of
 from services.gateway.generation import Generation, reserve
 from services.gateway.message_blocks import MessageBlocks, joined, message_usage, stop_of
-from services.gateway.messages import as_chat, named_as_sent
+from services.gateway.messages import as_chat, named_as_sent, rename
 from services.gateway.policies import adapter_ref
 from services.gateway.prompts import chat_prompt
 from services.gateway.schemas.chat import ChatRequest
@@ -29,10 +30,11 @@ from services.gateway.state import GatewayDep
 from services.gateway.text.chat import TextDelta
 
 routes = router("messages", errors=AnthropicErrorBody)
+_ROUTE = "/v1/messages"
 _PING = event({"type": "ping"}, name="ping")
 
 
-@routes.post("/v1/messages", responses=answers_with(MessageAnswer, stream=MessageEvent))
+@routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent))
 async def create_message(request: Request, body: MessagesRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation in Anthropic's form."""
     chat = as_chat(body)
@@ -46,10 +48,11 @@ async def create_message(request: Request, body: MessagesRequest, gateway: Gatew
             prepare=partial(prepare_chat, prefix="msg", clip=True),
             chunks=partial(_events, source=body),
             complete=partial(_complete, source=body),
+            failed=_failed,
         )
 
 
-@routes.post("/v1/messages/count_tokens")
+@routes.post(f"{_ROUTE}/count_tokens")
 async def count_message_tokens(request: Request, body: CountTokensRequest, gateway: GatewayDep) -> TokenCount:
     """How many tokens the prompt of such a message has: usage.input_tokens + usage.cache_read_input_tokens of it."""
     chat = as_chat(body)
@@ -120,6 +123,12 @@ class _EventWriter:
             (more,) = self._blocks.take(TextDelta(mark))
             self._template = EventTemplate(more, [mark], name=more["type"])
         return self._template.fill(text)
+
+
+def _failed(error: Exception) -> bytes:
+    """The last event of a stream that fails."""
+    rename(error)
+    return _named(payload_of(error, _ROUTE))
 
 
 def _named(payload: dict[str, Any]) -> bytes:

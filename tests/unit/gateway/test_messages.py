@@ -166,7 +166,7 @@ def test_tools_there_and_back(running: Running, claude: anthropic.Anthropic, str
 
 def test_a_call_that_is_cut_off(running: Running, claude: anthropic.Anthropic) -> None:
     running.engine.behaviour = says(CALL)
-    body = BODY | {"tools": [WEATHER], "max_tokens": CALL.index("3\n")}
+    body = BODY | {"tools": [WEATHER], "max_tokens": len(running.engine.codec.encode(CALL[: CALL.index("3\n")]))}
     message = claude.messages.create(**body)
     with claude.messages.stream(**body) as events:
         streamed = events.get_final_message()
@@ -399,3 +399,19 @@ def test_body_limit_and_admission(start: Starter) -> None:
             full = http.post(route, json=body)
             assert (full.status_code, full.json()["error"]["type"]) == (503, "overloaded_error")
         place.release()
+
+
+def test_an_engine_that_refuses_late_names_the_messages_fields(running: Running, http: httpx.Client) -> None:
+    running.engine.behaviour = fails(
+        engine_pb2.ERROR_CODE_INVALID_REQUEST, "response_format is bad", after="a", param="response_format"
+    )
+    last = events_of(http.post(ROUTE, json=BODY | {"stream": True}))[-1]["error"]
+    assert (last["message"], last["details"]["param"]) == ("output_config.format is bad", "output_config.format")
+
+
+def test_a_client_that_leaves(running: Running, http: httpx.Client) -> None:
+    running.engine.behaviour = says("x" * 400, pause=0.02)
+    with http.stream("POST", ROUTE, json=BODY | {"stream": True, "max_tokens": 300}) as answer:
+        next(answer.iter_lines())
+    running.wait_for(lambda: bool(running.engine.aborts))
+    assert running.engine.aborts == [(running.engine.requests[0].request_id, 0)]
