@@ -127,7 +127,7 @@ def error_response(
     return Response(body, status, headers=dict(headers or {}), media_type="application/json")
 
 
-def response_of(error: TemperError, route: str = "") -> Response:
+def response_of(error: TemperError, route: str) -> Response:
     """The answer to a request to ``route`` that failed with ``error``."""
     headers = {}
     if isinstance(error, Overloaded | Unavailable):
@@ -236,7 +236,7 @@ def _complaint(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str
     return message, code, name or None
 
 
-def validation_response(errors: Sequence[Mapping[str, Any]], body: Any, route: str = "") -> Response:
+def validation_response(errors: Sequence[Mapping[str, Any]], body: Any, route: str) -> Response:
     """400 for a request to ``route`` that does not fit its model."""
     message, code, param = _complaint(errors, body)
     return error_response(message, status=400, code=code, param=param, route=route)
