@@ -118,16 +118,20 @@ def chat_form(body: ConversationFields) -> dict[str, Any]:
     return form
 
 
+def _given(**fields: Any) -> dict[str, Any]:
+    """Those that are set."""
+    return {field: value for field, value in fields.items() if value is not None}
+
+
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
-    given = {
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-    }
-    return {field: value for field, value in given.items() if value is not None}
+    return _given(
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        stream=body.stream,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+    )
 
 
 def _thinking(body: ConversationFields) -> dict[str, Any]:
@@ -142,13 +146,8 @@ def _thinking(body: ConversationFields) -> dict[str, Any]:
 
 
 def _tool(tool: ClientTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": {field: value for field, value in function.items() if value is not None}}
+    given = _given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+    return {"type": "function", "function": given}
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:

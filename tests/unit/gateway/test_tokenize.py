@@ -152,19 +152,17 @@ def test_what_routers_ask_for(start: Starter) -> None:
 # -- models
 
 
-def test_models_are_typed_for_both_clients(running: Running, http: httpx.Client) -> None:
+def test_models_are_typed_for_both_clients(running: Running, http: httpx.Client, claude: anthropic.Anthropic) -> None:
     upload(http)
     upload(http, files={WEIGHTS: weights(3.0), CONFIG: config()})
     ModelList.model_validate(http.get("/v1/models").json(), strict=True)
     for name, root in (("bot", "bot@2"), ("bot@2", "bot@2"), ("bot@1", "bot@1")):
         found = ModelObject.model_validate(http.get(f"/v1/models/{name}").json(), strict=True)
         assert (found.id, found.root, found.adapter, found.parent) == (name, root, root, MODEL)
-    plain = anthropic.DefaultHttpxClient(verify=False)
-    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, http_client=plain) as claude:
-        assert [model.id for model in claude.models.list()] == [MODEL, "bot"]
-        model = claude.models.retrieve("bot@1")
-        assert anthropic.types.ModelInfo.model_validate(model.model_dump()).display_name == "bot@1"
-        assert int(model.created_at.timestamp()) == running.gateway.engines.created
+    assert [model.id for model in claude.models.list()] == [MODEL, "bot"]
+    model = claude.models.retrieve("bot@1")
+    assert anthropic.types.ModelInfo.model_validate(model.model_dump()).display_name == "bot@1"
+    assert int(model.created_at.timestamp()) == running.gateway.engines.created
 
 
 @pytest.mark.parametrize("name", ["nobody", "bot@3", "bot@0", "bot@x", "bot@", "a/b", "base", "..", "bot@1/x", "%00"])
