@@ -197,7 +197,7 @@ def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
     if kind == "missing":
         return f"Missing required parameter: {name!r}.", "missing_required_parameter"
     if kind == "unsupported":
-        return text, "unsupported_parameter"
+        return text, str(error["ctx"]["code"])
     if kind == "contradiction":
         return text, "invalid_value"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"

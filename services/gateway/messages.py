@@ -50,6 +50,8 @@ _NAMES = (
     (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "thinking"),
 )
 """Fields of the chat, as errors name them, and what they are called in a message."""
+_SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+"""Fields that both have, with one meaning."""
 _EFFORTS = {"max": "xhigh"}
 """Anthropic's names that OpenAI's API has another one for."""
 
@@ -124,14 +126,7 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
-    return _given(
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-        stream=body.stream,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-    )
+    return _given(stop=body.stop_sequences, **{field: getattr(body, field) for field in _SAME})
 
 
 def _thinking(body: ConversationFields) -> dict[str, Any]:

@@ -13,13 +13,14 @@ _MOST_FIELDS = 200
 """No model has so many."""
 
 
-def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
+def unsupported(message: str, param: str | None = None, *, code: str = "unsupported_parameter") -> PydanticCustomError:
     """The error for a field or value of OpenAI's API that Temper does not have. ``message`` says what to do.
 
     Args:
         param: the field, when the error is raised by a validator of its whole model.
+        code: of the error, where clients know a special one.
     """
-    return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param})
+    return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param, "code": code})
 
 
 def contradiction(message: str, param: str) -> PydanticCustomError:

@@ -293,6 +293,15 @@ def _standard(value: str | None) -> str | None:
     return value
 
 
+def _no_thread(thread: dict[str, Any] | None) -> dict[str, Any] | None:
+    if thread is not None:
+        # By this code anthropic-python's tool runner knows to go on without a thread.
+        raise unsupported(
+            "thread is not supported: send the whole conversation in messages", code="thread_unsupported_request"
+        )
+    return thread
+
+
 _ELSEWHERE: Mapping[str, str] = {
     "container": "this server runs no code",
     "context_management": "leave out of messages what the model need not see",
@@ -302,7 +311,6 @@ _ELSEWHERE: Mapping[str, str] = {
     "output_format": "use output_config.format, its successor",
     "fallbacks": "send the request again with another model",
     "compaction": "leave out of messages what the model need not see",
-    "thread": "send the whole conversation in messages",
 }
 
 
@@ -325,6 +333,8 @@ class ConversationFields(RequestModel):
     cache_control: CacheControl | None = None
     speed: Annotated[Literal["standard", "fast"] | None, AfterValidator(_standard)] = None
     """Only "standard"."""
+    thread: Annotated[JsonObject | None, AfterValidator(_no_thread)] = None
+    """Only null."""
 
     refused: ClassVar[Mapping[str, str]] = _ELSEWHERE
 

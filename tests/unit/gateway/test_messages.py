@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from services.common.pb import engine_pb2
 from services.gateway.schemas.message_answers import MessageAnswer, MessageEvent
 from tests.unit.gateway.conftest import MODEL, Running, Starter
-from tests.unit.gateway.fake_engine import says
+from tests.unit.gateway.fake_engine import FakeEngine, Send, says
 
 ROUTE = "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
@@ -245,3 +245,32 @@ def test_a_client_that_leaves(running: Running, http: httpx.Client) -> None:
         next(answer.iter_lines())
     running.wait_for(lambda: bool(running.engine.aborts))
     assert running.engine.aborts == [(running.engine.requests[0].request_id, 0)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_clients_own_loop_runs_tools(running: Running, claude: anthropic.Anthropic, stream: bool) -> None:
+    asked: list[tuple[str, int]] = []
+
+    @anthropic.beta_tool
+    def weather(city: str, days: int) -> str:
+        """Tells the weather.
+
+        Args:
+            city: where.
+            days: how many.
+        """
+        asked.append((city, days))
+        return "sunny"
+
+    async def call_then_say(engine: FakeEngine, request: engine_pb2.GenerateRequest, send: Send) -> None:
+        prompt = engine.codec.decode(list(request.prompt_token_ids))
+        await says("It is sunny." if "tool\nsunny" in prompt else CALL)(engine, request, send)
+
+    running.engine.behaviour = call_then_say
+    runner = claude.beta.messages.tool_runner(
+        model=MODEL, max_tokens=200, tools=[weather], messages=USER, stream=stream
+    )
+    final = [part.get_final_message() if stream else part for part in runner][-1]
+    assert asked == [("Paris", 3)]
+    assert final.content[0].text == "It is sunny."
+    assert len(running.engine.requests) == 2
