@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.schemas.base import JsonObject, RequestModel, TokenId, contradiction
-from services.gateway.schemas.chat import Message, Tool
+from services.gateway.schemas.chat import Message
+from services.gateway.schemas.tools import Tool
 
 _CHAT_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
