@@ -105,7 +105,11 @@ async def own_corpus(url: str, model: str, options: argparse.Namespace, report: 
             await send(client, hostile, report)
 
     headers = {"authorization": f"Bearer {SECRET}"}
-    async with httpx.AsyncClient(base_url=url, timeout=options.patience, trust_env=False, headers=headers) as client:
+    # Each on a connection of its own: one that the server is closing would look like an answer that was lost.
+    alone = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=options.patience, trust_env=False, headers=headers, limits=alone
+    ) as client:
         await asyncio.gather(*(worker(client) for _ in range(options.streams)))
 
 

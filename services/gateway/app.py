@@ -29,10 +29,12 @@ from services.gateway.api import (
     completions,
     embeddings,
     health,
+    messages,
     models,
     responses,
     scores,
     sessions,
+    tokenize,
     training,
 )
 from services.gateway.bodies import BodyMemory
@@ -79,8 +81,8 @@ Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
 
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
-Every error has the body `{"error": {"message", "type", "param", "code"}}`. The header `x-request-timeout-seconds`
-bounds the time of a completion. Unknown fields are refused by name."""
+Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` the one of Anthropic's
+API. The header `x-request-timeout-seconds` bounds the time of a completion. Unknown fields are refused by name."""
 
 
 def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
@@ -151,6 +153,8 @@ def create_app(
         embeddings,
         scores,
         responses,
+        messages,
+        tokenize,
         models,
         adapter_tools,
         adapters,

@@ -1,6 +1,7 @@
-"""From exceptions to OpenAI error bodies, in one place.
+"""From exceptions to error bodies, in one place.
 
-Every answer that is not a success has the form `{"error": {"message", "type", "param", "code"}}`.
+Every answer that is not a success has OpenAI's form `{"error": {"message", "type", "param", "code"}}`; under
+/v1/messages it has Anthropic's, `{"type": "error", "error": {"type", "message", "details"}}`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ _FROM_ENGINE: Mapping[int, type[TemperError]] = {
     engine_pb2.ERROR_CODE_GONE: Gone,
     engine_pb2.ERROR_CODE_DOES_NOT_FIT: DoesNotFit,
 }
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that went away; only logs and metrics see it."""
 
@@ -85,21 +94,37 @@ def status_of(error: TemperError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
+def in_anthropic_form(route: str) -> bool:
+    """Whether the clients of a URL's path are Anthropic's."""
+    return route == _MESSAGES or route.startswith(f"{_MESSAGES}/")
+
+
 def error_payload(
-    message: str, *, status: int, code: str | None, param: str | None = None
-) -> dict[str, dict[str, str | None]]:
-    """The OpenAI error object."""
+    message: str, *, status: int, code: str | None, param: str | None = None, route: str = ""
+) -> dict[str, Any]:
+    """The error body, in the form that the clients of ``route`` read."""
+    if in_anthropic_form(route):
+        return _anthropic_payload(message, status, code, param)
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 429:
         kind = "rate_limit_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def payload_of(error: Exception) -> dict[str, dict[str, str | None]]:
-    """Error object of any exception; an unexpected one shows nothing of itself."""
+def _anthropic_payload(message: str, status: int, code: str | None, param: str | None) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if code == Overloaded.code:
+        kind = "overloaded_error"  # what Anthropic sends with its own status 529
+    # anthropic-python reads `details.error_code`: a stable name of the cause.
+    details = {"error_code": code, "param": param}
+    return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
+
+
+def payload_of(error: Exception, route: str = "") -> dict[str, Any]:
+    """Error body of any exception; an unexpected one shows nothing of itself."""
     if isinstance(error, TemperError):
-        return error_payload(error.message, status=status_of(error), code=error.code, param=error.param)
-    return error_payload("internal error; the log has the details", status=500, code="internal_error")
+        return error_payload(error.message, status=status_of(error), code=error.code, param=error.param, route=route)
+    return error_payload("internal error; the log has the details", status=500, code="internal_error", route=route)
 
 
 def error_response(
@@ -109,20 +134,23 @@ def error_response(
     code: str | None,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
+    route: str = "",
 ) -> Response:
-    """A JSON response with the OpenAI error body."""
-    body = to_json(error_payload(message, status=status, code=code, param=param))
+    """A JSON response with the error body that the clients of ``route`` read."""
+    body = to_json(error_payload(message, status=status, code=code, param=param, route=route))
     return Response(body, status, headers=dict(headers or {}), media_type="application/json")
 
 
-def response_of(error: TemperError) -> Response:
-    """The answer to a request that failed with ``error``."""
+def response_of(error: TemperError, route: str) -> Response:
+    """The answer to a request to ``route`` that failed with ``error``."""
     headers = {}
     if isinstance(error, Overloaded | Unavailable | RateLimited | InProgress):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = 'Bearer realm="temper"'
-    return error_response(error.message, status=status_of(error), code=error.code, param=error.param, headers=headers)
+    return error_response(
+        error.message, status=status_of(error), code=error.code, param=error.param, headers=headers, route=route
+    )
 
 
 def engine_error(error: engine_pb2.Error) -> TemperError:
@@ -150,12 +178,20 @@ def _walk(location: Sequence[int | str], body: Any, *, missing: bool) -> list[in
         last = position == len(location) - 1
         in_object = isinstance(body, Mapping) and segment in body
         in_list = isinstance(body, list) and isinstance(segment, int) and 0 <= segment < len(body)
+        if in_object and _is_tag(segment, body, location[position + 1 :]):
+            continue
         if in_object or in_list:
             body = body[segment]
         elif not (last and missing):
             continue
         path.append(segment)
     return path
+
+
+def _is_tag(segment: int | str, body: Mapping[Any, Any], rest: Sequence[int | str]) -> bool:
+    """Whether a segment that is a key, too, is a union's tag, as `text` of the blocks that have a `text`: nothing is
+    inside that key, and the location goes on beside it."""
+    return not isinstance(body[segment], Mapping | list) and any(later in body for later in rest)
 
 
 def _dotted(path: Sequence[int | str]) -> str:
@@ -177,16 +213,16 @@ def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
     if kind == "missing":
         return f"Missing required parameter: {name!r}.", "missing_required_parameter"
     if kind == "unsupported":
-        return text, "unsupported_parameter"
+        return text, str(error["ctx"]["code"])
     if kind == "contradiction":
         return text, "invalid_value"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return f"{name}: {text}" if name else text, code
 
 
-def validation_response(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
-    """400 for a request that does not fit its model. Of the errors of a union the one deepest in the body is told, of
-    those the first of a value that has a type of the union."""
+def _complaint(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, str | None]:
+    """Message, code and field. Of the errors of a union the one deepest in the body is told, of those the first of a
+    value that has a type of the union."""
     best: tuple[tuple[int, bool], list[int | str], Mapping[str, Any]] | None = None
     for error in errors:
         location = list(error["loc"])
@@ -198,37 +234,46 @@ def validation_response(errors: Sequence[Mapping[str, Any]], body: Any) -> Respo
         else:
             path = location
         if str(error["type"]).startswith("union_tag"):
-            path = [*path, "role"]  # the one discriminator that requests have
+            path = [*path, str(error["ctx"]["discriminator"]).strip("'")]
         if extra := (error.get("ctx") or {}).get("param"):
             path = [*path, extra]
         rank = len(path), not str(error["type"]).endswith("_type")
         if best is None or rank > best[0]:
             best = (rank, path, error)
     if best is None:
-        return error_response("the request is not valid", status=400, code="invalid_request")
+        return "the request is not valid", InvalidRequest.code, None
     _, path, error = best
     name = _dotted(path)
     if not path and error["type"] not in ("json_invalid", "missing") and not isinstance(body, Mapping):
-        message = "send a JSON object with the header 'content-type: application/json'"
-        return error_response(message, status=400, code="invalid_json")
+        return "send a JSON object with the header 'content-type: application/json'", "invalid_json", None
     if not path and error["type"] == "missing":
-        return error_response("the request body is missing", status=400, code="missing_required_parameter")
+        return "the request body is missing", "missing_required_parameter", None
     message, code = _describe(error, name)
-    return error_response(message, status=400, code=code, param=name or None)
+    return message, code, name or None
 
 
-async def _on_temper_error(_: Request, error: Exception) -> Response:
+def validation_response(errors: Sequence[Mapping[str, Any]], body: Any, route: str) -> Response:
+    """400 for a request to ``route`` that does not fit its model."""
+    message, code, param = _complaint(errors, body)
+    return error_response(message, status=400, code=code, param=param, route=route)
+
+
+def _route(request: Request) -> str:
+    return str(request.scope["path"])
+
+
+async def _on_temper_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TemperError):
         raise error
     if status_of(error) == 500:
         log.error("request failed", error=error.message)
-    return response_of(error)
+    return response_of(error, _route(request))
 
 
-async def _on_validation_error(_: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    return validation_response(error.errors(), error.body)
+    return validation_response(error.errors(), error.body, _route(request))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -241,7 +286,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif status == 405:
         message = f"{request.method} is not allowed on {request.url.path}"
     code = _HTTP_CODES.get(status, "invalid_request" if status < 500 else "internal_error")
-    return error_response(message, status=status, code=code, headers=error.headers)
+    return error_response(message, status=status, code=code, headers=error.headers, route=_route(request))
 
 
 async def _on_disconnect(_: Request, error: Exception) -> Response:

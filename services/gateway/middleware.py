@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.access.principal import NOBODY
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.metrics import GatewayMetrics
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/metrics"})
+_QUIET = frozenset({"/livez", "/readyz", "/healthz", "/health", "/ping", "/load", "/metrics"})
 log = structlog.get_logger("access")
 
 
@@ -48,7 +48,10 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(raw=message["headers"])["x-request-id"] = request_id
+                headers = MutableHeaders(raw=message["headers"])
+                headers["x-request-id"] = request_id
+                if in_anthropic_form(scope["path"]):
+                    headers["request-id"] = request_id  # the name that Anthropic's clients read
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):
@@ -57,7 +60,7 @@ class RequestContext:
             except Exception:
                 log.exception("unhandled exception", method=scope["method"], path=scope["path"])
                 if status == 0:
-                    await _send_internal_error(send_with_id)
+                    await _send_internal_error(send_with_id, scope["path"])
             finally:
                 self._account(scope, status, time.monotonic() - started)
 
@@ -82,8 +85,9 @@ class RequestContext:
         )
 
 
-async def _send_internal_error(send: Send) -> None:
-    body = to_json(error_payload("internal error; the log has the details", status=500, code="internal_error"))
+async def _send_internal_error(send: Send, route: str) -> None:
+    message = "internal error; the log has the details"
+    body = to_json(error_payload(message, status=500, code="internal_error", route=route))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})

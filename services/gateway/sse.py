@@ -28,10 +28,11 @@ class EventTemplate:
     Args:
         data: the payload with a mark of ``marks`` in the place of each value, in their order.
         marks: strings that occur nowhere else in it.
+        name: of the event.
     """
 
-    def __init__(self, data: Any, marks: Sequence[str]) -> None:
-        rest = event(data)
+    def __init__(self, data: Any, marks: Sequence[str], *, name: str | None = None) -> None:
+        rest = event(data, name=name)
         self._pieces: list[bytes] = []
         for mark in marks:
             before, found, rest = rest.partition(b'"' + mark.encode() + b'"')

@@ -64,8 +64,8 @@ class TextCodec:
         self._byte_of_character = _byte_of_character()
         names = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
         self._eos_ids = self._find_eos(names)
-        source = self._template_source(config)
-        self._template = ChatTemplate(source, names) if source is not None else None
+        self._source = self._template_source(config)
+        self._template = ChatTemplate(self._source, names) if self._source is not None else None
         self._digest = hashlib.sha256(
             b"".join(hashlib.sha256(name.encode() + b"\0" + data).digest() for name, data in self._files.items())
         ).hexdigest()
@@ -91,6 +91,11 @@ class TextCodec:
     def files(self) -> Mapping[str, bytes]:
         """The files this codec was built from."""
         return self._files
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """tokenizer_config.json, with the chat template wherever the checkpoint has it."""
+        return self._json("tokenizer_config.json") | {"chat_template": self._source}
 
     @property
     def digest(self) -> str:
@@ -126,6 +131,10 @@ class TextCodec:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def token_name(self, token_id: int) -> str:
+        """A token as it stands in the vocabulary; empty for an id the tokenizer does not know."""
+        return str(self._tokenizer.id_to_token(token_id) or "")
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; empty for an id the tokenizer does not know."""
         piece = self._tokenizer.id_to_token(token_id)
@@ -139,12 +148,16 @@ class TextCodec:
 
     # -- text
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of text that is used as it is: control tokens are recognised (raw prompts, rendered chats)."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Tokens of text that is used as it is: control tokens are recognised (raw prompts, rendered chats).
+
+        Args:
+            add_special_tokens: with what the tokenizer's post-processor puts around a text.
+        """
         if len(text) < _LONG_CHARS:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         # Only the batch call releases the GIL: a prompt of megabytes in one thread must not stop all the others.
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Tokens of text in which no control token is recognised."""

@@ -151,7 +151,7 @@ class _Exchange:
 
 
 async def _refuse(scope: Scope, receive: Receive, exchange: _Exchange, headers: Headers, error: TemperError) -> None:
-    response = response_of(error)
+    response = response_of(error, scope["path"])
     length = headers.get("content-length", "")
     small = length.isascii() and length.isdigit() and int(length[:10]) <= _SMALL_BODY
     if not small and (length or "transfer-encoding" in headers):

@@ -1,4 +1,4 @@
-"""/livez, /readyz, /healthz and /metrics."""
+"""/livez, /readyz, /healthz, /metrics and /version, and the names that routers ask for in other servers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 
+from services.common.version import installed_version
 from services.gateway.api.routing import router
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("health")
+
+
+class Version(BaseModel):
+    """Of the server."""
+
+    version: str
+
+
+class Load(BaseModel):
+    """Completions (choices) that are waiting or being answered."""
+
+    server_load: int
+
+
 _PATIENCE = 1.0
 
 
@@ -22,6 +38,9 @@ async def livez() -> str:
     return "ok"
 
 
+@routes.post("/ping", response_class=PlainTextResponse)
+@routes.get("/ping", response_class=PlainTextResponse)
+@routes.get("/health", response_class=PlainTextResponse)
 @routes.get("/readyz", response_class=PlainTextResponse)
 async def readyz(gateway: GatewayDep) -> Response:
     """200 when completions can be served: an engine is ready and the gateway is not stopping."""
@@ -30,6 +49,18 @@ async def readyz(gateway: GatewayDep) -> Response:
     if not gateway.engines.ready:
         return PlainTextResponse("no engine is ready", 503)
     return PlainTextResponse("ok")
+
+
+@routes.get("/version")
+async def version() -> Version:
+    """Which Temper this is."""
+    return Version(version=installed_version())
+
+
+@routes.get("/load")
+async def load(gateway: GatewayDep) -> Load:
+    """How busy this gateway is, as vLLM says it."""
+    return Load(server_load=gateway.admission.taken)
 
 
 async def _works(call: Awaitable[Any]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from contextlib import suppress
+from datetime import UTC, datetime
 
 import structlog
 
-from services.common.errors import ModelNotFound, Unavailable
+from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.common.names import AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
+from services.gateway.schemas.models import ModelList, ModelObject
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("models")
@@ -34,52 +36,69 @@ async def _adapters(gateway: Gateway) -> tuple[str | None, dict[str, int]]:
     return (None if pointers.attached is None else str(pointers.attached)), dict(pointers.current)
 
 
-def _base(gateway: Gateway, attached: str | None) -> dict[str, Any]:
+def _model(
+    gateway: Gateway, model: str, *, root: str | None, parent: str | None, adapter: str | None, attached: bool
+) -> ModelObject:
+    info, created = gateway.engines.info, gateway.engines.created
+    context = info.max_model_len if info is not None else None
+    return ModelObject(
+        id=model,
+        created=created,
+        root=root or (info.name if info is not None else model),
+        parent=parent,
+        max_model_len=context,
+        adapter=adapter,
+        attached=attached,
+        display_name=model,
+        created_at=datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=context,
+    )
+
+
+def _base(gateway: Gateway, attached: str | None) -> ModelObject:
     name = gateway.settings.served_model_name
-    info = gateway.engines.info
-    return {
-        "id": name,
-        "object": "model",
-        "created": gateway.engines.created,
-        "owned_by": "temper",
-        "root": info.name if info is not None else name,
-        "parent": None,
-        "max_model_len": info.max_model_len if info is not None else None,
-        "adapter": attached,
-    }
+    return _model(gateway, name, root=None, parent=None, adapter=attached, attached=False)
 
 
-def _adapter(gateway: Gateway, version: AdapterVersion, attached: str | None) -> dict[str, Any]:
-    return {
-        "id": version.name,
-        "object": "model",
-        "created": gateway.engines.created,
-        "owned_by": "temper",
-        "root": str(version),
-        "parent": gateway.settings.served_model_name,
-        "max_model_len": gateway.engines.info.max_model_len if gateway.engines.info is not None else None,
-        "adapter": str(version),
-        "attached": attached == str(version),
-    }
+def _adapter(gateway: Gateway, model: str, version: AdapterVersion, attached: str | None) -> ModelObject:
+    """``model`` is what a request calls it: with or without its version."""
+    name, parent = str(version), gateway.settings.served_model_name
+    return _model(gateway, model, root=name, parent=parent, adapter=name, attached=attached == name)
+
+
+async def _exists(gateway: Gateway, version: AdapterVersion) -> bool:
+    """Whether there is such a version; without the object store, whether an engine has it."""
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            await gateway.store(gateway.registry.manifest, version)
+    except ModelNotFound:
+        return False
+    except (Unavailable, TimeoutError) as error:
+        log.warning("a version is looked for in the engines", error=str(error) or "the object store hangs")
+        statuses = [client.status for client in gateway.engines.clients if client.status is not None]
+        return any(str(version) in status.loaded_adapters for status in statuses)
+    return True
 
 
 @routes.get("/v1/models")
-async def list_models(gateway: GatewayDep) -> dict[str, Any]:
+async def list_models(gateway: GatewayDep) -> ModelList:
     """The base model, with the adapter that answers under its name, and the adapters."""
     attached, current = await _adapters(gateway)
     versions = [AdapterVersion(name, number) for name, number in sorted(current.items())]
-    return {
-        "object": "list",
-        "data": [_base(gateway, attached), *(_adapter(gateway, version, attached) for version in versions)],
-    }
+    models = [_base(gateway, attached), *(_adapter(gateway, v.name, v, attached) for v in versions)]
+    return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id)
 
 
 @routes.get("/v1/models/{model:path}")
-async def get_model(model: str, gateway: GatewayDep) -> dict[str, Any]:
-    """One of them."""
+async def get_model(model: str, gateway: GatewayDep) -> ModelObject:
+    """One of them, or a version of an adapter, "name@3"."""
     attached, current = await _adapters(gateway)
     if model == gateway.settings.served_model_name:
         return _base(gateway, attached)
     if model in current:
-        return _adapter(gateway, AdapterVersion(model, current[model]), attached)
+        return _adapter(gateway, model, AdapterVersion(model, current[model]), attached)
+    with suppress(InvalidRequest):
+        name, number = parse_adapter_ref(model)
+        if number is not None and await _exists(gateway, version := AdapterVersion(name, number)):
+            return _adapter(gateway, model, version, attached)
     raise ModelNotFound(f"model {model[:80]!r} does not exist", param="model")

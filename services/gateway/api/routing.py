@@ -57,7 +57,11 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def router(tag: str) -> APIRouter:
-    """A router of such routes."""
-    responses: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
+def router(tag: str, *, errors: type[BaseModel] = ErrorBody) -> APIRouter:
+    """A router of such routes.
+
+    Args:
+        errors: the form of their errors (services/gateway/errors.py).
+    """
+    responses: dict[int | str, dict[str, Any]] = {"default": {"model": errors}}
     return APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)

@@ -17,6 +17,7 @@ from services.gateway.generation import checked_traceparent
 from services.gateway.prompt_scores import check_size
 from services.gateway.prompts import chat_prompt, encode_texts, token_budget
 from services.gateway.readings import Question, Reading, Readings, reserve
+from services.gateway.request_limits import check_messages
 from services.gateway.schemas.readings import ScoreRequest, ScoreResponse
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway, GatewayDep
@@ -77,6 +78,7 @@ async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Resp
 async def _prompt(served: ServedModel, body: ScoreRequest, settings: GatewaySettings) -> list[int]:
     chat = body.chat()
     if chat is not None:
+        check_messages(chat, settings)
         return await chat_prompt(served, chat, settings)
     if body.prompt is None:
         return []

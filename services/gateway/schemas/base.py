@@ -9,14 +9,18 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+_MOST_FIELDS = 200
+"""No model has so many."""
 
-def unsupported(message: str, param: str | None = None) -> PydanticCustomError:
+
+def unsupported(message: str, param: str | None = None, *, code: str = "unsupported_parameter") -> PydanticCustomError:
     """The error for a field or value of OpenAI's API that Temper does not have. ``message`` says what to do.
 
     Args:
         param: the field, when the error is raised by a validator of its whole model.
+        code: of the error, where clients know a special one.
     """
-    return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param})
+    return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param, "code": code})
 
 
 def contradiction(message: str, param: str) -> PydanticCustomError:
@@ -37,12 +41,23 @@ class RequestModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: Any) -> Any:
-        if not isinstance(body, dict) or cls.refused.keys().isdisjoint(body):
+        if not isinstance(body, dict):
+            return body
+        if len(body) > _MOST_FIELDS:
+            raise cls._unknown(body)
+        if cls.refused.keys().isdisjoint(body):
             return body
         for field, instead in cls.refused.items():
             if body.get(field) is not None:
                 raise unsupported(f"{field} is not supported: {instead}", field)
         return {key: value for key, value in body.items() if key not in cls.refused}
+
+    @classmethod
+    def _unknown(cls, body: dict[str, Any]) -> PydanticCustomError:
+        """The error of the first field that no model has: those of a million fields would fill the memory."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        param = next(key for key in body if key not in known and key not in cls.refused)
+        return PydanticCustomError("extra_forbidden", "unknown field", {"param": param})
 
 
 def check_finite(value: Any) -> Any:

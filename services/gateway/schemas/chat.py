@@ -28,7 +28,8 @@ class TextPart(RequestModel):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+# fail_fast: one error is told, and the errors of a million parts would fill the memory.
+Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
 class CalledFunction(RequestModel):
@@ -75,7 +76,7 @@ class AssistantMessage(RequestModel):
     """The thinking before the content, as a response gave it."""
     reasoning: str | None = None
     """Other name of reasoning_content."""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     refusal: str | None = None
     """Accepted and ignored."""
     annotations: list[JsonObject] | None = None
@@ -125,7 +126,7 @@ Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)]
 class ChatRequest(ReasoningFields, SamplingFields):
     """OpenAI's chat completion, with the fields of open models and of reinforcement learning."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     """Newer name of max_tokens. Without either: as much as fits, up to the gateway's setting."""
     logprobs: bool | None = None

@@ -53,12 +53,17 @@ class TextAssembler:
         self._search_from = 0  # a match must end after this position of the whole text
         self._entries: deque[tuple[int, Any]] = deque()
         self._tokens = 0
-        self._stopped = False
+        self._stopped_by: str | None = None
 
     @property
     def stopped(self) -> bool:
         """A stop string was found: whatever follows is not part of the answer."""
-        return self._stopped
+        return self._stopped_by is not None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was found, if one was: of several the one that begins first, of those the shortest."""
+        return self._stopped_by
 
     @property
     def tokens(self) -> int:
@@ -75,7 +80,7 @@ class TextAssembler:
 
         A token that ended the completion (eos) is not ``visible``: it counts, but adds no text and no entry.
         """
-        if self._stopped:
+        if self.stopped:
             return
         self._tokens += 1
         if not visible:
@@ -95,22 +100,22 @@ class TextAssembler:
             self._search_from = self.length
             return
         new = max(len(self._held) - added, self._search_from - self._emitted)
-        found = [at for text in self._stop if (at := self._held.find(text, max(0, new - len(text) + 1))) >= 0]
+        found = [(at, text) for text in self._stop if (at := self._held.find(text, max(0, new - len(text) + 1))) >= 0]
         if found:
-            self._held = self._held[: min(found)]
-            self._stopped = True
+            begin, self._stopped_by = min(found, key=lambda match: (match[0], len(match[1])))
+            self._held = self._held[:begin]
 
     def take(self, *, final: bool = False) -> Piece:
         """The text that no later token can change; with ``final`` all that is left."""
-        if final and not self._stopped:
+        if final and not self.stopped:
             tail = self._decoder.decode(b"", True)
             self._held += tail
             self._find_stop(len(tail))
-        end = len(self._held) if final or self._stopped else len(self._held) - self._open_suffix()
+        end = len(self._held) if final or self.stopped else len(self._held) - self._open_suffix()
         text, self._held = self._held[:end], self._held[end:]
         self._emitted += len(text)
         piece = Piece(text)
-        last = final and not self._stopped
+        last = final and not self.stopped
         while self._entries and (last or self._entries[0][0] < self._emitted):
             offset, entry = self._entries.popleft()
             piece.offsets.append(offset)

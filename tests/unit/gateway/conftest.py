@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -162,5 +163,14 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
     plain = openai.DefaultHttpxClient(verify=False)
     with openai.OpenAI(
         base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=20, http_client=plain
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(running: Running) -> Iterator[anthropic.Anthropic]:
+    plain = anthropic.DefaultHttpxClient(verify=False)
+    with anthropic.Anthropic(
+        base_url=running.url, api_key="none", max_retries=0, timeout=20, http_client=plain
     ) as client:
         yield client

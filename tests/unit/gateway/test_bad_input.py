@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -217,3 +218,15 @@ def test_body_limit(start: Starter) -> None:
         files = {"adapter_model.safetensors": b"x" * 9000, "adapter_config.json": b"{}"}
         assert error_of(http.post("/v1/adapters", data={"name": "a"}, files=files), 413)
         assert http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+
+
+def test_of_a_million_errors_the_first_is_told(http: httpx.Client) -> None:
+    unknown = {f"field{number}": 1 for number in range(100_000)}
+    began = time.monotonic()
+    assert error_of(http.post("/v1/chat/completions", json=CHAT | unknown))["param"] == "field0"
+    assert error_of(http.post("/v1/chat/completions", json=CHAT | {"stream_options": unknown}))["param"] == (
+        "stream_options.field0"
+    )
+    parts = {"messages": [{"role": "user", "content": [{}] * 100_000}]}
+    assert error_of(http.post("/v1/chat/completions", json=CHAT | parts))["param"] == "messages[0].content[0].type"
+    assert time.monotonic() - began < 5.0

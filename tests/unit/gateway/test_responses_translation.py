@@ -202,7 +202,7 @@ def test_errors_of_chat_have_the_names_of_responses() -> None:
         target[path[-1]] = value
         with pytest.raises(RequestValidationError) as error:
             made.request()
-        told = bytes(validation_response(error.value.errors(), error.value.body).body).decode()
+        told = bytes(validation_response(error.value.errors(), error.value.body, "/v1/responses").body).decode()
         assert f'"param":"{param}"' in told, told
     made = chat_fields(request, [])
     for message, param, renamed, where in (

@@ -186,3 +186,24 @@ def test_pieces_do_not_matter(parts: list[str], thinking: bool, tools: bool, com
 def test_what_is_no_schema_says_nothing(schema: object) -> None:
     tool = {"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
     assert parameter_types([tool]) == {"f": {"a": frozenset()}}
+
+
+@pytest.mark.parametrize("step", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("stop", "text", "found"),
+    [
+        (["zz", "END"], "one END two zz", "END"),
+        (["ENDE", "END"], "one ENDE", "END"),
+        (["abc", "b"], "xabc", "b"),
+        (["zz"], "one two z", None),
+    ],
+)
+def test_the_stop_string_that_was_found_is_told(stop: list[str], text: str, found: str | None, step: int) -> None:
+    assembler = TextAssembler(VOCABULARY, stop=stop)
+    tokens = list(text.encode())
+    for start in range(0, len(tokens), step):
+        for token in tokens[start : start + step]:
+            assembler.push(token)
+        assembler.take(final=start + step >= len(tokens))
+    assert assembler.stopped_by == found
+    assert assembler.stopped is (found is not None)
