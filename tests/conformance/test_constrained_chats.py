@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import openai
 import pytest
 
@@ -54,7 +54,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
 def check_call(call: Any) -> None:
     arguments = json.loads(call.function.arguments)
     if call.function.name == "add":
-        jsonschema.validate(arguments, ADD["function"]["parameters"])  # type: ignore[index]
+        jsonschema_rs.validate(ADD["function"]["parameters"], arguments)  # type: ignore[index]
     else:
         assert (call.function.name, arguments) == ("now", {})
 
@@ -65,7 +65,7 @@ def test_json_schema(client: openai.OpenAI, stack: Stack) -> None:
     )
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
-        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        jsonschema_rs.validate(SCHEMA, json.loads(choice.message.content))
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
@@ -128,7 +128,7 @@ def test_a_constrained_answer_behind_reasoning(client: openai.OpenAI, stack: Sta
             if is_call:
                 list(map(check_call, choice.message.tool_calls))
             else:
-                jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+                jsonschema_rs.validate(SCHEMA, json.loads(choice.message.content))
     free = client.chat.completions.create(
         model=stack.served_model_name, messages=USER, extra_body=budget | {"return_token_ids": True}, **WILD
     )

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -149,7 +149,7 @@ def walk(matcher: LLMatcher, schema: dict[str, Any], *, seeds: int) -> None:
         assert len(calls) == 1, text
         arguments = json.loads(calls[0][1])
         if calls[0][0] == "f":
-            jsonschema.validate(arguments, schema)
+            jsonschema_rs.validate(schema, arguments)
         else:
             assert calls[0] == ["now", "{}"]
 
