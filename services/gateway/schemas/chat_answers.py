@@ -4,42 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from services.gateway.schemas.completion_answers import Answer, CompletionUsage, PromptToken
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class AnswerModel(BaseModel):
-    """A part of an answer."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid")
-
-
-class PromptTokensDetails(AnswerModel):
-    """Of the prompt's tokens."""
-
-    cached_tokens: int
-    """Came from the prefix cache."""
-
-
-class CompletionTokensDetails(AnswerModel):
-    """Of the completion's tokens."""
-
-    reasoning_tokens: int
-    """Their text is reasoning; the tags around it do not count."""
-
-
-class Usage(AnswerModel):
-    """Token counts of all choices; the prompt counts once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-class TopLogprob(AnswerModel):
+class TopLogprob(Answer):
     """An alternative to a token."""
 
     token: str
@@ -53,14 +23,14 @@ class TokenLogprobEntry(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(AnswerModel):
+class ChoiceLogprobs(Answer):
     """Of every token that is text: of the reasoning and of tool calls as well."""
 
     content: list[TokenLogprobEntry]
     refusal: None = None
 
 
-class FunctionCall(AnswerModel):
+class FunctionCall(Answer):
     """A call of a function."""
 
     name: str
@@ -68,7 +38,7 @@ class FunctionCall(AnswerModel):
     """A JSON object, as text."""
 
 
-class AnsweredToolCall(AnswerModel):
+class AnsweredToolCall(Answer):
     """A call of a tool."""
 
     id: str
@@ -76,7 +46,7 @@ class AnsweredToolCall(AnswerModel):
     function: FunctionCall
 
 
-class AnswerMessage(AnswerModel):
+class AnswerMessage(Answer):
     """What the model says."""
 
     role: Literal["assistant"]
@@ -90,7 +60,7 @@ class AnswerMessage(AnswerModel):
     tool_calls: list[AnsweredToolCall] | None = None
 
 
-class TokensOfChoice(AnswerModel):
+class TokensOfChoice(Answer):
     """What return_token_ids adds to a choice."""
 
     token_ids: list[int] | None = None
@@ -112,7 +82,7 @@ class AnswerChoice(TokensOfChoice):
     adapter: str | None
 
 
-class ChatCompletion(AnswerModel):
+class ChatCompletion(Answer):
     """An answer in one piece."""
 
     id: str
@@ -122,19 +92,21 @@ class ChatCompletion(AnswerModel):
     adapter: str | None
     """The version that answered; null: the model without adapter."""
     choices: list[AnswerChoice]
-    usage: Usage
+    usage: CompletionUsage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
+    """With prompt_logprobs: by token id; null for the first token."""
     metadata: dict[str, str] | None = None
 
 
-class FunctionDelta(AnswerModel):
+class FunctionDelta(Answer):
     """More of a call."""
 
     name: str | None = None
     arguments: str
 
 
-class ToolCallDelta(AnswerModel):
+class ToolCallDelta(Answer):
     """More of a call; the first of one has its id, type and name."""
 
     index: int
@@ -143,7 +115,7 @@ class ToolCallDelta(AnswerModel):
     function: FunctionDelta
 
 
-class Delta(AnswerModel):
+class Delta(Answer):
     """More of a message."""
 
     role: Literal["assistant"] | None = None
@@ -163,7 +135,7 @@ class ChunkChoice(TokensOfChoice):
     completion_id: str
 
 
-class ChatCompletionChunk(AnswerModel):
+class ChatCompletionChunk(Answer):
     """The data of one event of a stream. A stream ends with `[DONE]`, or with an object that has `error`."""
 
     id: str
@@ -173,6 +145,6 @@ class ChatCompletionChunk(AnswerModel):
     adapter: str | None
     choices: list[ChunkChoice]
     """None in the chunk of stream_options.include_usage."""
-    usage: Usage | None = None
+    usage: CompletionUsage | None = None
     prompt_token_ids: list[int] | None = None
     metadata: dict[str, str] | None = None

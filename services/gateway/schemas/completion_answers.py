@@ -24,6 +24,7 @@ class ReasoningTokens(Answer):
     """Part of the completion tokens."""
 
     reasoning_tokens: int
+    """Their text is reasoning; the tags around it do not count."""
 
 
 class CompletionUsage(Answer):

@@ -1,0 +1,171 @@
+"""Forms of answers, forced calls and thinking budgets, enforced by the whole system on a model that is let run wild."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from tests.stack import Stack
+
+USER = [{"role": "user", "content": "What is 12 plus 7?"}]
+WILD: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_completion_tokens": 200}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "sum": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"enum": ["apples", "pears", None]},
+        "code": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{2}$"},
+    },
+    "required": ["sum", "unit", "code"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "minimum": 0, "maximum": 999},
+                "unit": {"type": ["string", "null"], "maxLength": 6},
+                "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
+            },
+            "required": ["a", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def check_call(call: Any) -> None:
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "add":
+        jsonschema_rs.validate(ADD["function"]["parameters"], arguments)  # type: ignore[index]
+    else:
+        assert (call.function.name, arguments) == ("now", {})
+
+
+def test_json_schema(client: openai.OpenAI, stack: Stack) -> None:
+    answer = client.chat.completions.create(
+        model=stack.served_model_name, messages=USER, response_format=FORMAT, n=3, **WILD
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema_rs.validate(SCHEMA, json.loads(choice.message.content))
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+@pytest.mark.parametrize(
+    ("field", "fits"),
+    [
+        ({"structured_outputs": {"choice": ["yes", "no", "naïve"]}}, "yes|no|naïve"),
+        ({"guided_regex": "[a-f]{3}(-[0-9]{2})+?"}, r"[a-f]{3}(-[0-9]{2})+"),
+        ({"guided_grammar": 'start: "<" /[xyz]{1,5}/ ">"'}, "<[xyz]{1,5}>"),
+    ],
+)
+def test_other_forms(client: openai.OpenAI, stack: Stack, field: dict[str, Any], fits: str) -> None:
+    options = {"model": stack.served_model_name, "extra_body": field, "n": 4}
+    chat = client.chat.completions.create(messages=USER, **WILD, **options)
+    text = client.completions.create(prompt="Say:", temperature=1.5, seed=3, max_tokens=60, **options)
+    for said in (*(choice.message.content for choice in chat.choices), *(choice.text for choice in text.choices)):
+        assert re.fullmatch(fits, said), said
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_calls(client: openai.OpenAI, stack: Stack, choice: Any, stream: bool) -> None:
+    options = {"model": stack.served_model_name, "messages": USER, "tools": [ADD, NOW], **WILD}
+    once = {} if isinstance(choice, dict) else {"parallel_tool_calls": False}
+    if stream:
+        with client.chat.completions.stream(**options, **once, tool_choice=choice) as events:
+            answers = [events.get_final_completion().choices[0]]
+    else:
+        answers = client.chat.completions.create(**options, **once, tool_choice=choice, n=3).choices
+    for answer in answers:
+        assert answer.finish_reason == "tool_calls"
+        assert not answer.message.content
+        (call,) = answer.message.tool_calls
+        check_call(call)
+        if isinstance(choice, dict):
+            assert call.function.name == "add"
+
+
+def test_calls_of_strict_functions(client: openai.OpenAI, stack: Stack) -> None:
+    strict = {"type": "function", "function": ADD["function"] | {"strict": True}}  # type: ignore[operator]
+    answer = client.chat.completions.create(
+        model=stack.served_model_name, messages=USER, tools=[strict, NOW], n=3, **WILD
+    )
+    for choice in answer.choices:
+        if choice.finish_reason != "length":
+            for call in choice.message.tool_calls or ():
+                if call.function.name == "add":  # the other one is bound to the form only
+                    check_call(call)
+                else:
+                    assert call.function.name == "now"
+
+
+def test_a_constrained_answer_behind_reasoning(client: openai.OpenAI, stack: Stack) -> None:
+    budget = {"thinking_budget": 12, "chat_template_kwargs": {"enable_thinking": True}}
+    for fields, is_call in (({"response_format": FORMAT}, False), ({"tools": [ADD], "tool_choice": "required"}, True)):
+        answer = client.chat.completions.create(
+            model=stack.served_model_name, messages=USER, n=2, extra_body=budget, **fields, **WILD
+        )
+        for choice in answer.choices:
+            if is_call:
+                list(map(check_call, choice.message.tool_calls))
+            else:
+                jsonschema_rs.validate(SCHEMA, json.loads(choice.message.content))
+    free = client.chat.completions.create(
+        model=stack.served_model_name, messages=USER, extra_body=budget | {"return_token_ids": True}, **WILD
+    )
+    closing = client.chat.completions.create(
+        model=stack.served_model_name,
+        messages=USER,
+        extra_body={"thinking_budget": 0, "chat_template_kwargs": {"enable_thinking": True}},
+        **WILD,
+    )
+    assert 0 < free.usage.completion_tokens_details.reasoning_tokens < 12 + 60
+    assert closing.usage.completion_tokens_details.reasoning_tokens <= 1
+    assert not closing.choices[0].message.model_extra.get("reasoning")
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"guided_regex": "(unclosed"}, "guided_regex"),
+        ({"guided_grammar": "no grammar"}, "guided_grammar"),
+        ({"guided_json": {"type": "object", "unevaluatedItems": {"not": {}}, "contains": 3}}, "guided_json"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"properties": {"a": {"pattern": "("}}}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(
+    client: openai.OpenAI, stack: Stack, field: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=stack.served_model_name, messages=USER, extra_body=field, **WILD)
+    assert caught.value.param == param
