@@ -160,6 +160,8 @@ def _refusal(response: httpx.Response) -> CliError:
         if isinstance(body, dict) and isinstance(body.get("error"), dict):
             error = body["error"]
     message = str(error.get("message") or f"{response.request.url} answered {response.status_code}")
+    if response.status_code == 401:
+        message += " (the key of these commands is TEMPER_API_KEY)"
     code = ExitCode.UNREACHABLE if response.status_code in _RETRYABLE else ExitCode.FAILED
     return CliError(message, code, error=error or {"message": message})
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cli import adapter_tools, adapters, train
+from cli import adapter_tools, adapters, keys, train
 from cli.chat import chat
 from cli.options import Json
 from cli.output import Output
@@ -98,6 +98,7 @@ for tool in (
 ):
     adapters.app.command()(tool)
 app.add_typer(adapters.app)
+app.add_typer(keys.app)
 
 
 @app.command("version")

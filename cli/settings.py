@@ -16,7 +16,7 @@ class CliSettings(BaseSettings):
     url: str = "http://localhost:8420"
     """The gateway that the client commands talk to."""
     api_key: SecretStr | None = None
-    """Sent as a bearer token, if set."""
+    """Sent as a bearer token, if set: a key of a gateway that has keys."""
     request_timeout: float = Field(60.0, gt=0)
     """Seconds that a request which is not streamed may take."""
 
@@ -34,6 +34,10 @@ class UpSettings(BaseSettings):
     """Required with s3_endpoint."""
     s3_secret_key: SecretStr | None = None
     """Required with s3_endpoint."""
+    api_keys_file: str = ""
+    """The gateway's; given on to it as an absolute path."""
+    audit_log_file: str = ""
+    """The same."""
     drain_seconds: float = Field(10.0, ge=0)
     """After a stop signal, how long the engine lets running requests finish."""
     shutdown_grace_seconds: int = Field(10, ge=0)

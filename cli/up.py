@@ -195,6 +195,7 @@ def _gateway(
             "TEMPER_HOST": options.host,
             "TEMPER_PORT": str(options.port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
+            **_files(settings),
         },
         cwd=ROOT,
         after=stores,
@@ -203,6 +204,12 @@ def _gateway(
         stop_timeout=settings.shutdown_grace_seconds + 5.0,
         restart=RestartPolicy(start_attempts=2),
     )
+
+
+def _files(settings: UpSettings) -> dict[str, str]:
+    """Files that settings name: the gateway works in another directory."""
+    named = {"TEMPER_API_KEYS_FILE": settings.api_keys_file, "TEMPER_AUDIT_LOG_FILE": settings.audit_log_file}
+    return {variable: str(Path(file).absolute()) for variable, file in named.items() if file}
 
 
 def _local_url(options: UpOptions) -> str:

@@ -43,6 +43,18 @@ class PayloadTooLarge(TemperError):
     code = "payload_too_large"
 
 
+class Unauthorized(TemperError):
+    """No API key, or one that is not valid (any more)."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(TemperError):
+    """The API key is valid, but lacks the scope that the message names."""
+
+    code = "insufficient_scope"
+
+
 class NotFound(TemperError):
     """Something the request names does not exist."""
 
@@ -67,6 +79,16 @@ class Conflict(TemperError):
     code = "conflict"
 
 
+class InProgress(Conflict):
+    """The same request is being answered just now. ``retry_after`` is in seconds."""
+
+    code = "request_in_progress"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
+
+
 class AdapterRejected(TemperError):
     """An adapter's files are corrupt, foreign or do not bind to this base model."""
 
@@ -83,6 +105,16 @@ class DoesNotFit(InvalidRequest):
     """A job needs more memory than the plan leaves for it; the message has the byte plan."""
 
     code = "does_not_fit"
+
+
+class RateLimited(TemperError):
+    """The caller's own limit is reached. ``retry_after`` is in seconds."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float = 1.0) -> None:
+        super().__init__(message, param=param)
+        self.retry_after = retry_after
 
 
 class Overloaded(TemperError):

@@ -17,9 +17,11 @@ from wsgiref.simple_server import WSGIServer
 import prometheus_client
 import structlog
 
+from services.common import api_keys
 from services.common.settings import CommonSettings
 
 _SECRET = re.compile(r"secret|password|passwd|authorization|api_?key|access_key|token$|redis_url", re.IGNORECASE)
+_API_KEY = re.compile(api_keys.PATTERN)
 _URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Seconds, for histograms of requests and steps."""
@@ -39,7 +41,10 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer()
         if settings.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Plain: the traceback of rich shows local variables, and one of them is a key.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     exceptions = [structlog.processors.format_exc_info] if settings.log_format == "json" else []
     structlog.configure(
@@ -69,12 +74,15 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
 
 
 def mask_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Masks values whose key looks like a credential, and passwords inside URLs."""
+    """Masks values whose key looks like a credential, API keys inside texts, and passwords inside URLs."""
     for key, value in event.items():
         if _SECRET.search(key):
             event[key] = "***"
-        elif isinstance(value, str) and "://" in value:
-            event[key] = _URL_PASSWORD.sub(r"\1:***@", value)
+        elif isinstance(value, str):
+            if api_keys.PREFIX in value:
+                value = event[key] = _API_KEY.sub(f"{api_keys.PREFIX}***", value)
+            if "://" in value:
+                event[key] = _URL_PASSWORD.sub(r"\1:***@", value)
     return event
 
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from services.common.telemetry import configure_logging
-from services.gateway.app import create_app
+from services.gateway.app import BadSetting, create_app
 from services.gateway.collection import QuietCollector
 from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
@@ -75,7 +75,11 @@ def main() -> None:
         raise SystemExit(f"temper gateway: {variable}: {first['msg']}") from error
     configure_logging(settings, service="gateway")
     listener = bind(settings.host, settings.port)
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except BadSetting as error:
+        listener.close()
+        raise SystemExit(f"temper gateway: TEMPER_{str(error.param).upper()}: {error.message}") from error
     config = uvicorn.Config(
         app,
         loop="uvloop",

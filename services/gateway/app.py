@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import structlog
 from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Scope
 
+from services.common.errors import InvalidRequest
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
+from services.gateway.access.audit import AuditLog
+from services.gateway.access.keyring import KeyRing
+from services.gateway.access.middleware import TIMEOUT_HEADER, Access
+from services.gateway.access.openapi import describe_keys
+from services.gateway.access.rules import RULE, RuleBook
 from services.gateway.api import (
     adapter_tools,
     adapters,
@@ -24,20 +35,52 @@ from services.gateway.api import (
     sessions,
     training,
 )
+from services.gateway.bodies import BodyMemory
+from services.gateway.disconnect import cancel
 from services.gateway.engines import EnginePool
 from services.gateway.errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import BodyLimit, RequestContext
+from services.gateway.quotas.limiter import Quotas
 from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
 
 log = structlog.get_logger(__name__)
+_CORS_HEADERS = (
+    "authorization",
+    "content-type",
+    "idempotency-key",
+    "last-event-id",
+    "traceparent",
+    "x-api-key",
+    "x-request-id",
+    "x-session-id",
+    TIMEOUT_HEADER,
+    # What the clients of OpenAI and Anthropic send by themselves.
+    "anthropic-beta",
+    "anthropic-dangerous-direct-browser-access",
+    "anthropic-version",
+    "openai-beta",
+    "openai-organization",
+    "openai-project",
+    *(f"x-stainless-{part}" for part in ("arch", "helper-method", "lang", "os", "package-version")),
+    *(f"x-stainless-{part}" for part in ("poll-helper", "retry-count", "runtime", "runtime-version", "timeout")),
+)
+_EXPOSED_HEADERS = (
+    "idempotency-replayed",
+    "location",
+    "retry-after",
+    "x-request-id",
+    "x-temper-adapter",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
 Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
 
 _DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
 
-Every error has the body `{"error": {"message", "type", "param", "code"}}`. Unknown fields are refused by name."""
+Every error has the body `{"error": {"message", "type", "param", "code"}}`. The header `x-request-timeout-seconds`
+bounds the time of a completion. Unknown fields are refused by name."""
 
 
 def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
@@ -57,8 +100,14 @@ def create_app(
         settings: everything that can be set.
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
+
+    Raises:
+        BadSetting: a file that a setting names cannot be used.
     """
     metrics = GatewayMetrics()
+    keys = _key_ring(settings, metrics)
+    audit = _audit_log(settings, metrics)
+    quotas = Quotas(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,16 +116,23 @@ def create_app(
         app.state.gateway = gateway
         gateway.engines.start()
         gateway.background.start()
+        await quotas.start()
+        following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
         log.info("gateway started", engines=settings.engine_addresses, model=settings.served_model_name)
         try:
             yield
         finally:
             gateway.stopping.set()
+            if following is not None:
+                await cancel(following)
             await gateway.background.stop()
             await gateway.engines.stop()
             await gateway.responses.aclose()
+            await quotas.stop()
+            await gateway.idempotency.records.aclose()
             await queue.aclose()
             gateway.close()
+            audit.close()
             log.info("gateway stopped")
 
     app = FastAPI(
@@ -103,6 +159,54 @@ def create_app(
         health,
     ):
         app.include_router(resource.routes)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes)
+    # The last one stands outermost.
+    app.add_middleware(
+        BodyMemory,
+        limit=settings.bodies_limit,
+        largest=settings.max_body_bytes,
+        seconds=settings.body_timeout_seconds,
+        is_upload=_is_upload,
+    )
+    app.add_middleware(
+        BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes, is_upload=_is_upload
+    )
+    rules = RuleBook(metrics_public=settings.metrics_public)
+    describe_keys(app, rules, needed=keys is not None)
+    app.add_middleware(Access, keys=keys, quotas=quotas, audit=audit, rules=rules, metrics=metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=_CORS_HEADERS,
+            expose_headers=_EXPOSED_HEADERS,
+        )
     app.add_middleware(RequestContext, metrics=metrics)
     return app
+
+
+def _is_upload(scope: Scope) -> bool:
+    """A multipart body on a route that takes one; on any other it is a body like all."""
+    multipart = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/form-data")
+    return multipart and bool(scope[RULE].upload)
+
+
+class BadSetting(InvalidRequest):
+    """``param`` is the setting."""
+
+
+def _key_ring(settings: GatewaySettings, metrics: GatewayMetrics) -> KeyRing | None:
+    if not settings.api_keys_file:
+        log.warning("no API keys: everybody who reaches this gateway may do everything (TEMPER_API_KEYS_FILE)")
+        return None
+    try:
+        return KeyRing(Path(settings.api_keys_file), settings.key_limits, metrics)
+    except InvalidRequest as error:
+        raise BadSetting(error.message, param="api_keys_file") from None
+
+
+def _audit_log(settings: GatewaySettings, metrics: GatewayMetrics) -> AuditLog:
+    try:
+        return AuditLog(Path(settings.audit_log_file) if settings.audit_log_file else None, metrics)
+    except InvalidRequest as error:
+        raise BadSetting(error.message, param="audit_log_file") from None

@@ -17,6 +17,7 @@ from services.common.errors import (
 )
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.text.tokenizer import TextCodec
+from services.gateway.access.caller import TokenAccount, seconds_left
 from services.gateway.engine_client import EngineClient
 from services.gateway.errors import engine_error
 from services.gateway.inbox import EngineLost, Inbox
@@ -256,12 +257,14 @@ class Exchange:
         self._open = set(range(len(requests)))
         self._retry_until = 0.0
         self._first_refusal: float | None = None
+        self._account = TokenAccount(requests)
 
     async def __aenter__(self) -> Self:
+        await self._account.reserve()
         now = asyncio.get_running_loop().time()
         self._retry_until = now + self._settings.engine_retry_seconds
         # The engine's own deadline comes first.
-        self._inbox.expire_at(now + self._settings.request_timeout_seconds + 2.0)
+        self._inbox.expire_at(now + seconds_left(self._settings.request_timeout_seconds) + 2.0)
         try:
             for index in range(len(self._requests)):
                 await self._place(index)
@@ -296,6 +299,7 @@ class Exchange:
             if item.HasField("error"):
                 await self._failed(index, item.error)
                 continue
+            self._account.update(index, len(item.token_ids), first=index not in self._begun)
             self._begun.add(index)
             if item.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED:
                 self._open.discard(index)
@@ -314,7 +318,8 @@ class Exchange:
             return await self._inbox.get()
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the request was not finished within {self._settings.request_timeout_seconds:g} s"
+                "the request was not finished in time: within x-request-timeout-seconds, or the "
+                f"{self._settings.request_timeout_seconds:g} s that this gateway allows"
             ) from error
 
     async def _place(self, index: int, *, avoid: EngineClient | None = None) -> None:
@@ -346,6 +351,7 @@ class Exchange:
 
     def _abort_all(self) -> None:
         self._inbox.close()
+        self._account.settle()
         for index in self._open:
             if index in self._at:
                 self._at[index].abort(self._requests[index].request_id)

@@ -24,13 +24,17 @@ from services.common.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     DoesNotFit,
+    Forbidden,
     Gone,
+    InProgress,
     InvalidRequest,
     ModelNotFound,
     NotFound,
     Overloaded,
     PayloadTooLarge,
+    RateLimited,
     TemperError,
+    Unauthorized,
     Unavailable,
 )
 from services.common.pb import engine_pb2
@@ -39,6 +43,9 @@ log = structlog.get_logger(__name__)
 
 _STATUS: tuple[tuple[type[TemperError], int], ...] = (
     (InvalidRequest, 400),
+    (Unauthorized, 401),
+    (Forbidden, 403),
+    (RateLimited, 429),
     (PayloadTooLarge, 413),
     (Gone, 410),
     (NotFound, 404),
@@ -49,7 +56,14 @@ _STATUS: tuple[tuple[type[TemperError], int], ...] = (
     (Unavailable, 503),
     (DeadlineExceeded, 504),
 )
-_HTTP_CODES = {401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
+_HTTP_CODES = {
+    401: "unauthorized",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "payload_too_large",
+    503: "overloaded",
+}
 _FROM_ENGINE: Mapping[int, type[TemperError]] = {
     engine_pb2.ERROR_CODE_ADAPTER_REJECTED: AdapterRejected,
     engine_pb2.ERROR_CODE_DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -104,8 +118,10 @@ def error_response(
 def response_of(error: TemperError) -> Response:
     """The answer to a request that failed with ``error``."""
     headers = {}
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, Overloaded | Unavailable | RateLimited | InProgress):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = 'Bearer realm="temper"'
     return error_response(error.message, status=status_of(error), code=error.code, param=error.param, headers=headers)
 
 

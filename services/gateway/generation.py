@@ -12,11 +12,13 @@ from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.pb import engine_pb2
+from services.gateway.access.caller import seconds_left
 from services.gateway.choices import Choice, Step
 from services.gateway.engines import ServedModel
 from services.gateway.limits import Reservation
 from services.gateway.policies import adapter_ref
 from services.gateway.prompt_scores import PromptScores, check_complete
+from services.gateway.request_limits import check_messages, check_prompts
 from services.gateway.schemas.sampling import SamplingFields
 from services.gateway.state import Gateway
 from services.gateway.text.assembler import TextAssembler
@@ -90,9 +92,10 @@ class Generation:
         self._choices_per_prompt = body.choices
         self._adapter_field = "model" if body.adapter is None else "adapter"
         _check_tokens(body, served.info.vocab_size)
+        check_prompts([len(job.prompt) for job in jobs], gateway.settings)
         adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
         total = len(jobs) * body.choices
-        deadline = int((time.time() + gateway.settings.request_timeout_seconds) * 1000)
+        deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
         end_ids = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids, *(body.stop_token_ids or ())))
         end_think = served.vocabulary.markup.get(END_THINK)
         self.choices: list[Choice] = []
@@ -197,6 +200,7 @@ def reserve(gateway: Gateway, body: SamplingFields, prompts: int) -> Reservation
         InvalidRequest: more choices than one request may have.
         Overloaded: no room now.
     """
+    check_messages(body, gateway.settings)
     limit = gateway.settings.max_choices
     if body.choices * prompts > limit:
         raise InvalidRequest(

@@ -36,6 +36,11 @@ class Admission:
         """Places in use."""
         return self._taken
 
+    @property
+    def full(self) -> bool:
+        """No place is left."""
+        return self._taken >= self._limit
+
     def reserve(self, places: int) -> Reservation:
         """Takes places at once or refuses.
 

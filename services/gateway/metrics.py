@@ -57,3 +57,33 @@ class GatewayMetrics:
         self.engines = Gauge(
             "temper_gateway_engines", "Engines by state: ready or away.", ("state",), registry=self.registry
         )
+        self.auth_refusals = Counter(
+            "temper_gateway_auth_refusals",
+            "Requests refused for their API key, by reason: missing, invalid, expired, revoked or scope.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.rate_limited = Counter(
+            "temper_gateway_rate_limited",
+            "Requests refused for a limit of their API key: requests, tokens or concurrency.",
+            ("limit",),
+            registry=self.registry,
+        )
+        self.quota_fallbacks = Counter(
+            "temper_gateway_quota_fallbacks",
+            "Times that this gateway began to count limits alone, because Redis did not answer.",
+            registry=self.registry,
+        )
+        self.quota_shared = Gauge(
+            "temper_gateway_quota_shared", "1: limits are counted in Redis; 0: here alone.", registry=self.registry
+        )
+        self.quota_shared.set(1)
+        self.api_keys = Gauge("temper_gateway_api_keys", "API keys that are valid now.", registry=self.registry)
+        self.api_key_reload_failures = Counter(
+            "temper_gateway_api_key_reload_failures",
+            "New contents of the key file that could not be used; the keys from before stay valid.",
+            registry=self.registry,
+        )
+        self.audit_failures = Counter(
+            "temper_gateway_audit_failures", "Lines that could not be written to the audit log.", registry=self.registry
+        )

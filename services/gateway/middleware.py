@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 import structlog
 from pydantic_core import to_json
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.access.principal import NOBODY
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload
 from services.gateway.metrics import GatewayMetrics
 
@@ -68,7 +70,7 @@ class RequestContext:
         self._metrics.duration.labels(name).observe(seconds)
         if scope["path"] in _QUIET:
             return
-        client = scope.get("client")
+        client, principal = scope.get("client"), scope["state"].get("principal")
         log.info(
             "request",
             method=scope["method"],
@@ -76,6 +78,7 @@ class RequestContext:
             status=status,
             seconds=round(seconds, 4),
             client=client[0] if client else None,
+            principal=None if principal is None or principal is NOBODY else principal.id,
         )
 
 
@@ -92,21 +95,22 @@ class BodyLimit:
     Args:
         app: what it surrounds.
         limit: bytes of an ordinary body.
-        upload_limit: bytes of a multipart body.
+        upload_limit: bytes of a multipart body on a route that takes one.
+        is_upload: whether a request is one.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, upload_limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, upload_limit: int, is_upload: Callable[[Scope], bool]) -> None:
         self._app = app
         self._limit = limit
         self._upload_limit = upload_limit
+        self._is_upload = is_upload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        upload = headers.get("content-type", "").lower().startswith("multipart/form-data")
-        limit = self._upload_limit if upload else self._limit
+        limit = self._upload_limit if self._is_upload(scope) else self._limit
         announced = headers.get("content-length", "")
         if announced.isascii() and announced.isdigit() and len(announced) < 20:
             excess = int(announced) > limit

@@ -11,9 +11,11 @@ from typing import TypeVar
 
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.common.pb import engine_pb2
+from services.gateway.access.caller import seconds_left
 from services.gateway.limits import Reservation
 from services.gateway.policies import adapter_ref
 from services.gateway.prompt_scores import PromptScores, check_complete
+from services.gateway.request_limits import check_prompts
 from services.gateway.schemas.readings import ReadingFields
 from services.gateway.state import Gateway
 
@@ -73,7 +75,7 @@ class Readings:
         self._body = body
         self._traceparent = traceparent
         self._adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
-        self._deadline = int((time.time() + gateway.settings.request_timeout_seconds) * 1000)
+        self._deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
 
     async def read(self, questions: Sequence[Question], take: Callable[[int, Reading], T]) -> list[T]:
         """What ``take`` makes of each reading, in the order of the questions; as many as the request has places for are
@@ -83,6 +85,7 @@ class Readings:
             TemperError: what an engine answered instead, or that it is gone. Then nothing more is read.
         """
         made: dict[int, T] = {}
+        check_prompts([len(question.prompt) for question in questions], self._gateway.settings)
 
         async def one(index: int) -> None:
             reading = await self._read(index, questions[index])

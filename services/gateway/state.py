@@ -13,6 +13,7 @@ from services.common.errors import Unavailable
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.gateway.engines import EnginePool
+from services.gateway.idempotency import Idempotency, RedisRecords
 from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.responses.background import BackgroundResponses
@@ -61,6 +62,8 @@ class Gateway:
         self.sessions = SessionRouter(engines.clients, settings.engine_retry_seconds)
         """Training sessions, each in one of the engines."""
         self.admission = Admission(settings.max_in_flight)
+        self.idempotency = Idempotency(RedisRecords(settings))
+        """Answers to requests with an Idempotency-Key."""
         self.stopping = asyncio.Event()
         """Set by SIGTERM: readiness is off and followers of job events are sent home."""
         self.background = BackgroundResponses(responses, settings, self.stopping)

@@ -14,7 +14,7 @@ from services.common.manifest import Manifest
 from services.common.names import AdapterVersion, check_adapter_name, parse_adapter_ref
 from services.common.retention import RetentionPolicy, prune
 from services.gateway.api.routing import router
-from services.gateway.api.training import IdempotencyKey
+from services.gateway.idempotency import IdempotencyKey, idempotent
 from services.gateway.schemas.adapter_tools import MergeRequest, PruneRequest, RollbackRequest
 from services.gateway.state import Gateway, GatewayDep
 
@@ -85,6 +85,7 @@ async def _source(gateway: Gateway, ref: str, index: int) -> Manifest:
 
 
 @routes.post("/v1/adapters/{name}/rollback")
+@idempotent
 async def roll_back(name: str, gateway: GatewayDep, body: RollbackRequest | None = None) -> dict[str, Any]:
     """Makes an earlier version current, and attached if a newer one of this adapter is.
 
@@ -105,6 +106,7 @@ async def roll_back(name: str, gateway: GatewayDep, body: RollbackRequest | None
 
 
 @routes.post("/v1/adapters/{name}/prune")
+@idempotent
 async def prune_adapter(name: str, gateway: GatewayDep, body: PruneRequest) -> dict[str, Any]:
     """Removes old versions: never the current one, one that is attached, or one that an unfinished job needs.
 

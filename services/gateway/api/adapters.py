@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -13,6 +15,7 @@ from services.common.names import AdapterVersion, check_adapter_name
 from services.common.registry import CONFIG, WEIGHTS, Manifest, Pointers
 from services.gateway.api.routing import router
 from services.gateway.archives import tar_gz
+from services.gateway.idempotency import IdempotencyKey, idempotent, json_answer
 from services.gateway.schemas.adapters import VersionRequest
 from services.gateway.state import Gateway, GatewayDep
 from services.gateway.uploads import check_files, read_form
@@ -82,7 +85,7 @@ async def list_adapters(gateway: GatewayDep) -> dict[str, Any]:
 
 
 @routes.post("/v1/adapters", status_code=201, openapi_extra=_UPLOAD_SCHEMA)
-async def upload_adapter(request: Request, gateway: GatewayDep) -> dict[str, Any]:
+async def upload_adapter(request: Request, gateway: GatewayDep, idempotency_key: IdempotencyKey = None) -> Any:
     """Publishes a version from PEFT files, after an engine has bound them strictly to the base model."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest(f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}")
@@ -95,13 +98,31 @@ async def upload_adapter(request: Request, gateway: GatewayDep) -> dict[str, Any
             name, files = await read_form(form)
         finally:
             await form.close()
-        gateway.registry.check_new_name(name)
-        digest = gateway.engines.served.info.digest
-        await gateway.store(check_files, files)
-        await gateway.engines.validate_adapter(files)
-        manifest = await gateway.store(gateway.registry.publish, name, files, base_digest=digest)
+        request.state.audit_targets = [name]
+        if idempotency_key is None:
+            return await _publish(gateway, name, files)
+
+        async def work() -> Response:
+            return json_answer(await _publish(gateway, name, files), 201)
+
+        said = await asyncio.to_thread(_said, name, files)
+        return await gateway.idempotency.answer(request, idempotency_key, said, work)
+
+
+async def _publish(gateway: Gateway, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+    gateway.registry.check_new_name(name)
+    digest = gateway.engines.served.info.digest
+    await gateway.store(check_files, files)
+    await gateway.engines.validate_adapter(files)
+    manifest = await gateway.store(gateway.registry.publish, name, files, base_digest=digest)
     await gateway.engines.sync_adapters()
     return _version(manifest, current=manifest.version, attached=None)
+
+
+def _said(name: str, files: dict[str, bytes]) -> bytes:
+    """What an upload says. Its body says the same in other words each time: the boundary is random."""
+    digests = [hashlib.sha256(files[file]).hexdigest() for file in sorted(files)]
+    return "\0".join([name, *digests]).encode()
 
 
 @routes.get("/v1/adapters/{name}")
@@ -115,6 +136,7 @@ async def get_adapter(name: str, gateway: GatewayDep) -> dict[str, Any]:
 
 
 @routes.delete("/v1/adapters/{name}")
+@idempotent
 async def delete_adapter(name: str, gateway: GatewayDep) -> dict[str, Any]:
     """Removes an adapter with all its versions; 409 while one of them is attached."""
     check_adapter_name(name)
@@ -158,6 +180,7 @@ async def download_adapter(
 
 
 @routes.post("/v1/adapters/{name}/attach")
+@idempotent
 async def attach_adapter(name: str, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
     """Answers requests for the base model's name with this version from now on."""
     picked = await _pick(gateway, name, body.version if body is not None else None)
@@ -166,6 +189,7 @@ async def attach_adapter(name: str, gateway: GatewayDep, body: VersionRequest | 
 
 
 @routes.post("/v1/adapters/{name}/detach")
+@idempotent
 async def detach_adapter(name: str, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
     """Answers requests for the base model's name with the base model again; 409 if something else is attached."""
     check_adapter_name(name)

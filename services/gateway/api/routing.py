@@ -13,6 +13,9 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.common.errors import NotFound
+from services.gateway.access.rules import RULE, is_checked
+
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
@@ -32,6 +35,8 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            if not is_checked(request.scope[RULE], request.method, self.path):
+                raise NotFound(f"no such route: {request.method} {request.url.path}")
             return await handler(_JsonRequest(request.scope, request.receive))
 
         return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from services.common.pb import sessions_pb2 as pb
 from services.common.sessions import (
@@ -21,6 +21,7 @@ from services.common.sessions import (
 )
 from services.gateway.api.routing import router
 from services.gateway.errors import engine_error, payload_of
+from services.gateway.idempotency import idempotent
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("training sessions")
@@ -44,10 +45,12 @@ _USER_CODES = frozenset(
 
 
 @routes.post("/v1/train/sessions", status_code=201, response_class=Response)
+@idempotent
 async def open_session(body: OpenSession, gateway: GatewayDep) -> Response:
     """Opens a session with a new adapter, an adapter version or a checkpoint; answers when it can be called."""
     session = await gateway.sessions.open(body)
-    return Response(session, 201, media_type="application/json")
+    headers = {"location": f"/v1/train/sessions/{from_json(session)['id']}"}
+    return Response(session, 201, headers=headers, media_type="application/json")
 
 
 @routes.get("/v1/train/sessions", response_class=Response)

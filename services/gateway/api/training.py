@@ -15,16 +15,13 @@ from services.common.names import BASE, AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
 from services.gateway.disconnect import cancel
 from services.gateway.errors import payload_of
+from services.gateway.idempotency import IdempotencyKey
 from services.gateway.rollouts import resolve_rollouts
 from services.gateway.sse import EventStream, event
 from services.gateway.state import Gateway, GatewayDep
 from services.gateway.training_limits import check_training_job
 
 routes = router("training")
-
-IdempotencyKey = Annotated[
-    str | None, Header(alias="idempotency-key", min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")
-]
 
 
 def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:

@@ -14,7 +14,9 @@ configure_logging(CommonSettings(log_level="info", log_format="{fmt}"), service=
 log = structlog.get_logger("x")
 log.debug("hidden")
 log.info("store.ready", url="redis://user:hunter2@host:1/0", s3_secret_key="hunter2", size=3)
+log.info("request", path="/v1/x/tp-" + "hunter2" * 6 + "a/y")
 logging.getLogger("lib").warning("plain %s", "text", extra={{"color_message": "coloured"}})
+password = "hunter2"
 try:
     raise ValueError("boom")
 except ValueError:
@@ -31,7 +33,8 @@ def lines(fmt: str) -> list[str]:
 
 
 def test_json_lines() -> None:
-    ready, plain, failed = (json.loads(line) for line in lines("json"))
+    ready, request, plain, failed = (json.loads(line) for line in lines("json"))
+    assert request["path"] == "/v1/x/tp-***/y"
     assert (ready["event"], ready["service"], ready["level"], ready["size"]) == ("store.ready", "engine", "info", 3)
     assert ready["url"] == "redis://user:***@host:1/0"
     assert ready["s3_secret_key"] == "***"

@@ -19,7 +19,7 @@ from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_responses import MemoryResponses
-from tests.unit.gateway.fake_stores import MemoryQueue, MemoryStore
+from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
 MODEL = "tiny"
 
@@ -34,6 +34,7 @@ class Running:
         self.registry = AdapterRegistry(self.store, MODEL)  # type: ignore[arg-type]
         self.queue = MemoryQueue()
         self.responses = MemoryResponses()
+        self.records = MemoryRecords()
         self._settings = settings
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -89,6 +90,7 @@ class Running:
         deadline = time.monotonic() + 50
         while time.monotonic() < deadline and not serving.done():
             if self.server.started and self._enough(c.ready for c in self.app.state.gateway.engines.clients):
+                self.gateway.idempotency.records = self.records
                 self._ready.set()
                 break
             await asyncio.sleep(0.01)
@@ -123,7 +125,8 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.sessions.refuses, engine.sessions.holds = None, False
     _shared.store.objects.clear()
     _shared.registry._pointer_cache = {}
-    _shared.store.down = _shared.queue.down = _shared.responses.down = False
+    _shared.records.kept.clear()
+    _shared.store.down = _shared.queue.down = _shared.responses.down = _shared.records.down = False
     _shared.responses.records.clear()
     _shared.gateway.shelf._away_until = 0.0
     yield _shared

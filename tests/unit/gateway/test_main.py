@@ -51,6 +51,15 @@ def test_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
+    process = spawn(TEMPER_PORT="0", TEMPER_API_KEYS_FILE=str(tmp_path / "keys.json"))
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert errors.strip().splitlines() == [
+        f"temper gateway: TEMPER_API_KEYS_FILE: {tmp_path}/keys.json cannot be read: No such file or directory"
+    ]
+
+
 def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,1 @@
+"""Limits of one caller: requests and tokens a minute, requests at a time."""
