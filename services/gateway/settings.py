@@ -79,6 +79,30 @@ class GatewaySettings(CommonSettings):
     The words are Qwen's: its models have learnt to answer after them. Empty: the tag alone."""
     shutdown_grace_seconds: int = Field(30, ge=0)
     """How long running responses may go on after SIGTERM."""
+    api_keys_file: str = ""
+    """File of API keys, as `temper keys` writes it. Empty: no keys, everybody may do everything."""
+    api_keys_poll_seconds: float = Field(2.0, gt=0)
+    """Pause between two looks at the key file."""
+    key_requests_per_minute: int = Field(0, ge=0, le=MAX_PER_MINUTE)
+    """Requests a minute of a key that has no limit of its own; 0: no limit."""
+    key_tokens_per_minute: int = Field(0, ge=0, le=MAX_PER_MINUTE)
+    """Tokens a minute, prompts and completions together, of a key that has no limit of its own; 0: no limit."""
+    key_concurrent_requests: int = Field(0, ge=0)
+    """Requests at a time of a key that has no limit of its own; 0: no limit."""
+    metrics_public: bool = True
+    """/metrics needs no API key."""
+    audit_log_file: str = ""
+    """Appended to, beside the log: a JSON object for every call that trains or administrates. Empty: no such file."""
+    cors_allow_origins: str = ""
+    """Origins whose web pages may call the gateway, separated by commas: "https://chat.example.com". Empty: none."""
+    max_bodies_bytes: int = Field(256 * 2**20, ge=1024)
+    """JSON bodies in memory at a time, together, but at least one of the largest; more are answered with 503."""
+    body_timeout_seconds: float = Field(60.0, gt=0)
+    """How long a JSON body may take to arrive, or an upload to send its next piece."""
+    max_messages: int = Field(4096, ge=1, le=4096)
+    """Most messages of one chat."""
+    max_prompt_tokens: int = Field(0, ge=0)
+    """Longest prompt; 0: what the model's context allows."""
     responses_ttl_seconds: int = Field(7 * 86400, ge=1)
     """How long a response of /v1/responses is kept in Redis for previous_response_id and GET."""
     response_max_bytes: int = Field(4 * 2**20, ge=1024)
