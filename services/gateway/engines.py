@@ -267,9 +267,23 @@ class EnginePool:
         """Counts a request that is sent again: the engine "refused" it or was "lost"."""
         self._metrics.retries.labels(reason).inc()
 
-    def exchange(self, requests: Sequence[engine_pb2.GenerateRequest], affinity: Affinity | None = None) -> Exchange:
-        """All engine requests of one HTTP request."""
-        return Exchange(self, requests, self._settings, affinity or Affinity())
+    def exchange(
+        self,
+        requests: Sequence[engine_pb2.GenerateRequest],
+        affinity: Affinity | None = None,
+        *,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> Exchange:
+        """All engine requests of one HTTP request.
+
+        Args:
+            requests: equally many for each prompt, those of one prompt in a row.
+            affinity: what the client says about its engine.
+            prompts: their token ids, where a caller has them as lists; None: each request has its own.
+        """
+        if prompts is None:
+            prompts = [request.prompt_token_ids for request in requests]
+        return Exchange(self, requests, prompts, self._settings, affinity or Affinity())
 
     # -- other calls
 

@@ -44,21 +44,30 @@ class Exchange:
 
     Use as an async context manager: leaving it aborts what has not finished. A request without any update yet is sent
     again, to another engine or to the same one when it is back; one that has begun fails with its engine.
+
+    Args:
+        engines: who may be asked.
+        requests: equally many for each prompt, those of one prompt in a row.
+        prompts: token ids.
+        settings: how often and for how long.
+        affinity: what the client says about its engine.
     """
 
     def __init__(
         self,
         engines: Engines,
         requests: Sequence[engine_pb2.GenerateRequest],
+        prompts: Sequence[Sequence[int]],
         settings: GatewaySettings,
         affinity: Affinity,
     ) -> None:
         self._engines = engines
         self._requests = requests
+        self._prompts = prompts
         self._settings = settings
         self._affinity = affinity
         self._inbox = Inbox()
-        self._routes: list[Route] = []
+        self._routes: dict[int, Route] = {}
         self._at: dict[int, EngineClient] = {}
         self._attempts = [0] * len(requests)
         self._tried: list[frozenset[EngineClient]] = [frozenset()] * len(requests)
@@ -136,15 +145,11 @@ class Exchange:
         return DeadlineExceeded(f"the request was not finished within {self._settings.request_timeout_seconds:g} s")
 
     def _route(self, index: int) -> Route:
-        """Of each request; the choices of one prompt share it, for the hashes of a long one take a millisecond."""
-        while len(self._routes) <= index:
-            request = self._requests[len(self._routes)]
-            before = self._requests[len(self._routes) - 1] if self._routes else None
-            if before is not None and before.prompt_token_ids == request.prompt_token_ids:
-                self._routes.append(self._routes[-1])
-            else:
-                self._routes.append(route_of(request, self._affinity))
-        return self._routes[index]
+        """Of a request; the choices of one prompt share it, for the hashes of a long one take a millisecond."""
+        number = index * len(self._prompts) // len(self._requests)
+        if number not in self._routes:
+            self._routes[number] = route_of(self._requests[index], self._prompts[number], self._affinity)
+        return self._routes[number]
 
     async def _place(self, index: int, *, until: float) -> None:
         route, tried = self._route(index), self._tried[index]

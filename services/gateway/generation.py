@@ -160,7 +160,8 @@ class Generation:
         """
         metrics = self._gateway.metrics
         try:
-            async with self._gateway.engines.exchange(self._requests, self.affinity) as exchange:
+            prompts = [job.prompt for job in self.jobs]
+            async with self._gateway.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
                 async for index, update in exchange:
                     choice = self.choices[index]
                     if choice.reads(update):

@@ -75,11 +75,14 @@ def named_adapter(request: engine_pb2.GenerateRequest) -> str:
     return f"{named.name}@{named.version or ''}"
 
 
-def route_of(request: engine_pb2.GenerateRequest, affinity: Affinity) -> Route:
-    """What matters of a request."""
+def route_of(request: engine_pb2.GenerateRequest, tokens: Sequence[int], affinity: Affinity) -> Route:
+    """What matters of a request.
+
+    Args:
+        tokens: its prompt; taken from a list rather than from the message, because that takes half as long.
+    """
     adapter = named_adapter(request)
     salt = f"{adapter or ('base' if request.adapter.base else '')}\0{request.cache_salt}".encode()
-    tokens = request.prompt_token_ids
     if adapter:
         key = b"adapter\0" + adapter.encode()
     elif affinity.cache_key is not None:

@@ -26,7 +26,7 @@ Body = TypeVar("Body", bound=SamplingFields)
 log = structlog.get_logger(__name__)
 
 
-def _session_header(
+async def _session_header(
     request: Request,
     x_session_id: Annotated[
         str | None, Header(min_length=1, max_length=256, description="The same as `session_id` in the body.")
@@ -36,7 +36,8 @@ def _session_header(
 
 
 SESSION_HEADER = Depends(_session_header)
-"""A dependency of every route that uses ``answer``: X-Session-Id, for clients that cannot add fields."""
+"""A dependency of every route that uses ``answer``: X-Session-Id, for clients that cannot add fields. A coroutine, which
+FastAPI does not run in a thread."""
 
 
 def adapter_header(adapter: str | None) -> dict[str, str]:
