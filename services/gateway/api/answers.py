@@ -36,8 +36,7 @@ async def _session_header(
 
 
 SESSION_HEADER = Depends(_session_header)
-"""A dependency of every route that uses ``answer``: X-Session-Id, for clients that cannot add fields. A coroutine, which
-FastAPI does not run in a thread."""
+"""A dependency of every route that uses ``answer``: X-Session-Id, for clients that cannot add fields."""
 
 
 def adapter_header(adapter: str | None) -> dict[str, str]:

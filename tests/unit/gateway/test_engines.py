@@ -290,21 +290,15 @@ async def test_attempts_are_bounded(engines: list[FakeEngine], make: Maker) -> N
 
 async def test_a_silent_engine_gets_nothing_new(engines: list[FakeEngine], make: Maker, monkeypatch) -> None:
     silent = engines[0]
-    pool = make(engines[:2], status_timeout_seconds=0.1)
+    pool = make(engines[:2])
     await until(lambda: len(ready(pool)) == 2)
-    answer = silent.GetStatus
     hold = asyncio.Event()
-
-    async def late(*args):
-        await hold.wait()
-        return await answer(*args)
 
     silent.behaviour = says("x" * 60, pause=0.02)
     engines[1].draining = True
     await until(lambda: ready(pool) == {address(silent)})
     running = asyncio.create_task(run(pool, request()))
     await until(lambda: silent.running)
-    # The server looked the method up when it was made: this is what it calls.
     monkeypatch.setattr(pool.clients[0], "_ask_status", _stuck(pool.clients[0], hold))
     engines[1].draining = False
     await until(lambda: ready(pool) == {address(engines[1])})
