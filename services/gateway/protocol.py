@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import cast
 
 import structlog
 from pydantic_core import to_json
@@ -62,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """A connection without a new request is closed; not politely, if its last answer was never read."""
-        transport = cast(asyncio.Transport, self.transport)
+        transport = self.transport
         if not transport.is_closing() and transport.get_write_buffer_size():
             transport.abort()
         else:
@@ -70,11 +69,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _look_again(self) -> None:
         self._stop_watching()
-        self._unsent = cast(asyncio.Transport, self.transport).get_write_buffer_size()
+        self._unsent = self.transport.get_write_buffer_size()
         self._watch = asyncio.get_running_loop().call_later(self.write_timeout, self._check)
 
     def _check(self) -> None:
-        transport = cast(asyncio.Transport, self.transport)
+        transport = self.transport
         if transport.get_write_buffer_size() < self._unsent:
             self._look_again()
         else:
