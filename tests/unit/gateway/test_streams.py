@@ -100,6 +100,18 @@ def test_what_fails_late_is_an_event(start: Starter, wait: float) -> None:
     }
 
 
+def test_a_response_that_fails_late_says_so_in_its_own_events(start: Starter) -> None:
+    failing = fails(engine_pb2.ERROR_CODE_MODEL_NOT_FOUND, "there is no adapter of this name")
+    running = start(FakeEngine(behaviour=after(0.3, failing)), stream_start_seconds=0.1)
+    body = {"model": MODEL, "input": "hi", "stream": True}
+    answer = httpx.post(f"{running.url}/v1/responses", json=body, timeout=10)
+    assert answer.status_code == 200
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2]
+    assert "no adapter of this name" in events[-1]["response"]["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_leave_while_they_wait_for_an_engine(start: Starter, stream: bool) -> None:
     running = start(engine_retry_seconds=30, stream_start_seconds=0.1)
