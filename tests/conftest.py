@@ -72,5 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One running Temper for all tests that leave it as they found it (their own adapters, nothing attached)."""
     # Tests compare numbers with float32 references, also on a GPU, where the default is the checkpoint's dtype.
-    with Stack(tmp_path_factory.mktemp("stack") / "data", env={"TEMPER_DTYPE": "float32"}) as running:
+    # And headers with errors and versions, which a stream has only if it waits for its first token.
+    env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15"}
+    with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
         yield running

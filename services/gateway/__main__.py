@@ -71,8 +71,9 @@ def main() -> None:
         settings = GatewaySettings()
     except ValidationError as error:
         first = error.errors()[0]
-        variable = f"TEMPER_{'_'.join(map(str, first['loc'])).upper()}"
-        raise SystemExit(f"temper gateway: {variable}: {first['msg']}") from error
+        # Without a location it is about several, which the message names.
+        variable = f"TEMPER_{'_'.join(map(str, first['loc'])).upper()}: " if first["loc"] else ""
+        raise SystemExit(f"temper gateway: {variable}{first['msg']}") from error
     configure_logging(settings, service="gateway")
     listener = bind(settings.host, settings.port)
     try:
@@ -83,7 +84,7 @@ def main() -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=HttpProtocol,
+        http=HttpProtocol.with_write_timeout(settings.write_timeout_seconds),
         ws="none",
         access_log=False,
         log_config=None,

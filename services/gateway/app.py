@@ -114,13 +114,13 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, queue = stores(settings)
-        gateway = Gateway(settings, EnginePool(settings), registry, queue, metrics, keep_responses(settings))
+        gateway = Gateway(settings, EnginePool(settings, metrics), registry, queue, metrics, keep_responses(settings))
         app.state.gateway = gateway
         gateway.engines.start()
         gateway.background.start()
         await quotas.start()
         following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
-        log.info("gateway started", engines=settings.engine_addresses, model=settings.served_model_name)
+        log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
         try:
             yield
         finally:

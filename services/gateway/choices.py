@@ -63,6 +63,8 @@ class Choice:
     shows_end: bool = False
     prompt_scores: PromptScores = field(default_factory=PromptScores)
     adapter: str | None = None
+    session: dict[str, str] | None = None
+    """The client's session, and which engine it is at; None without one."""
     cached_tokens: int = 0
     begun: bool = False
     finished: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from hashlib import blake2b
 
 import grpc
 import structlog
@@ -12,8 +13,12 @@ from grpc import aio
 
 from services.common.errors import AdapterRejected, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
+from services.gateway.breaker import BreakerPolicy, CircuitBreaker
 from services.gateway.errors import engine_error
 from services.gateway.inbox import EngineLost, Inbox
+from services.gateway.outstanding import Outstanding, Sent
+from services.gateway.prefixes import BLOCK_TOKENS, PrefixIndex
+from services.gateway.routing import TOKENS_PER_REQUEST, Candidate, Route, named_adapter
 
 log = structlog.get_logger(__name__)
 
@@ -29,12 +34,13 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _CHUNK = 2**20
-_STALE_POLLS = 3
 _ROLLOUTS = 64
 """Asked for at once: a rollout may have a whole context of tokens."""
 
 
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
+_FAULTS = (engine_pb2.ERROR_CODE_INTERNAL, engine_pb2.ERROR_CODE_UNSPECIFIED)
+"""Errors that are the engine's own."""
 
 
 class EngineClient:
@@ -43,15 +49,28 @@ class EngineClient:
     Args:
         address: host:port.
         status_interval: seconds between two GetStatus calls.
+        stale_after: seconds that a GetStatus call may take; then the engine gets nothing new until it answers one.
+        prefix_blocks: how much is remembered of what it was given.
+        breaker: when it is given nothing because it fails.
         on_model: awaited with the model's facts before the engine gets requests. It sets ``model``; an exception keeps
             the engine out.
         on_change: called when readiness or load may have changed.
     """
 
     def __init__(
-        self, address: str, *, status_interval: float, on_model: ModelHandler, on_change: Callable[[], None]
+        self,
+        address: str,
+        *,
+        status_interval: float,
+        stale_after: float,
+        prefix_blocks: int,
+        breaker: BreakerPolicy,
+        on_model: ModelHandler,
+        on_change: Callable[[], None],
     ) -> None:
         self.address = address
+        self.id = "engine-" + blake2b(address.encode(), digest_size=4).hexdigest()
+        """What clients may know of it: their answers do not show addresses of a cluster."""
         self.model: engine_pb2.Model | None = None
         self.status: engine_pb2.EngineStatus | None = None
         self.last_error = "not connected yet"
@@ -59,10 +78,17 @@ class EngineClient:
         """Of the engine's process, as last heard: training sessions are named after it."""
         self.away_since: float | None = None
         """Loop time at which the connection was lost; None: it never was there, or it is."""
+        self.leaving_since: float | None = None
+        """Loop time since which discovery does not name it any more; None: it does."""
+        self.breaker = CircuitBreaker(breaker, asyncio.get_running_loop().time)
+        self.prefixes = PrefixIndex(prefix_blocks)
         self._interval = status_interval
+        self._stale_after = stale_after
         self._on_model = on_model
         self._on_change = on_change
-        self._requests: dict[str, tuple[int, Inbox]] = {}
+        self._requests = Outstanding()
+        self._others = 0
+        """Requests of other gateways there, when its status was read."""
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
         self._channel: aio.Channel | None = None
 
@@ -76,22 +102,47 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """New requests may be sent."""
-        return self.connected and self.status is not None and not self.status.draining
+        known = self.connected and self.status is not None and not self.status.draining
+        return known and self.leaving_since is None
 
     @property
-    def load(self) -> int:
-        """Requests there, of this gateway and of others."""
-        reported = 0 if self.status is None else self.status.running + self.status.waiting
-        return max(reported, len(self._requests))
+    def idle(self) -> bool:
+        """Nothing that was begun there would be lost with the connection."""
+        return not len(self._requests) and (self.status is None or not self.status.sessions_open)
+
+    @property
+    def load(self) -> float:
+        """Requests there, of this gateway and of others, and prompt tokens that wait, in requests."""
+        return len(self._requests) + self._others + self._requests.prefill / TOKENS_PER_REQUEST
+
+    def candidate(self, route: Route) -> Candidate:
+        """What routing has to know."""
+        return Candidate(
+            self.address,
+            self.load,
+            holds=bool(route.adapter) and self._holds(route.adapter),
+            matched=self.prefixes.matched(route.chain),
+        )
+
+    def _holds(self, adapter: str) -> bool:
+        # Named by a request there: then it is in a slot, or on its way.
+        if self._requests.names(adapter):
+            return True
+        loaded = () if self.status is None else self.status.loaded_adapters
+        return any(version == adapter or (adapter.endswith("@") and version.startswith(adapter)) for version in loaded)
 
     # -- requests
 
-    def submit(self, request: engine_pb2.GenerateRequest, index: int, inbox: Inbox) -> None:
+    def submit(self, request: engine_pb2.GenerateRequest, index: int, inbox: Inbox, route: Route) -> None:
         """Sends a request; its updates, or one EngineLost, arrive in ``inbox`` together with ``index``."""
         if self._outgoing is None:
             inbox.put(index, EngineLost(self.last_error))
             return
-        self._requests[request.request_id] = (index, inbox)
+        cached = self.prefixes.matched(route.chain) * BLOCK_TOKENS
+        self.prefixes.add(route.chain)
+        sent = Sent(index, inbox, named_adapter(request), max(0, route.tokens - cached))
+        self._requests.add(request.request_id, sent)
+        self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
 
     def abort(self, request_id: str, *, keep_tokens: int = 0) -> None:
@@ -99,7 +150,9 @@ class EngineClient:
 
         The latter is told even of a request that the engine has finished, so that its rollout is cut as well.
         """
-        known = self._requests.pop(request_id, None) is not None
+        known = self._requests.remove(request_id)
+        if known:
+            self.breaker.dropped(request_id)
         if (known or keep_tokens) and self._outgoing is not None:
             abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=keep_tokens)
             self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
@@ -215,8 +268,7 @@ class EngineClient:
         stub = engine_pb2_grpc.EngineStub(self._open_channel())
         model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
         await self._on_model(self, model)
-        self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=5)
-        self.instance = self.status.instance
+        await self._ask_status(stub)
         call = stub.Stream()
         await call.wait_for_connection()
         outgoing: asyncio.Queue[engine_pb2.ClientFrame] = asyncio.Queue()
@@ -246,26 +298,49 @@ class EngineClient:
 
     async def _read(self, call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame]) -> None:
         async for frame in call:
+            failed = False
             for update in frame.updates:
-                target = self._requests.get(update.request_id)
-                if target is None:
+                sent = self._requests.get(update.request_id)
+                if sent is None:
                     continue
-                index, inbox = target
                 if update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED or update.HasField("error"):
-                    del self._requests[update.request_id]
-                inbox.put(index, update)
+                    self._requests.remove(update.request_id)
+                    failed = self._judge(update) or failed
+                elif not sent.begun:
+                    self._requests.begin(sent)
+                    self.breaker.answered(update.request_id)
+                sent.inbox.put(sent.index, update)
+            if failed:
+                # One step that fails ends all its requests: it is one failure.
+                self.breaker.failed()
         raise Unavailable(f"engine {self.address} closed the stream")
 
+    def _judge(self, update: engine_pb2.Update) -> bool:
+        """What the last update of a request says about the engine; True: that it has failed."""
+        if update.HasField("error"):
+            if update.error.code in _FAULTS:
+                return True
+            self.breaker.dropped(update.request_id)
+        elif update.finish_reason == engine_pb2.FINISH_REASON_ERROR:
+            return True
+        else:
+            self.breaker.finished(update.request_id)
+        return False
+
+    async def _ask_status(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
+        before = len(self._requests)
+        self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=self._stale_after)
+        self.instance = self.status.instance
+        # Of its requests those are somebody else's that are more than this gateway had at any of the two moments.
+        self._others = max(0, self.status.running + self.status.waiting - max(before, len(self._requests)))
+
     async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
-        failures = 0
         while True:
             await asyncio.sleep(self._interval)
             try:
-                self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=2.0)
-                failures = 0
+                await self._ask_status(stub)
             except aio.AioRpcError as error:
-                failures += 1
-                if failures >= _STALE_POLLS and self.status is not None:
+                if self.status is not None:
                     # It gets no new requests until it answers again; those it has may still be served.
                     log.warning("engine does not report its status", engine=self.address, code=error.code().name)
                     self.status = None
@@ -274,9 +349,14 @@ class EngineClient:
     def _disconnected(self) -> None:
         was_connected = self.connected
         self._outgoing = self.status = self.model = None
-        orphans, self._requests = self._requests, {}
-        for index, inbox in orphans.values():
-            inbox.put(index, EngineLost(self.last_error))
+        orphans = self._requests.take_all()
+        self._others = 0
+        # Whoever comes back may be another process.
+        self.prefixes.clear()
+        if orphans:
+            self.breaker.failed()
+        for sent in orphans:
+            sent.inbox.put(sent.index, EngineLost(self.last_error))
         if was_connected:
             self.away_since = asyncio.get_running_loop().time()
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))

@@ -1,33 +1,30 @@
-"""All engines: which are ready, which one gets a request, and what happens to requests when one dies."""
+"""All engines: which there are, which are ready, and which one gets a request."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 import structlog
 
-from services.common.errors import (
-    CheckpointRejected,
-    DeadlineExceeded,
-    Unavailable,
-)
+from services.common.errors import CheckpointRejected, Unavailable
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.text.tokenizer import TextCodec
-from services.gateway.access.caller import TokenAccount, seconds_left
+from services.gateway.breaker import BreakerPolicy
+from services.gateway.discovery import Discovery, Resolve, resolve
 from services.gateway.engine_client import EngineClient
-from services.gateway.errors import engine_error
-from services.gateway.inbox import EngineLost, Inbox
-from services.gateway.routing import affinity_key, choose
+from services.gateway.exchange import Exchange
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.routing import Affinity, Route, choose
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.vocabulary import Vocabulary
 
 log = structlog.get_logger(__name__)
 
-_RETRYABLE = (engine_pb2.ERROR_CODE_UNAVAILABLE, engine_pb2.ERROR_CODE_OVERLOADED)
+_REAP_SECONDS = 1.0
+"""Between two looks at engines that discovery does not name any more."""
 
 
 class ServedModel:
@@ -45,42 +42,101 @@ class ServedModel:
 
 
 class EnginePool:
-    """The engines named in the settings.
+    """The engines that the settings name, and those that a name in them stands for now.
 
     Args:
         settings: addresses, intervals and limits.
+        metrics: where routing is counted.
+        ask: the resolver.
     """
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics, ask: Resolve = resolve) -> None:
         self._settings = settings
+        self._metrics = metrics
         self.created = int(time.time())
         self._model: ServedModel | None = None
         self._model_lock = asyncio.Lock()
+        self._breaker = BreakerPolicy(
+            settings.breaker_failures,
+            settings.breaker_window_seconds,
+            settings.breaker_open_seconds,
+            settings.breaker_open_max_seconds,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[str, asyncio.Task[None]] = {}
         self._last_ready = float("-inf")
         self._waiters: set[asyncio.Future[None]] = set()
-        self.clients = tuple(
-            EngineClient(
-                address,
-                status_interval=settings.status_interval_seconds,
-                on_model=self._accept_model,
-                on_change=self._wake,
-            )
-            for address in settings.engine_addresses
-        )
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        """The address that each client's session is at, least recently used first."""
+        self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
+        # In the order given: the dictionary keeps it.
+        self._clients = {
+            target.address: self._new_client(target.address) for target in settings.engine_targets if not target.dns
+        }
+
+    @property
+    def clients(self) -> tuple[EngineClient, ...]:
+        """All engines as of now, those that are leaving included."""
+        return tuple(self._clients.values())
 
     # -- life
 
     def start(self) -> None:
-        """Begins to connect; returns at once."""
+        """Begins to look for engines and to connect; returns at once."""
         for client in self.clients:
-            self._tasks.add(asyncio.create_task(client.run(), name=f"engine {client.address}"))
+            self._connect(client)
+        for work, name in ((self._discovery.run(), "discovery"), (self._reap(), "reaper")):
+            self._tasks.add(asyncio.create_task(work, name=name))
 
     async def stop(self) -> None:
         """Closes all connections; requests that still run are aborted by their engines."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._connections.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _new_client(self, address: str) -> EngineClient:
+        return EngineClient(
+            address,
+            status_interval=self._settings.status_interval_seconds,
+            stale_after=self._settings.status_timeout_seconds,
+            prefix_blocks=self._settings.prefix_index_blocks,
+            breaker=self._breaker,
+            on_model=self._accept_model,
+            on_change=self._wake,
+        )
+
+    def _connect(self, client: EngineClient) -> None:
+        self._connections[client.address] = asyncio.create_task(client.run(), name=f"engine {client.address}")
+
+    def _members(self, addresses: frozenset[str]) -> None:
+        """Discovery has found others than before: new ones are connected, missing ones get nothing new."""
+        now = asyncio.get_running_loop().time()
+        for address in sorted(addresses - self._clients.keys()):
+            log.info("engine found", engine=address)
+            self._clients[address] = client = self._new_client(address)
+            self._connect(client)
+        for client in self.clients:
+            if client.address in addresses:
+                client.leaving_since = None
+            elif client.leaving_since is None:
+                log.info("engine is not named any more, it gets nothing new", engine=client.address)
+                client.leaving_since = now
+        self._wake()
+
+    async def _reap(self) -> None:
+        """Lets engines go that discovery does not name any more, once nothing of theirs is left to finish."""
+        while True:
+            await asyncio.sleep(_REAP_SECONDS)
+            # One that is back soon keeps its connection, and a training session in it its name.
+            before = asyncio.get_running_loop().time() - self._settings.engine_retry_seconds
+            for client in self.clients:
+                if client.leaving_since is not None and client.leaving_since < before and client.idle:
+                    log.info("engine left", engine=client.address)
+                    del self._clients[client.address]
+                    connection = self._connections.pop(client.address)
+                    connection.cancel()
+                    await asyncio.wait([connection])
 
     # -- facts
 
@@ -98,7 +154,9 @@ class EnginePool:
         """
         if self._model is None:
             reasons = "; ".join(f"{client.address}: {client.last_error}" for client in self.clients)
-            raise Unavailable(f"no engine has been reached yet ({reasons or 'TEMPER_ENGINES is empty'})", retry_after=2)
+            raise Unavailable(
+                f"no engine has been reached yet ({reasons or 'TEMPER_ENGINES names none'})", retry_after=2
+            )
         return self._model
 
     @property
@@ -147,22 +205,23 @@ class EnginePool:
     # -- requests
 
     async def pick(
-        self, request: engine_pb2.GenerateRequest, *, avoid: EngineClient | None, deadline: float
+        self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
     ) -> EngineClient:
         """An engine for a request. Waits for one until ``deadline`` (loop time) if one was ready a short while ago.
+
+        Args:
+            route: what matters of the request.
+            affinity: what its client says.
+            avoid: engines that are asked only if there is no other.
 
         Raises:
             Unavailable: there is none.
         """
         loop = asyncio.get_running_loop()
         while True:
-            usable = {client.address: client for client in self.clients if client.ready}
-            others = {address: client for address, client in usable.items() if client is not avoid}
+            usable = self._usable()
             if usable:
-                candidates = others or usable
-                holding = [a for a, c in candidates.items() if _holds(c, request.adapter)]
-                loads = {address: client.load for address, client in candidates.items()}
-                return candidates[choose(affinity_key(request), loads, holding=holding)]
+                return self._choose([c for c in usable if c not in avoid] or usable, route, affinity)
             now = loop.time()
             if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
                 raise Unavailable("no engine is ready to take requests", retry_after=2.0)
@@ -173,9 +232,58 @@ class EnginePool:
             finally:
                 self._waiters.discard(waiter)
 
-    def exchange(self, requests: Sequence[engine_pb2.GenerateRequest]) -> Exchange:
-        """All engine requests of one HTTP request."""
-        return Exchange(self, requests, self._settings)
+    def _usable(self) -> list[EngineClient]:
+        """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first."""
+        ready = [client for client in self._clients.values() if client.ready]
+        admitted = [client for client in ready if client.breaker.admits]
+        return admitted or sorted(ready, key=lambda client: client.breaker.badness)[:1]
+
+    def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
+        session = affinity.session
+        home = None if session is None else self._sessions.get(session)
+        # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
+        client = next((client for client in usable if client.address == home), None)
+        if client is not None:
+            self._metrics.routed.labels("session").inc()
+        elif len(usable) == 1:
+            client = usable[0]
+            self._metrics.routed.labels("only").inc()
+        else:
+            address, reason = choose([c.candidate(route) for c in usable], route, new_session=session)
+            client = self._clients[address]
+            self._metrics.routed.labels(reason).inc()
+        if session is not None:
+            self._sessions[session] = client.address
+            self._sessions.move_to_end(session)
+            while len(self._sessions) > self._settings.sticky_sessions:
+                self._sessions.popitem(last=False)
+        return client
+
+    def untried(self, tried: frozenset[EngineClient]) -> bool:
+        """Whether an engine that takes requests is not among ``tried``."""
+        return any(client not in tried for client in self._usable())
+
+    def retried(self, reason: str) -> None:
+        """Counts a request that is sent again: the engine "refused" it or was "lost"."""
+        self._metrics.retries.labels(reason).inc()
+
+    def exchange(
+        self,
+        requests: Sequence[engine_pb2.GenerateRequest],
+        affinity: Affinity | None = None,
+        *,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> Exchange:
+        """All engine requests of one HTTP request.
+
+        Args:
+            requests: equally many for each prompt, those of one prompt in a row.
+            affinity: what the client says about its engine.
+            prompts: their token ids, where a caller has them as lists; None: each request has its own.
+        """
+        if prompts is None:
+            prompts = [request.prompt_token_ids for request in requests]
+        return Exchange(self, requests, prompts, self._settings, affinity or Affinity())
 
     # -- other calls
 
@@ -228,131 +336,3 @@ class EnginePool:
         if len(found) < at_least and failed is not None:
             raise failed
         return found
-
-
-def _holds(client: EngineClient, adapter: engine_pb2.AdapterRef) -> bool:
-    if adapter.WhichOneof("ref") != "named" or client.status is None:
-        return False
-    named = adapter.named
-    wanted = f"{named.name}@{named.version}" if named.version else f"{named.name}@"
-    return any(v == wanted or (not named.version and v.startswith(wanted)) for v in client.status.loaded_adapters)
-
-
-class Exchange:
-    """The engine requests of one HTTP request, as one stream of (index, update).
-
-    Use as an async context manager: leaving it aborts what has not finished. A request without any update yet is sent
-    again, to another engine or to the same one when it is back; one that has begun fails with its engine.
-    """
-
-    def __init__(
-        self, pool: EnginePool, requests: Sequence[engine_pb2.GenerateRequest], settings: GatewaySettings
-    ) -> None:
-        self._pool = pool
-        self._requests = requests
-        self._settings = settings
-        self._inbox = Inbox()
-        self._at: dict[int, EngineClient] = {}
-        self._begun: set[int] = set()
-        self._open = set(range(len(requests)))
-        self._retry_until = 0.0
-        self._first_refusal: float | None = None
-        self._account = TokenAccount(requests)
-
-    async def __aenter__(self) -> Self:
-        await self._account.reserve()
-        now = asyncio.get_running_loop().time()
-        self._retry_until = now + self._settings.engine_retry_seconds
-        # The engine's own deadline comes first.
-        self._inbox.expire_at(now + seconds_left(self._settings.request_timeout_seconds) + 2.0)
-        try:
-            for index in range(len(self._requests)):
-                await self._place(index)
-        except BaseException:
-            self._abort_all()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abort_all()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> tuple[int, engine_pb2.Update]:
-        """The next update.
-
-        Raises:
-            Unavailable: an engine died after it had begun to answer, or none is left.
-            TemperError: what an engine answered instead of tokens.
-            DeadlineExceeded: the request's time is up.
-        """
-        while self._open:
-            index, item = await self._receive()
-            if index not in self._open:
-                continue
-            if isinstance(item, EngineLost):
-                await self._lost(index, item.reason)
-                continue
-            if item.HasField("error"):
-                await self._failed(index, item.error)
-                continue
-            self._account.update(index, len(item.token_ids), first=index not in self._begun)
-            self._begun.add(index)
-            if item.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED:
-                self._open.discard(index)
-            if item.finish_reason in (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR):
-                raise Unavailable("the engine ended the request before it was finished", retry_after=1.0)
-            return index, item
-        raise StopAsyncIteration
-
-    def finish(self, index: int, *, keep_tokens: int) -> None:
-        """The text of a request is complete after its first ``keep_tokens`` tokens: the engine may stop."""
-        self._open.discard(index)
-        self._at[index].abort(self._requests[index].request_id, keep_tokens=keep_tokens)
-
-    async def _receive(self) -> tuple[int, engine_pb2.Update | EngineLost]:
-        try:
-            return await self._inbox.get()
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                "the request was not finished in time: within x-request-timeout-seconds, or the "
-                f"{self._settings.request_timeout_seconds:g} s that this gateway allows"
-            ) from error
-
-    async def _place(self, index: int, *, avoid: EngineClient | None = None) -> None:
-        request = self._requests[index]
-        client = await self._pool.pick(request, avoid=avoid, deadline=self._retry_until)
-        self._at[index] = client
-        client.submit(request, index, self._inbox)
-
-    async def _lost(self, index: int, reason: str) -> None:
-        if index in self._begun:
-            raise Unavailable(f"the engine was lost while it answered ({reason})", retry_after=1.0)
-        self._retry_until = asyncio.get_running_loop().time() + self._settings.engine_retry_seconds
-        await self._place(index)
-
-    async def _failed(self, index: int, error: engine_pb2.Error) -> None:
-        retryable = error.code in _RETRYABLE and index not in self._begun
-        elsewhere = any(client.ready and client is not self._at[index] for client in self._pool.clients)
-        now = asyncio.get_running_loop().time()
-        if self._first_refusal is None:
-            self._first_refusal = now
-            self._retry_until = now + self._settings.engine_retry_seconds
-        in_time = now < self._first_refusal + self._settings.engine_retry_seconds
-        if retryable and in_time and (elsewhere or error.code == engine_pb2.ERROR_CODE_UNAVAILABLE):
-            if not elsewhere:
-                await asyncio.sleep(0.2)
-            await self._place(index, avoid=self._at[index])
-            return
-        raise engine_error(error)
-
-    def _abort_all(self) -> None:
-        self._inbox.close()
-        self._account.settle()
-        for index in self._open:
-            if index in self._at:
-                self._at[index].abort(self._requests[index].request_id)
-        self._open.clear()

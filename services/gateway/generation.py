@@ -19,6 +19,7 @@ from services.gateway.limits import Reservation
 from services.gateway.policies import adapter_ref
 from services.gateway.prompt_scores import PromptScores, check_complete
 from services.gateway.request_limits import check_messages, check_prompts
+from services.gateway.routing import Affinity
 from services.gateway.schemas.sampling import SamplingFields
 from services.gateway.state import Gateway
 from services.gateway.text.assembler import TextAssembler
@@ -87,6 +88,8 @@ class Generation:
         self.model = body.model
         self.served = served
         self.jobs = jobs
+        self.affinity = Affinity(body.session_id, body.prompt_cache_key)
+        """Set before ``steps`` is called, where a header says more than the body."""
         self._gateway = gateway
         self._started = time.monotonic()
         self._choices_per_prompt = body.choices
@@ -160,14 +163,17 @@ class Generation:
         """
         metrics = self._gateway.metrics
         try:
-            async with self._gateway.engines.exchange(self._requests) as exchange:
+            prompts = [job.prompt for job in self.jobs]
+            async with self._gateway.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
                 async for index, update in exchange:
                     choice = self.choices[index]
                     if choice.reads(update):
                         continue
                     step = choice.take(update, metrics)
-                    if step.first and self._requests[index].HasField("prompt_logprobs"):
-                        check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
+                    if step.first:
+                        choice.session = exchange.session(index)
+                        if self._requests[index].HasField("prompt_logprobs"):
+                            check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
                     if step.finish_reason is not None:
                         if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.assembler.stopped:
                             exchange.finish(index, keep_tokens=choice.tokens)

@@ -87,3 +87,27 @@ class GatewayMetrics:
         self.audit_failures = Counter(
             "temper_gateway_audit_failures", "Lines that could not be written to the audit log.", registry=self.registry
         )
+        self.breaker = Gauge(
+            "temper_gateway_engine_breaker",
+            "Circuit breaker of an engine: 0 closed, 1 half open, 2 open.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.load = Gauge(
+            "temper_gateway_engine_load",
+            "Requests at an engine, and prompt tokens that wait there, in requests.",
+            ("engine",),
+            registry=self.registry,
+        )
+        self.routed = Counter(
+            "temper_gateway_routed",
+            "Requests sent to engines by what decided: session, adapter, prefix, hash, or only one engine.",
+            ("by",),
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "temper_gateway_retries",
+            "Requests sent again before their first token: the engine refused or was lost.",
+            ("reason",),
+            registry=self.registry,
+        )

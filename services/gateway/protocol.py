@@ -6,12 +6,16 @@ memory before any of our code has seen it.
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 
+import structlog
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.errors import error_payload
+
+log = structlog.get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of request line and headers together; also of the trailers behind a chunked body."""
@@ -19,12 +23,67 @@ _PIECE_BYTES = MAX_HEAD_BYTES // 4
 """Fed to the parser at once: within a piece nobody knows where what it finished ended."""
 
 
+WRITE_TIMEOUT_SECONDS = 30.0
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One connection."""
+
+    write_timeout = WRITE_TIMEOUT_SECONDS
+    """Seconds for which a client may take nothing of what is to be sent."""
 
     _pending = 0
     """Bytes that came since the parser last finished something."""
     _finished = False
+    _unsent = 0
+    """Bytes that were to be sent when the client was last looked at."""
+    _watch: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def with_write_timeout(cls, seconds: float) -> type[HttpProtocol]:
+        """The protocol with another limit: uvicorn makes its instances itself."""
+        return type(cls.__name__, (cls,), {"write_timeout": seconds})
+
+    # While more is to be sent than the transport takes, uvicorn's senders wait, so the rest can only become less. A
+    # client that reads nothing is noticed by that it does not; one timer, and none for clients that keep up.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_again()
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """A connection without a new request is closed; not politely, if its last answer was never read."""
+        transport = self.transport
+        if not transport.is_closing() and transport.get_write_buffer_size():
+            transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _look_again(self) -> None:
+        self._stop_watching()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._watch = asyncio.get_running_loop().call_later(self.write_timeout, self._check)
+
+    def _check(self) -> None:
+        transport = self.transport
+        if transport.get_write_buffer_size() < self._unsent:
+            self._look_again()
+        else:
+            log.info("client reads nothing, it is cut off", client=self.client, seconds=self.write_timeout)
+            transport.abort()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
     def data_received(self, data: bytes) -> None:
         for begin in range(0, len(data), _PIECE_BYTES):

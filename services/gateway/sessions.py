@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -31,11 +31,11 @@ class SessionRouter:
     """Calls the engine that a session's id names.
 
     Args:
-        clients: all engines.
+        clients: all engines as of now.
         patience: seconds for which an engine that does not answer may come back before its sessions count as gone.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], patience: float) -> None:
+    def __init__(self, clients: Callable[[], Sequence[EngineClient]], patience: float) -> None:
         self._clients = clients
         self._patience = patience
         self._started = asyncio.get_running_loop().time()
@@ -49,7 +49,7 @@ class SessionRouter:
             TemperError: what the engine found wrong.
         """
         message = pb.OpenSessionRequest(request_json=to_json(request))
-        candidates = [client for client in self._clients if client.ready and client.instance]
+        candidates = [client for client in self._clients() if client.ready and client.instance]
         refusal: TemperError = Unavailable("no engine that trains is ready (TEMPER_TRAINER)", retry_after=2.0)
         for client in sorted(candidates, key=_sessions_there):
             try:
@@ -68,7 +68,7 @@ class SessionRouter:
 
     async def open_sessions(self) -> list[bytes]:
         """The sessions of all engines that can be asked."""
-        clients = [client for client in self._clients if client.connected and client.instance]
+        clients = [client for client in self._clients() if client.connected and client.instance]
         answers = await asyncio.gather(
             *(client.sessions().List(pb.ListSessionsRequest(), timeout=_CALL_SECONDS) for client in clients),
             return_exceptions=True,
@@ -142,10 +142,10 @@ class SessionRouter:
         if instance is None:
             raise NotFound(f"no such training session: {session[:80]!r}", param="id")
         now = asyncio.get_running_loop().time()
-        named = [client for client in self._clients if client.instance == instance]
+        named = [client for client in self._clients() if client.instance == instance]
         if connected := [client for client in named if client.connected]:
             return connected[0]
-        for client in named or self._clients:
+        for client in named or self._clients():
             since = self._started if client.away_since is None else client.away_since
             if not client.connected and now - since < self._patience:
                 raise Unavailable(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from services.common.api_keys import MAX_PER_MINUTE
 from services.common.settings import CommonSettings
+from services.gateway.discovery import EngineTarget
 from services.gateway.quotas.decision import Limits
 
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
@@ -21,7 +22,10 @@ class GatewaySettings(CommonSettings):
     port: int = Field(8420, ge=0, le=65535)
     """On Kubernetes a service called "temper" sets TEMPER_PORT to a URL, so the pod needs enableServiceLinks: false."""
     engines: str = "127.0.0.1:50051"
-    """host:port of every engine, separated by commas."""
+    """The engines, separated by commas: host:port is one, dns:///name:port stands for all addresses of a name (a
+    headless service), which is looked up again and again."""
+    engines_dns_seconds: float = Field(5.0, gt=0)
+    """Pause between two look-ups of a name in `engines`. While it has no answer, the engines known stay."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Largest JSON body; more is answered with 413."""
     max_upload_bytes: int = Field(2 * 2**30, ge=1024)
@@ -40,14 +44,35 @@ class GatewaySettings(CommonSettings):
     """Longest life of a completion, queueing included."""
     engine_retry_seconds: float = Field(20.0, ge=0)
     """How long a request that has no token yet waits for another engine, or for this one to come back."""
+    engine_attempts: int = Field(8, ge=1)
+    """Most engines that a request without a token yet is sent to, one after the other; the same one counts again."""
     status_interval_seconds: float = Field(1.0, gt=0)
     """Pause between two GetStatus calls to an engine."""
+    status_timeout_seconds: float = Field(5.0, gt=0)
+    """An engine that takes longer to say its status gets nothing new until it says it."""
+    prefix_index_blocks: int = Field(65536, ge=1)
+    """Blocks of 64 prompt tokens that are remembered for each engine, to send equal beginnings there again."""
+    sticky_sessions: int = Field(65536, ge=1)
+    """Most `session_id`s whose engine is remembered; the one longest unused is forgotten first."""
+    breaker_failures: int = Field(5, ge=1)
+    """Failures in a row (steps, or connections lost with requests) after which an engine gets nothing for a while."""
+    breaker_window_seconds: float = Field(30.0, gt=0)
+    """Failures further apart than this are not in a row."""
+    breaker_open_seconds: float = Field(2.0, gt=0)
+    """How long it gets nothing the first time; then one request, and twice as long if that fails."""
+    breaker_open_max_seconds: float = Field(60.0, gt=0)
+    """How long at most."""
     sync_timeout_seconds: float = Field(10.0, gt=0)
     """How long an attach, detach or upload waits for the engines to serve it."""
     validate_timeout_seconds: float = Field(120.0, gt=0)
     """How long an engine may take to check an uploaded adapter."""
     keep_alive_seconds: float = Field(15.0, gt=0)
     """Pause after which a silent event stream gets a comment line, so that proxies keep it open."""
+    stream_start_seconds: float = Field(2.0, ge=0)
+    """How long a stream waits for its first token before its headers are sent (at most keep_alive_seconds). What fails
+    until then has its own HTTP status; after that it is an event of a 200."""
+    write_timeout_seconds: float = Field(30.0, gt=0)
+    """A client that takes nothing of its answer for so long is cut off, and its request ended."""
     offload_chars: int = Field(16384, ge=0)
     """Longer prompts are rendered and tokenized in a thread, not on the event loop."""
     max_schema_bytes: int = Field(65536, ge=64)
@@ -127,31 +152,6 @@ class GatewaySettings(CommonSettings):
             )
         return lease
 
-    api_keys_file: str = ""
-    """File of API keys, as `temper keys` writes it. Empty: no keys, everybody may do everything."""
-    api_keys_poll_seconds: float = Field(2.0, gt=0)
-    """Pause between two looks at the key file."""
-    key_requests_per_minute: int = Field(0, ge=0, le=MAX_PER_MINUTE)
-    """Requests a minute of a key that has no limit of its own; 0: no limit."""
-    key_tokens_per_minute: int = Field(0, ge=0, le=MAX_PER_MINUTE)
-    """Tokens a minute, prompts and completions together, of a key that has no limit of its own; 0: no limit."""
-    key_concurrent_requests: int = Field(0, ge=0)
-    """Requests at a time of a key that has no limit of its own; 0: no limit."""
-    metrics_public: bool = True
-    """/metrics needs no API key."""
-    audit_log_file: str = ""
-    """Appended to, beside the log: a JSON object for every call that trains or administrates. Empty: no such file."""
-    cors_allow_origins: str = ""
-    """Origins whose web pages may call the gateway, separated by commas: "https://chat.example.com". Empty: none."""
-    max_bodies_bytes: int = Field(256 * 2**20, ge=1024)
-    """JSON bodies in memory at a time, together, but at least one of the largest; more are answered with 503."""
-    body_timeout_seconds: float = Field(60.0, gt=0)
-    """How long a JSON body may take to arrive, or an upload to send its next piece."""
-    max_messages: int = Field(4096, ge=1, le=4096)
-    """Most messages of one chat."""
-    max_prompt_tokens: int = Field(0, ge=0)
-    """Longest prompt; 0: what the model's context allows."""
-
     def reasoning_budget(self, effort: Literal["minimal", "low", "medium", "high", "xhigh"]) -> int:
         """Tokens of thinking under a reasoning_effort."""
         return {
@@ -162,15 +162,31 @@ class GatewaySettings(CommonSettings):
             "xhigh": self.reasoning_budget_xhigh,
         }[effort]
 
+    @field_validator("engines")
+    @classmethod
+    def _readable(cls, engines: str) -> str:
+        for entry in _entries(engines):
+            EngineTarget.parse(entry)
+        return engines
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GatewaySettings:
+        if self.breaker_open_seconds > self.breaker_open_max_seconds:
+            raise ValueError(
+                f"breaker_open_seconds ({self.breaker_open_seconds:g}) must be at most breaker_open_max_seconds "
+                f"({self.breaker_open_max_seconds:g})"
+            )
+        return self
+
     @property
-    def engine_addresses(self) -> tuple[str, ...]:
-        """The engines, each once, in the order given."""
-        return tuple(dict.fromkeys(part.strip() for part in self.engines.split(",") if part.strip()))
+    def engine_targets(self) -> tuple[EngineTarget, ...]:
+        """The entries of `engines`, each once, in the order given."""
+        return tuple(dict.fromkeys(EngineTarget.parse(entry) for entry in _entries(self.engines)))
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
         """The origins, each once."""
-        return tuple(dict.fromkeys(part.strip() for part in self.cors_allow_origins.split(",") if part.strip()))
+        return tuple(dict.fromkeys(_entries(self.cors_allow_origins)))
 
     @property
     def bodies_limit(self) -> int:
@@ -185,10 +201,14 @@ class GatewaySettings(CommonSettings):
     @field_validator("cors_allow_origins")
     @classmethod
     def _exact_origins(cls, value: str) -> str:
-        for origin in filter(None, (part.strip() for part in value.split(","))):
+        for origin in _entries(value):
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
                     f"{origin[:80]!r} is no origin: give scheme, host and port as a browser sends them, like "
                     "https://chat.example.com (no path, no capitals; '*' is not possible)"
                 )
         return value
+
+
+def _entries(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

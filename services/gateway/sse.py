@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -50,12 +50,26 @@ class EventTemplate:
         return b"".join(parts)
 
 
+class Events(Protocol):
+    """Encoded events, as an async generator yields them."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """The events."""
+        ...
+
+    async def aclose(self) -> None:
+        """Nobody reads on."""
+        ...
+
+
 class EventStream(Response):
     """Sends what a generator yields, closes the generator when the client goes, and keeps a silent stream open.
 
     Args:
         events: encoded events. It is always closed, also when the response is never sent to the end.
         keep_alive: seconds of silence after which a comment is sent.
+        longest: seconds after which the stream is broken off; None: never.
+        begun: False: the first event may be a while, so a comment goes ahead of it, for whoever waits for a body.
         on_close: called once when the stream is over, however it ended.
     """
 
@@ -63,10 +77,12 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        events: Events,
         *,
         keep_alive: float,
+        longest: float | None = None,
         headers: Mapping[str, str] | None = None,
+        begun: bool = True,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(status_code=200, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -75,6 +91,8 @@ class EventStream(Response):
             self.headers[name] = value
         self._events = events
         self._keep_alive = keep_alive
+        self._longest = longest
+        self._begun = begun
         self._on_close = on_close
         self._last_sent = 0.0
 
@@ -82,7 +100,7 @@ class EventStream(Response):
         listener = asyncio.ensure_future(client_gone(receive))
         sender = asyncio.ensure_future(self._send_all(send))
         try:
-            await asyncio.wait((listener, sender), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((listener, sender), timeout=self._longest, return_when=asyncio.FIRST_COMPLETED)
             if not sender.done():
                 scope["temper.disconnected"] = True
                 return
@@ -98,6 +116,8 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if not self._begun:
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
         ticker = asyncio.ensure_future(self._keep_open(send))
         try:
             async for body in self._events:

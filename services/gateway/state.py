@@ -59,7 +59,7 @@ class Gateway:
         self.metrics = metrics
         self.responses = responses
         self.shelf = Shelf(responses)
-        self.sessions = SessionRouter(engines.clients, settings.engine_retry_seconds)
+        self.sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         """Training sessions, each in one of the engines."""
         self.admission = Admission(settings.max_in_flight)
         self.idempotency = Idempotency(RedisRecords(settings))

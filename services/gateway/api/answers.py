@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
 
 import structlog
+from fastapi import Depends, Header
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import TemperError
-from services.gateway.disconnect import while_connected
+from services.common.errors import InvalidRequest, TemperError
+from services.gateway.disconnect import cancel, while_connected
 from services.gateway.errors import payload_of
 from services.gateway.generation import Generation
 from services.gateway.limits import Reservation
@@ -22,6 +25,19 @@ from services.gateway.state import Gateway
 Body = TypeVar("Body", bound=SamplingFields)
 Result = TypeVar("Result")
 log = structlog.get_logger(__name__)
+
+
+async def _session_header(
+    request: Request,
+    x_session_id: Annotated[
+        str | None, Header(min_length=1, max_length=256, description="The same as `session_id` in the body.")
+    ] = None,
+) -> None:
+    request.state.session_id = x_session_id
+
+
+SESSION_HEADER = Depends(_session_header)
+"""A dependency of every route that uses ``answer``: X-Session-Id, for clients that cannot add fields."""
 
 
 def adapter_header(adapter: str | None) -> dict[str, str]:
@@ -60,6 +76,7 @@ async def answer(
     streaming = False
     try:
         generation = await while_connected(request, prepare(request, body, gateway))
+        generation.affinity = replace(generation.affinity, session=_session(request, body))
         if not body.stream:
             return await while_connected(request, complete(generation, body))
         response = await _stream_response(request, gateway, generation, chunks(generation, body), reservation, failed)
@@ -82,55 +99,119 @@ async def within(reservation: Reservation, request: Request, work: Coroutine[Any
         reservation.release()
 
 
+def _session(request: Request, body: SamplingFields) -> str | None:
+    """The session that body or header name.
+
+    Raises:
+        InvalidRequest: they name two.
+    """
+    header: str | None = getattr(request.state, "session_id", None)
+    if header is not None and body.session_id not in (None, header):
+        raise InvalidRequest(
+            "session_id and the header X-Session-Id name different sessions: send one", param="session_id"
+        )
+    return header if body.session_id is None else body.session_id
+
+
 def json_response(body: dict[str, Any], adapter: str | None) -> Response:
     """An answer in one piece."""
     return Response(to_json(body, inf_nan_mode="null"), headers=adapter_header(adapter), media_type="application/json")
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
 
 
 async def _stream_response(
     request: Request,
     gateway: Gateway,
     generation: Generation,
-    events: AsyncGenerator[bytes, None],
+    chunks: AsyncGenerator[bytes, None],
     reservation: Reservation,
     failed: Callable[[Exception], bytes],
 ) -> EventStream:
-    """Waits for the first event, so that errors keep their status and the version is known, then streams.
+    """Waits a while for the first event, so that errors have a status of their own and the version is known; then
+    streams, and errors are events.
 
     Raises:
         TemperError: the engine refused.
         ClientDisconnected: the client left while it waited.
     """
+    settings = gateway.settings
+    events = StartedEvents(chunks, failed)
     try:
-        first = await while_connected(request, _first(events))
+        patience = min(settings.stream_start_seconds, settings.keep_alive_seconds)
+        begun = await while_connected(request, events.started(patience))
     except BaseException:
         await events.aclose()
         raise
     answering = next((choice for choice in generation.choices if choice.begun), generation.choices[0])
     return EventStream(
-        _guarded(first, events, failed),
-        keep_alive=gateway.settings.keep_alive_seconds,
-        headers=adapter_header(answering.adapter),
+        events,
+        keep_alive=settings.keep_alive_seconds,
+        # The engine's work ends by itself then; this is for a client that takes what there is ever so slowly.
+        longest=settings.request_timeout_seconds + settings.write_timeout_seconds,
+        headers=adapter_header(answering.adapter) if begun else {},
+        begun=begun,
         on_close=reservation.release,
     )
 
 
-async def _guarded(
-    first: bytes, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
-) -> AsyncGenerator[bytes, None]:
-    """The events; a failure becomes an error event."""
-    try:
-        yield first
-        async for item in events:
-            yield item
-    except TemperError as error:
-        yield failed(error)
-    except Exception as error:
-        log.exception("stream failed")
-        yield failed(error)
-    finally:
-        await events.aclose()
+class StartedEvents:
+    """The events of a stream, the first of which is under way from the start. A failure behind it becomes an event.
+
+    Args:
+        chunks: the encoded events; closed by ``aclose``, whether or not anything was read.
+        failed: makes the last event of a failure.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]) -> None:
+        self._chunks = chunks
+        self._failed = failed
+        self._first: asyncio.Task[bytes] | None = asyncio.create_task(_first(chunks))
+        self._ended = False
+
+    async def started(self, seconds: float) -> bool:
+        """Whether the first event is there, or has failed, within so many seconds.
+
+        Raises:
+            TemperError: what it failed with.
+        """
+        if self._first is None:
+            return True
+        await asyncio.wait((self._first,), timeout=seconds)
+        if not self._first.done():
+            return False
+        self._first.result()
+        return True
+
+    def __aiter__(self) -> StartedEvents:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            if self._first is None:
+                return await anext(self._chunks)
+            # Shielded: a reader that is cancelled leaves the task to aclose.
+            first = await asyncio.shield(self._first)
+            self._first = None
+            return first
+        except StopAsyncIteration:
+            raise
+        except TemperError as error:
+            self._ended = True
+            return self._failed(error)
+        except Exception as error:
+            self._ended = True
+            log.exception("stream failed")
+            return self._failed(error)
+
+    async def aclose(self) -> None:
+        """Ends the engines' work."""
+        self._ended = True
+        if self._first is not None:
+            await cancel(self._first)
+            self._first = None
+        await self._chunks.aclose()
+
+
+async def _first(chunks: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(chunks)

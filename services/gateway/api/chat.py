@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.gateway.api.answers import answer, json_response
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
 from services.gateway.chats import chat_generation
@@ -28,7 +28,11 @@ from services.gateway.text.chat import Delta, TextDelta
 routes = router("completions")
 
 
-@routes.post("/v1/chat/completions", responses=answers_with(ChatCompletion, stream=ChatCompletionChunk))
+@routes.post(
+    "/v1/chat/completions",
+    responses=answers_with(ChatCompletion, stream=ChatCompletionChunk),
+    dependencies=[SESSION_HEADER],
+)
 async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation."""
     reservation = reserve(gateway, body, prompts=1)

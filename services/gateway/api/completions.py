@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.gateway.api.answers import answer, json_response
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
 from services.gateway.constraints import check_constraint, constraint_of
@@ -37,7 +37,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@routes.post("/v1/completions", responses=_RESPONSES)
+@routes.post("/v1/completions", responses=_RESPONSES, dependencies=[SESSION_HEADER])
 async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
     """Continues text or tokens."""
     reservation = reserve(gateway, body, prompts=len(body.prompts))

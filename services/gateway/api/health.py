@@ -76,7 +76,14 @@ def _engines(gateway: Gateway) -> list[dict[str, Any]]:
     found = []
     for client in gateway.engines.clients:
         status = client.status
-        entry: dict[str, Any] = {"address": client.address, "ready": client.ready}
+        entry: dict[str, Any] = {
+            "id": client.id,
+            "address": client.address,
+            "ready": client.ready,
+            "breaker": client.breaker.state.name.lower(),
+            "leaving": client.leaving_since is not None,
+            "load": round(client.load, 2),
+        }
         if status is None:
             entry["error"] = client.last_error
         else:
@@ -114,6 +121,11 @@ async def metrics(gateway: GatewayDep) -> Response:
     ready = sum(client.ready for client in gateway.engines.clients)
     series.engines.labels("ready").set(ready)
     series.engines.labels("away").set(len(gateway.engines.clients) - ready)
+    series.breaker.clear()
+    series.load.clear()
+    for client in gateway.engines.clients:
+        series.breaker.labels(client.address).set(client.breaker.state)
+        series.load.labels(client.address).set(client.load)
     series.in_flight.set(gateway.admission.taken)
     series.background.set(gateway.background.running)
     return Response(generate_latest(series.registry), media_type=CONTENT_TYPE_LATEST)

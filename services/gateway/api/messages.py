@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.gateway.api.answers import answer, json_response, within
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response, within
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
@@ -34,7 +34,7 @@ _ROUTE = "/v1/messages"
 _PING = event({"type": "ping"}, name="ping")
 
 
-@routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent))
+@routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent), dependencies=[SESSION_HEADER])
 async def create_message(request: Request, body: MessagesRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation in Anthropic's form."""
     chat = as_chat(body)

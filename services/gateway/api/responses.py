@@ -8,7 +8,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
-from services.gateway.api.answers import answer, json_response
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
@@ -32,7 +32,12 @@ from services.gateway.state import Gateway, GatewayDep
 routes = router("responses")
 
 
-@routes.post("/v1/responses", responses=answers_with(ResponseOut, stream=ResponseStreamEvent), response_class=Response)
+@routes.post(
+    "/v1/responses",
+    responses=answers_with(ResponseOut, stream=ResponseStreamEvent),
+    response_class=Response,
+    dependencies=[SESSION_HEADER],
+)
 async def create_response(request: Request, body: ResponseRequest, gateway: GatewayDep) -> Response:
     """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
     store=false. With background=true the answer comes at once, and the model goes on without a connection. With
@@ -55,6 +60,7 @@ async def create_response(request: Request, body: ResponseRequest, gateway: Gate
             prepare=prepare_chat,
             chunks=answering.chunks,
             complete=answering.complete,
+            failed=answering.failed,
         )
     except TemperError as error:
         fields.rename(error)

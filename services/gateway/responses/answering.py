@@ -41,11 +41,12 @@ class Answering:
         self._chat = chat
         self._place = place
         self._record = record
+        self._stream: tuple[ResponseWriter, EventEncoder] | None = None
 
     async def chunks(self, generation: Generation, _: ChatRequest) -> AsyncGenerator[bytes, None]:
         """The encoded events of a stream. What the engine refuses before its first token is raised; a later failure is
         an event, and the response is kept as failed."""
-        writer, encoder = self._writer(generation), EventEncoder()
+        writer, encoder = self._stream = self._writer(generation), EventEncoder()
         begun = False
         try:
             async with aclosing(generation.steps()) as steps:
@@ -70,6 +71,15 @@ class Answering:
             writer.fail(error)
         await self._gateway.shelf.keep(self._place, self._record)
         yield encoder.encode([*events, writer.last()])
+
+    def failed(self, error: Exception) -> bytes:
+        """All events of a stream whose headers were sent while it waited, and that the engine refused then."""
+        if self._stream is None:
+            raise RuntimeError("a stream cannot fail before its events are asked for")
+        writer, encoder = self._stream
+        events = writer.start()
+        writer.fail(error)
+        return encoder.encode([*events, writer.last()])
 
     async def complete(self, generation: Generation, _: ChatRequest) -> Response:
         """The response in one piece."""

@@ -151,8 +151,6 @@ class ChatRequest(ReasoningFields, SamplingFields):
     """Only "auto" or "default"."""
     safety_identifier: str | None = None
     """Accepted and ignored."""
-    prompt_cache_key: str | None = None
-    """Accepted and ignored: prompts are matched by their tokens; see cache_salt for isolation."""
     prompt_cache_retention: str | None = None
     """Accepted and ignored."""
 

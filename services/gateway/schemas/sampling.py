@@ -90,6 +90,12 @@ class SamplingFields(ConstraintFields):
     """Only requests with the same salt share cached prompt state."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """Lower is served first; default 0."""
+    session_id: str | None = Field(None, min_length=1, max_length=256)
+    """Requests of one session go to one engine while it is there, so that it has the session's beginning cached;
+    `usage.session` says to which. The header X-Session-Id says the same."""
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    """Prompts that no engine has seen go to the same engine under the same key. What is cached is found by its tokens;
+    see cache_salt for isolation."""
     user: str | None = None
     """Accepted and ignored."""
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from services.common.registry import AdapterRegistry
 from services.gateway.app import create_app
+from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_responses import MemoryResponses
@@ -28,7 +29,10 @@ MODEL = "tiny"
 class Running:
     """The gateway, its engines, and a thread that runs them."""
 
-    def __init__(self, engines: list[FakeEngine], *, all_ready: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, engines: list[FakeEngine], *, all_ready: bool = True, send_buffer: int = 0, **settings: Any
+    ) -> None:
+        self._send_buffer = send_buffer
         self._enough: Callable[[Iterator[bool]], bool] = all if all_ready else any
         self.engines = engines
         self.store = MemoryStore()
@@ -82,9 +86,12 @@ class Running:
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
         )
         listener = socket.socket()
+        if self._send_buffer:  # of the kernel; by itself it grows to megabytes
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        config = uvicorn.Config(self.app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        protocol = HttpProtocol.with_write_timeout(settings.write_timeout_seconds)
+        config = uvicorn.Config(self.app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))

@@ -1,0 +1,145 @@
+"""Several engine processes behind one gateway process, on the stores of a running Temper."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import httpx
+
+from cli.ports import claim_ports
+from services.common.pb import engine_pb2, engine_pb2_grpc
+from tests.stack import ROOT, Stack, clean_environment
+
+
+class Cluster:
+    """Engines without trainers; all start at once.
+
+    Args:
+        stack: whose stores and model they use.
+        directory: for logs and checkpoints.
+        engines: how many.
+        engine_env, gateway_env: more settings.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        directory: Path,
+        engines: int,
+        *,
+        engine_env: Mapping[str, str],
+        gateway_env: Mapping[str, str],
+    ) -> None:
+        self.model = stack.served_model_name
+        self._directory = directory
+        self._claims = claim_ports(engines + 1)
+        ports = [claim.number for claim in self._claims]
+        self.addresses = [f"127.0.0.1:{port}" for port in ports[1:]]
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        settings = stack.settings
+        stores = {
+            "TEMPER_REDIS_URL": settings.redis_url.get_secret_value(),
+            "TEMPER_S3_ENDPOINT": settings.s3_endpoint,
+            "TEMPER_S3_ACCESS_KEY": settings.s3_access_key.get_secret_value(),
+            "TEMPER_S3_SECRET_KEY": settings.s3_secret_key.get_secret_value(),
+            "TEMPER_SERVED_MODEL_NAME": stack.served_model_name,
+        }
+        self._engine_env = {
+            **stores,
+            "TEMPER_MODEL": str(stack.model),
+            "TEMPER_DTYPE": "float32",
+            "TEMPER_TRAINER": "false",
+            "TEMPER_EXIT_WITH_PARENT": "true",
+            **engine_env,
+        }
+        self._gateway_env = {
+            **stores,
+            "TEMPER_PORT": str(ports[0]),
+            "TEMPER_ENGINES": ",".join(self.addresses),
+            **gateway_env,
+        }
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.restarted: str | None = None
+        """The engine that was killed and started again; it may still be starting."""
+
+    def __enter__(self) -> Self:
+        try:
+            for address in self.addresses:
+                self.start_engine(address)
+            self.processes["gateway"] = self._spawn("gateway", "services.gateway", self._gateway_env)
+            self.wait_until_ready(len(self.addresses), seconds=120)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Nothing of theirs outlives the test: no reason to wait for a drain.
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        for claim in self._claims:
+            claim.release()
+
+    def _spawn(self, name: str, module: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with self._log(name).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module], env=clean_environment(env), cwd=ROOT, stdout=log, stderr=log
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._directory / f"{name.replace(':', '-')}.log"
+
+    def start_engine(self, address: str) -> None:
+        env = {
+            **self._engine_env,
+            "TEMPER_GRPC_PORT": address.rpartition(":")[2],
+            "TEMPER_CHECKPOINT_DIR": str(self._directory / address.replace(":", "-")),
+        }
+        self.processes[address] = self._spawn(address, "services.pod", env)
+
+    def restart(self, address: str) -> None:
+        """Starts an engine again that was killed, and does not wait for it."""
+        self.processes[address].wait()
+        self.start_engine(address)
+        self.restarted = address
+
+    def signal(self, address: str, number: signal.Signals) -> None:
+        os.kill(self.processes[address].pid, number)
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        """What the gateway knows of each engine, by address."""
+        engines = httpx.get(f"{self.url}/healthz", timeout=10).json()["engines"]
+        return {engine["address"]: engine for engine in engines}
+
+    def status(self, address: str, *, timeout: float = 10.0) -> engine_pb2.EngineStatus:
+        """What an engine says of itself."""
+        with grpc.insecure_channel(address) as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)
+            found: engine_pb2.EngineStatus = stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=timeout)
+            return found
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"--- {f.name}\n{f.read_text()[-1500:]}" for f in self._directory.glob("*.log"))
+                raise TimeoutError(f"{what} did not come true in {seconds} s\n{logs}")
+            time.sleep(0.05)
+
+    def wait_until_ready(self, engines: int, *, seconds: float = 60.0) -> None:
+        def enough() -> bool:
+            try:
+                return sum(engine["ready"] for engine in self.health().values()) >= engines
+            except httpx.TransportError:
+                return False
+
+        self.wait_for(enough, f"{engines} ready engines", seconds)

@@ -1,0 +1,278 @@
+"""Four real engine processes behind a real gateway: who gets what, and what is left when one of them goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import httpx
+import pytest
+
+from tests.e2e.adapters_for_tests import Reference
+from tests.e2e.cluster import Cluster
+from tests.stack import Stack
+
+ENGINES = 4
+TIE = 1e-3
+"""Two tokens whose logits differ by less than this may swap between batch shapes."""
+
+
+@pytest.fixture(scope="module")
+def cluster(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    engine = {
+        "TEMPER_MAX_NUM_SEQS": "16",
+        "TEMPER_TOKEN_BUDGET": "256",
+        "TEMPER_MAX_MODEL_LEN": "1024",
+        "TEMPER_KV_CACHE_BYTES": "128MiB",
+        "TEMPER_DRAIN_SECONDS": "30",
+    }
+    gateway = {"TEMPER_STATUS_INTERVAL_SECONDS": "0.2", "TEMPER_REQUEST_TIMEOUT_SECONDS": "60"}
+    directory = tmp_path_factory.mktemp("cluster")
+    with Cluster(stack, directory, ENGINES, engine_env=engine, gateway_env=gateway) as running:
+        yield running
+
+
+@dataclass
+class Answer:
+    """What came back for one stream."""
+
+    tokens: list[int] = field(default_factory=list)
+    end: str = "nothing"
+    """"done", the code of the error event, or "broken" when it ended without either."""
+    usage: dict[str, object] = field(default_factory=dict)
+    status: int = 0
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Different from their first token on."""
+    rng = random.Random(seed)
+    return [[rng.randrange(20, 1800) for _ in range(length)] for _ in range(count)]
+
+
+async def stream(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int, answer: Answer) -> Answer:
+    """A greedy stream; ``answer`` is filled while it runs."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        answer.status = response.status_code
+        answer.end = "broken"
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                answer.end = "done"
+            elif line.startswith("data: "):
+                assert answer.end == "broken", "nothing follows [DONE] or an error"
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    answer.end = chunk["error"]["code"]
+                else:
+                    answer.tokens += chunk["choices"][0]["token_ids"]
+    return answer
+
+
+async def complete(client: httpx.AsyncClient, model: str, prompt: list[int], **fields: object) -> dict[str, object]:
+    """Usage of a completion of one token."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    usage: dict[str, object] = response.json()["usage"]
+    return usage
+
+
+def http(cluster: Cluster) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits, verify=False)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            # Nobody but the streams themselves could tell.
+            await asyncio.sleep(0.005)
+
+
+def cached(usage: dict[str, object]) -> int:
+    details = usage["prompt_tokens_details"]
+    assert isinstance(details, dict)
+    return int(details["cached_tokens"])
+
+
+async def ask_all(cluster: Cluster, asked: Sequence[list[int]]) -> list[dict[str, object]]:
+    """All at once."""
+    async with http(cluster) as client:
+        return list(await asyncio.gather(*(complete(client, cluster.model, prompt) for prompt in asked)))
+
+
+async def test_different_prompts_spread_and_equal_ones_meet(cluster: Cluster) -> None:
+    before = {address: cluster.status(address).blocks_cached for address in cluster.addresses}
+    asked = prompts(24, 192, seed=1)
+    assert not any(map(cached, await ask_all(cluster, asked)))
+    grown = [cluster.status(address).blocks_cached - before[address] for address in cluster.addresses]
+    each = sum(grown) / len(asked)
+    assert each >= 8, "a prompt of 192 tokens leaves blocks in the cache"
+    # No engine may be given one more when it has a quarter more than its share.
+    bound = math.ceil(1.25 * (len(asked) + 1) / ENGINES)
+    assert all(0 < blocks <= bound * each + 1 for blocks in grown), grown
+    async with http(cluster) as client:
+        for prompt in asked:
+            assert cached(await complete(client, cluster.model, prompt)) >= 128, "it goes where it was"
+
+
+async def test_a_session_stays_with_its_engine(cluster: Cluster) -> None:
+    engines: dict[int, set[object]] = {number: set() for number in range(8)}
+    async with http(cluster) as client:
+        for turn in range(3):
+            for number, prompt in enumerate(prompts(len(engines), 70, seed=100 + turn)):
+                usage = await complete(client, cluster.model, prompt, session_id=f"session-{number}")
+                session = usage["session"]
+                assert isinstance(session, dict)
+                assert session["id"] == f"session-{number}"
+                engines[number].add(session["engine"])
+    assert all(len(seen) == 1 for seen in engines.values()), engines
+    assert len({engine for seen in engines.values() for engine in seen}) > 1
+    known = {health["id"] for health in cluster.health().values()}
+    assert {engine for seen in engines.values() for engine in seen} <= known
+
+
+async def test_an_adapter_is_loaded_where_it_is(cluster: Cluster, stack: Stack) -> None:
+    files = Reference(stack.model).randomize(5, scale=0.02)
+    upload = {"adapter_model.safetensors": files.weights, "adapter_config.json": files.config}
+    async with http(cluster) as client:
+        answer = await client.post("/v1/adapters", data={"name": "resident"}, files=upload)
+        assert answer.status_code == 201, answer.text
+        try:
+            await complete(client, cluster.model, [5, 6, 7], adapter="resident")
+            await asyncio.gather(
+                *(complete(client, cluster.model, prompt, adapter="resident") for prompt in prompts(4, 40, seed=2))
+            )
+            holders = [a for a in cluster.addresses if "resident@1" in cluster.status(a).loaded_adapters]
+            assert len(holders) == 1
+        finally:
+            await client.delete("/v1/adapters/resident")
+
+
+async def test_clients_that_hang_up_leave_nothing(cluster: Cluster) -> None:
+    rng = random.Random(3)
+
+    async def hang_up(client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "model": cluster.model,
+            "prompt": prompts(1, rng.choice([8, 600]), seed=1000 + number)[0],
+            "max_tokens": 300,
+            "ignore_eos": True,
+            "stream": number % 2 == 0,
+            "n": rng.choice([1, 2]),
+        }
+        try:
+            async with asyncio.timeout(rng.uniform(0.02, 1.5)):
+                await client.post("/v1/completions", json=body)
+        except (TimeoutError, httpx.HTTPError):
+            return
+
+    async with http(cluster) as client:
+        # More than the engines have seats: some are queued there when their clients leave.
+        await asyncio.gather(*(hang_up(client, number) for number in range(96)))
+
+    def idle() -> bool:
+        found = [cluster.status(address) for address in cluster.addresses]
+        return not any(s.running or s.waiting or s.blocks_used or s.slots_used for s in found)
+
+    cluster.wait_for(idle, "engines with nothing left", seconds=10)
+    cluster.wait_for(lambda: not any(e["load"] for e in cluster.health().values()), "books of the gateway", seconds=5)
+
+
+async def test_an_engine_killed_under_sixty_four_streams(cluster: Cluster, stack: Stack) -> None:
+    asked, length = prompts(64, 80, seed=4), 48
+    async with http(cluster) as client:
+        undisturbed = await asyncio.gather(
+            *(stream(client, cluster.model, prompt, length, Answer()) for prompt in asked)
+        )
+        assert all(answer.end == "done" and len(answer.tokens) == length for answer in undisturbed)
+        answers = [Answer() for _ in asked]
+        began = time.monotonic()
+        running = [
+            asyncio.create_task(stream(client, cluster.model, prompt, length, answer))
+            for prompt, answer in zip(asked, answers, strict=True)
+        ]
+        await until(lambda: all(len(answer.tokens) >= 4 for answer in answers))
+        alive = [(a.end, len(a.tokens)) for a in answers]
+        assert any(end == "broken" and tokens < length for end, tokens in alive), "too late to kill anything"
+        loads = {address: engine["load"] for address, engine in cluster.health().items()}
+        victim = max(loads, key=lambda address: loads[address])
+        cluster.signal(victim, signal.SIGKILL)
+        await asyncio.gather(*running)
+        assert time.monotonic() - began < 60, "within the deadline"
+        ends = Counter(answer.end for answer in answers)
+        assert set(ends) == {"done", "unavailable"}, ends
+        assert 0 < ends["unavailable"] <= math.ceil(1.25 * (len(asked) + 1) / ENGINES), ends
+        reference: Reference | None = None
+        for prompt, answer, expected in zip(asked, answers, undisturbed, strict=True):
+            if answer.end == "done":
+                assert len(answer.tokens) == length
+            if answer.tokens != expected.tokens[: len(answer.tokens)]:
+                reference = reference or Reference(stack.model)
+                assert reference.greedy_gap(prompt, answer.tokens) < TIE
+        # New ones go on, also those whose prompts the dead engine had.
+        again = await asyncio.gather(*(stream(client, cluster.model, p, 4, Answer()) for p in asked[:32]))
+        assert {answer.end for answer in again} == {"done"}
+        assert not cluster.health()[victim]["ready"]
+    cluster.restart(victim)
+
+
+async def test_a_draining_engine_finishes_and_gets_nothing_new(cluster: Cluster) -> None:
+    length = 120
+    async with http(cluster) as client:
+        answers = [Answer() for _ in range(32)]
+        running = [
+            asyncio.create_task(stream(client, cluster.model, prompt, length, answer))
+            for prompt, answer in zip(prompts(len(answers), 20, seed=6), answers, strict=True)
+        ]
+        await until(lambda: all(len(answer.tokens) >= 2 for answer in answers))
+        # The one that was killed before may still be starting.
+        ready = [address for address, engine in cluster.health().items() if engine["ready"]]
+        leaving = max(ready, key=lambda address: cluster.status(address).running)
+        had = cluster.status(leaving).running
+        assert had > 0
+        cluster.signal(leaving, signal.SIGTERM)
+        news = [asyncio.create_task(complete(client, cluster.model, prompt)) for prompt in prompts(16, 192, seed=7)]
+        seen = [had]
+        while cluster.processes[leaving].poll() is None:
+            try:
+                status = await asyncio.to_thread(cluster.status, leaving, timeout=2.0)
+            except grpc.RpcError:
+                break
+            if status.draining:
+                seen.append(status.running + status.waiting)
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*running, *news)
+        assert all(answer.end == "done" and len(answer.tokens) == length for answer in answers)
+        assert seen == sorted(seen, reverse=True), f"requests there while it drained: {seen}"
+        assert await asyncio.to_thread(cluster.processes[leaving].wait, 30) == 0
+        await asyncio.gather(*(complete(client, cluster.model, prompt) for prompt in prompts(8, 30, seed=8)))
+
+
+async def test_an_engine_that_comes_back_gets_its_share(cluster: Cluster) -> None:
+    if cluster.restarted is None:
+        cluster.signal(cluster.addresses[0], signal.SIGKILL)
+        cluster.restart(cluster.addresses[0])
+    back = cluster.restarted
+    assert back is not None
+    cluster.wait_for(lambda: cluster.health()[back]["ready"], "the restarted engine")
+    await ask_all(cluster, prompts(24, 192, seed=5))
+    assert cluster.status(back).blocks_cached > 0

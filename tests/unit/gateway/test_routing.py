@@ -1,0 +1,182 @@
+"""Which engine gets a request: what must hold for all loads, prompts and engines."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.pb import engine_pb2
+from services.gateway.prefixes import BLOCK_TOKENS, PrefixIndex, hash_chain
+from services.gateway.routing import Affinity, Candidate, Route, allowance, choose, route_of, share
+
+CANDIDATES = st.lists(
+    st.builds(
+        Candidate,
+        st.integers(0, 99).map(lambda number: f"10.0.0.{number}:50051"),
+        st.floats(0, 1000),
+        st.booleans(),
+        st.integers(0, 200),
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda candidate: candidate.address,
+)
+ROUTES = st.builds(Route, st.binary(max_size=8), st.just(()), st.integers(1, 1000), st.sampled_from(["", "bot@1"]))
+
+
+def request(tokens: list[int], *, adapter: str = "", salt: str = "") -> engine_pb2.GenerateRequest:
+    ref = engine_pb2.AdapterRef(attached=True)
+    if adapter:
+        ref = engine_pb2.AdapterRef(named=engine_pb2.NamedAdapter(name=adapter, version=1))
+    return engine_pb2.GenerateRequest(prompt_token_ids=tokens, adapter=ref, cache_salt=salt)
+
+
+def route(tokens: list[int], *, adapter: str = "", salt: str = "", affinity: Affinity | None = None) -> Route:
+    return route_of(request(tokens, adapter=adapter, salt=salt), tokens, affinity or Affinity())
+
+
+@settings(max_examples=40)
+@given(CANDIDATES, ROUTES, st.none() | st.text(max_size=8))
+def test_the_chosen_engine_has_room(candidates: list[Candidate], route: Route, session: str | None) -> None:
+    address, reason = choose(candidates, route, new_session=session)
+    chosen = next(candidate for candidate in candidates if candidate.address == address)
+    assert chosen.load < share(candidates) + allowance(chosen, named=bool(route.adapter))
+    assert chosen.load <= share(candidates) or chosen.matched or (chosen.holds and route.adapter)
+    if session is not None:
+        assert reason == "session"
+    elif reason == "prefix":
+        assert chosen.matched
+    elif reason == "adapter":
+        assert chosen.holds
+
+
+@settings(max_examples=40)
+@given(CANDIDATES, ROUTES, st.randoms())
+def test_the_order_of_engines_does_not_matter(candidates: list[Candidate], route: Route, rng: random.Random) -> None:
+    shuffled = rng.sample(candidates, len(candidates))
+    assert choose(shuffled, route) == choose(candidates, route)
+
+
+@settings(max_examples=40)
+@given(CANDIDATES, ROUTES)
+def test_an_engine_with_room_that_has_more_of_the_prompt_is_not_passed_over(
+    candidates: list[Candidate], route: Route
+) -> None:
+    address, _ = choose(candidates, route)
+    chosen = next(candidate for candidate in candidates if candidate.address == address)
+    roomy = [c for c in candidates if c.load < share(candidates) + allowance(c, named=bool(route.adapter))]
+    if route.adapter and any(c.holds for c in roomy):
+        assert chosen.holds
+        roomy = [c for c in roomy if c.holds]
+    assert chosen.matched == max(c.matched for c in roomy)
+    if chosen.matched:
+        assert chosen.load == min(c.load for c in roomy if c.matched == chosen.matched)
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 12), st.binary(max_size=16))
+def test_an_engine_that_goes_moves_nothing_but_its_own(engines: int, key: bytes) -> None:
+    idle = [Candidate(f"10.0.0.{number}:1", 0.0) for number in range(engines)]
+    where = Route(key, (), 10, "")
+    address, _ = choose(idle, where)
+    for gone in idle:
+        left = [candidate for candidate in idle if candidate is not gone]
+        if gone.address != address:
+            assert choose(left, where)[0] == address
+
+
+@pytest.mark.parametrize("adapter", ["", "bot"])
+def test_one_hot_prompt_or_adapter_spreads_at_the_bound(adapter: str) -> None:
+    tokens = list(range(4 * BLOCK_TOKENS))
+    where = route(tokens, adapter=adapter)
+    loads: Counter[str] = Counter()
+    indexes = {f"e{number}": PrefixIndex(100) for number in range(4)}
+    holding: set[str] = set()
+    for count in range(1, 401):
+        found = [
+            Candidate(name, loads[name], name in holding, index.matched(where.chain)) for name, index in indexes.items()
+        ]
+        chosen = next(c for c in found if c.address == choose(found, where)[0])
+        loads[chosen.address] += 1
+        indexes[chosen.address].add(where.chain)
+        holding.add(chosen.address)
+        assert loads[chosen.address] <= math.ceil(1.25 * count / 4 + allowance(chosen, named=bool(adapter))) + 1
+        if count <= 2:
+            assert len(loads) == 1, "a few stay together: what is there is worth more than an idle engine"
+    assert len(loads) == 4
+    assert max(loads.values()) <= 1.25 * 400 / 4 + 6
+
+
+def test_a_match_is_worth_the_work_it_saves() -> None:
+    long = route(list(range(100 * BLOCK_TOKENS)))
+    short = route(list(range(BLOCK_TOKENS)))
+    for where, stays in ((long, True), (short, False)):
+        busy = Candidate("busy", 8.0, matched=len(where.chain))
+        assert (choose([busy, Candidate("idle", 0.0)], where)[0] == "busy") is stays
+
+
+def test_what_shares_no_cache_has_no_common_hash() -> None:
+    tokens = list(range(3 * BLOCK_TOKENS + 5))
+    chains = [
+        route(tokens).chain,
+        route(tokens, salt="a").chain,
+        route(tokens, adapter="bot").chain,
+        route(tokens, adapter="bot", salt="a").chain,
+        route([7, *tokens[1:]]).chain,
+    ]
+    assert all(len(chain) == 3 for chain in chains)
+    assert len({block for chain in chains for block in chain}) == 15
+    assert route([*tokens, 1]).chain == route(tokens).chain
+    assert route(tokens).key == route(tokens[: 2 * BLOCK_TOKENS]).key, "the key is of the beginning"
+
+
+def test_a_cache_key_takes_the_place_of_the_beginning() -> None:
+    one, two = list(range(200)), list(range(500, 700))
+    key = Affinity(cache_key="mine")
+    assert route(one).key != route(two).key
+    assert route(one, affinity=key).key == route(two, affinity=key).key
+    assert route(one, adapter="bot", affinity=key).key == route(two, adapter="bot").key
+
+
+BLOCKS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+@settings(max_examples=40)
+@given(st.lists(BLOCKS, min_size=1, max_size=30), st.integers(1, 12))
+def test_the_index_knows_beginnings_and_stays_within_its_bounds(prompts: list[list[int]], capacity: int) -> None:
+    index = PrefixIndex(capacity)
+    chains = [hash_chain([token for token in prompt for _ in range(BLOCK_TOKENS)], b"") for prompt in prompts]
+    for chain in chains:
+        index.add(chain)
+        assert len(index) <= capacity
+        assert index.matched(chain) == min(len(chain), capacity), "the newest is known"
+        for other in chains:
+            known = [block in index._blocks for block in other]
+            assert known == sorted(known, reverse=True), "of a prompt its beginning is known"
+            assert index.matched(other) == sum(known)
+    index.clear()
+    assert not any(map(index.matched, chains))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=3 * BLOCK_TOKENS), st.integers(0, 3 * BLOCK_TOKENS))
+def test_chains_agree_as_far_as_prompts_do(tokens: list[int], at: int) -> None:
+    changed = [*tokens[:at], *(token ^ 1 for token in tokens[at : at + 1]), *tokens[at + 1 :]]
+    one, two = hash_chain(tokens, b"s"), hash_chain(changed, b"s")
+    equal = min(at // BLOCK_TOKENS, len(one)) if changed != tokens else len(one)
+    assert one[:equal] == two[:equal]
+    assert not set(one[equal:]) & set(two[equal:])
+
+
+def test_senseless_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="no engine"):
+        choose([], Route(b"", (), 1, ""))
+    with pytest.raises(ValueError, match="load"):
+        Candidate("e", float("inf"))
+    with pytest.raises(ValueError, match="capacity"):
+        PrefixIndex(0)
