@@ -55,6 +55,12 @@ def settings(request: pytest.FixtureRequest) -> CommonSettings:
 
 
 @pytest.fixture
+def raw(valkey: RunningServer, settings: CommonSettings) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(settings.redis_url.get_secret_value(), decode_responses=True, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
 def store(s3: RunningServer, settings: CommonSettings) -> ObjectStore:
     store = ObjectStore(settings)
     store.check()

@@ -38,12 +38,6 @@ async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterato
 
 
 @pytest.fixture
-def raw(valkey: RunningServer, settings: CommonSettings) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(settings.redis_url.get_secret_value(), decode_responses=True, protocol=2) as client:
-        yield client
-
-
-@pytest.fixture
 def consumers(valkey: RunningServer, settings: CommonSettings) -> Iterator[Consumers]:
     made: list[JobConsumer] = []
 
