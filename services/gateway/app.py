@@ -14,9 +14,11 @@ from services.common.store import ObjectStore
 from services.gateway.api import (
     adapter_tools,
     adapters,
+    batches,
     chat,
     completions,
     embeddings,
+    files,
     health,
     models,
     responses,
@@ -24,6 +26,8 @@ from services.gateway.api import (
     sessions,
     training,
 )
+from services.gateway.batches.host import BatchStores, open_batching
+from services.gateway.batches.worker import BatchWorker
 from services.gateway.engines import EnginePool
 from services.gateway.errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
@@ -50,6 +54,7 @@ def create_app(
     *,
     stores: Stores = open_stores,
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
+    batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
     """Builds the application; its lifespan connects to the engines.
 
@@ -57,25 +62,33 @@ def create_app(
         settings: everything that can be set.
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
+        batching: makes where files and batches are.
     """
     metrics = GatewayMetrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, queue = stores(settings)
-        gateway = Gateway(settings, EnginePool(settings), registry, queue, metrics, keep_responses(settings))
+        batch_stores = batching(settings)
+        gateway = Gateway(
+            settings, EnginePool(settings), registry, queue, metrics, keep_responses(settings), batch_stores
+        )
         app.state.gateway = gateway
         gateway.engines.start()
         gateway.background.start()
+        worker = app.state.batch_worker = BatchWorker(app, gateway, batch_stores)
+        worker.start()
         log.info("gateway started", engines=settings.engine_addresses, model=settings.served_model_name)
         try:
             yield
         finally:
             gateway.stopping.set()
+            await worker.stop()
             await gateway.background.stop()
             await gateway.engines.stop()
             await gateway.responses.aclose()
             await queue.aclose()
+            await batch_stores.queue.aclose()
             gateway.close()
             log.info("gateway stopped")
 
@@ -100,6 +113,8 @@ def create_app(
         adapters,
         training,
         sessions,
+        files,
+        batches,
         health,
     ):
         app.include_router(resource.routes)
