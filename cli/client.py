@@ -61,7 +61,7 @@ class Client:
     def upload(self, path: str, fields: Mapping[str, str], files: Mapping[str, Path]) -> Any:
         """Multipart form of text fields and files, streamed from disk."""
         with contextlib.ExitStack() as stack:
-            parts = {name: (name, stack.enter_context(file.open("rb"))) for name, file in files.items()}
+            parts = {name: (file.name, stack.enter_context(file.open("rb"))) for name, file in files.items()}
             return self._json("POST", path, data=dict(fields), files=parts, timeout=None)
 
     def download(self, path: str, target: Path, **params: str | int) -> str:

@@ -42,7 +42,7 @@ SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], 
     ("Engine", EngineSettings, CommonSettings, "`python -m services.pod`"),
     ("Trainer", TrainerSettings, CommonSettings, "The trainer thread of `python -m services.pod`."),
     ("`temper up`", UpSettings, None, "Read by the supervisor, besides its options."),
-    ("Client commands", CliSettings, None, "`temper chat`, `temper train`, `temper adapters`."),
+    ("Client commands", CliSettings, None, "`temper chat`, `temper train`, `temper adapters`, `temper batch`."),
 )
 
 

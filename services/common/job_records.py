@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest
+from services.common.ids import ulid, ulid_of
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
 from services.common.names import AdapterVersion, parse_adapter_version
 
@@ -39,23 +38,16 @@ FIELDS = (
 
 _REF_LIMIT = 100
 """Characters of "name@n" at most."""
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 def new_job_id() -> str:
     """`job-` and 26 characters that sort by time (a ULID in lower case)."""
-    return _job_id(int(time.time() * 1000), secrets.randbits(80))
+    return "job-" + ulid()
 
 
 def job_id_of_entry(entry_id: str) -> str:
     """The id of a job that was added straight to the stream: the same at every delivery."""
-    digest = hashlib.sha256(entry_id.encode()).digest()
-    return _job_id(int(entry_id.split("-")[0]), int.from_bytes(digest[:10]))
-
-
-def _job_id(milliseconds: int, low: int) -> str:
-    number = (milliseconds & (1 << 48) - 1) << 80 | low
-    return "job-" + "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+    return "job-" + ulid_of(entry_id, int(entry_id.split("-")[0]))
 
 
 def spec_json(spec: Spec) -> str:

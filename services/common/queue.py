@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from services.common import scripts
 from services.common.consumer import ClaimedJob, JobConsumer, JobLost
-from services.common.errors import Conflict, InvalidRequest, NotFound
+from services.common.errors import Conflict, InvalidRequest
 from services.common.job_records import (
     FIELDS,
     event_from_entry,
@@ -25,40 +25,37 @@ from services.common.job_records import (
     versions_needed,
 )
 from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.ledger import Ledger
 from services.common.names import AdapterVersion
-from services.common.redis_client import BLOCK_SECONDS, call_async, connect_async
+from services.common.redis_client import BLOCK_SECONDS, call_async
 from services.common.settings import CommonSettings
 
 __all__ = ["ClaimedJob", "JobConsumer", "JobLost", "JobQueue"]
 
 _EVENT_ID = re.compile(r"\d{1,19}(-\d{1,19})?")
 _TERMINAL = {str(state) for state in JobState if state.terminal}
-_PAGE = 100
 _KEY_LIMIT = 256
 
 # Spelled out, because JobQueue has a method `list`.
 Jobs: TypeAlias = list[Job]
-MaybeJobs: TypeAlias = list[Job | None]
-Ids: TypeAlias = list[str]
 Versions: TypeAlias = set[AdapterVersion]
 Entries: TypeAlias = list[tuple[str, dict[str, str]]]
 
 
-class JobQueue:
+class JobQueue(Ledger[Job]):
     """Submits and observes jobs. For one asyncio loop; every method may raise Unavailable."""
 
+    fields = FIELDS
+    called = "job"
+
     def __init__(self, settings: CommonSettings) -> None:
-        self._redis = connect_async(settings)
-        self._submit = self._redis.register_script(scripts.SUBMIT)
-        self._cancel = self._redis.register_script(scripts.CANCEL)
-        self._unfinished = self._redis.register_script(scripts.UNFINISHED)
+        super().__init__(settings, scripts.TRAINING)
+        self._submit = self._script(scripts.SUBMIT)
+        self._cancel = self._script(scripts.CANCEL)
+        self._unfinished = self._script(scripts.UNFINISHED)
 
-    async def aclose(self) -> None:
-        await self._redis.aclose()
-
-    async def ping(self) -> None:
-        """Raises Unavailable if Redis does not answer."""
-        await call_async(self._redis.ping)
+    def record(self, values: Any) -> Job | None:
+        return job_from_fields(values)
 
     async def submitted(self, idempotency_key: str, request_sha: str) -> Job | None:
         """The job that this request made when it came before under the same key.
@@ -106,13 +103,6 @@ class JobQueue:
             raise _key_used(idempotency_key or "", existing)
         return await self.get(existing)
 
-    async def get(self, job_id: str) -> Job:
-        """Raises NotFound."""
-        job = await self._find(job_id)
-        if job is None:
-            raise _not_found(job_id)
-        return job
-
     async def list(
         self, *, limit: int = 50, after: str | None = None, state: JobState | None = None, adapter: str | None = None
     ) -> Jobs:
@@ -124,25 +114,11 @@ class JobQueue:
         Raises:
             NotFound: there is no job ``after``.
         """
-        start = 0
-        if after is not None:
-            rank = await call_async(lambda: cast(Awaitable[int | None], self._redis.zrevrank(scripts.INDEX, after)))
-            if rank is None:
-                raise _not_found(after)
-            start = rank + 1
-        found: Jobs = []
-        while len(found) < limit:
-            ids = await self._index(start)
-            if not ids:
-                break
-            start += len(ids)
-            for job_id, job in zip(ids, await self._find_many(ids), strict=True):
-                if job is None:  # expired since
-                    await self._forget(job_id)
-                    start -= 1
-                elif (state is None or job.state == state) and (adapter is None or job.adapter == adapter):
-                    found.append(job)
-        return found[:limit]
+
+        def wanted(job: Job) -> bool:
+            return (state is None or job.state == state) and (adapter is None or job.adapter == adapter)
+
+        return await self._page(scripts.INDEX, limit, after, wanted)
 
     async def versions_needed(self) -> Versions:
         """The adapter versions that unfinished jobs name."""
@@ -157,9 +133,9 @@ class JobQueue:
             Conflict: its result is being published.
         """
         keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
-        answer = await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP]))
+        answer = await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP, scripts.TRAINING.settles]))
         if answer == "MISSING":
-            raise _not_found(job_id)
+            raise self.missing(job_id)
         if answer == "LATE":
             raise Conflict(
                 f"job {job_id} has trained and is publishing its adapter: too late to cancel; when it has ended, "
@@ -195,38 +171,15 @@ class JobQueue:
                     return
                 block = int(BLOCK_SECONDS * 1000)
 
-    async def _index(self, start: int) -> Ids:
-        reply: Any = await call_async(lambda: self._redis.zrevrange(scripts.INDEX, start, start + _PAGE - 1))
-        return [str(job_id) for job_id in reply]
-
-    async def _forget(self, job_id: str) -> None:
-        await call_async(lambda: self._redis.zrem(scripts.INDEX, job_id))
-
     async def _read(self, job_id: str, position: str, block: int | None) -> Entries:
         key = scripts.events_key(job_id)
         reply: Any = await call_async(lambda: self._redis.xread({key: position}, count=500, block=block))
         return reply[0][1] if reply else []
 
-    async def _find(self, job_id: str) -> Job | None:
-        return (await self._find_many([job_id]))[0]
-
-    async def _find_many(self, job_ids: Ids) -> MaybeJobs:
-        async def read() -> Any:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for job_id in job_ids:
-                    pipe.hmget(scripts.job_key(job_id), list(FIELDS))
-                return await pipe.execute()
-
-        return [job_from_fields(values) for values in await call_async(read)]
-
 
 def _canonical(spec: Spec) -> tuple[str, str]:
     text = spec_json(spec)
     return text, text_sha(text)
-
-
-def _not_found(job_id: str) -> NotFound:
-    return NotFound(f"no such job: {job_id[:80]!r}", param="id")
 
 
 def _checked(key: str) -> str:

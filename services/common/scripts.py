@@ -1,6 +1,6 @@
 """How jobs lie in Redis, and the Lua scripts that change them. Both faces of the queue use these and nothing else.
 
-Keys:
+A `Space` is one queue with its keys; the scripts are the same for all. Those of training jobs (TRAINING) are:
     temper:jobs                 stream of work: entries {job: id}, or {spec: JSON, idempotency_key?} straight from CI
     temper:jobs:index           sorted set of job ids by creation time, for listing
     temper:jobs:dead            stream of what was given up: {job?, entry, reason, spec?}
@@ -21,10 +21,8 @@ Times are Redis's own clock in unix seconds, so that hosts need not agree.
 
 from __future__ import annotations
 
-STREAM = "temper:jobs"
-GROUP = "trainers"
-INDEX = "temper:jobs:index"
-DEAD = "temper:jobs:dead"
+from dataclasses import dataclass
+
 JOB_TTL = 30 * 86400
 """Seconds that a terminal job stays visible."""
 EVENTS_TTL = 7 * 86400
@@ -35,20 +33,73 @@ DEAD_LENGTH = 1_000
 LOST = "LOST"
 
 
+@dataclass(frozen=True, slots=True)
+class Space:
+    """One queue: its keys and its consumer group.
+
+    Args:
+        stream: of work; index and dead letters are beside it.
+        group: the consumers'.
+        jobs, lines, keys: what the names of jobs, lines and idempotency keys begin with.
+        settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
+            delivered even then, for its owner to end it.
+    """
+
+    stream: str
+    group: str
+    jobs: str
+    lines: str
+    keys: str
+    settled_by_owner: bool = False
+
+    @property
+    def index(self) -> str:
+        return f"{self.stream}:index"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.stream}:dead"
+
+    @property
+    def settles(self) -> str:
+        """``settled_by_owner`` as the scripts take it."""
+        return "1" if self.settled_by_owner else "0"
+
+    def job_key(self, job_id: str) -> str:
+        return f"{self.jobs}{job_id}"
+
+    def events_key(self, job_id: str) -> str:
+        return f"{self.jobs}{job_id}:events"
+
+    def line_key(self, line: str) -> str:
+        return f"{self.lines}{line}"
+
+    def idempotency_key(self, key: str) -> str:
+        return f"{self.keys}{key}"
+
+    def lua(self, script: str) -> str:
+        """A script of this module for this queue."""
+        return f"local JOBS, LINES = '{self.jobs}', '{self.lines}'\n{script}"
+
+
+TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:")
+STREAM, GROUP, INDEX, DEAD = TRAINING.stream, TRAINING.group, TRAINING.index, TRAINING.dead
+
+
 def job_key(job_id: str) -> str:
-    return f"temper:job:{job_id}"
+    return TRAINING.job_key(job_id)
 
 
 def events_key(job_id: str) -> str:
-    return f"temper:job:{job_id}:events"
+    return TRAINING.events_key(job_id)
 
 
 def line_key(adapter: str) -> str:
-    return f"temper:line:{adapter}"
+    return TRAINING.line_key(adapter)
 
 
 def idempotency_key(key: str) -> str:
-    return f"temper:idempotency:{key}"
+    return TRAINING.idempotency_key(key)
 
 
 _PRELUDE = f"""
@@ -66,17 +117,17 @@ local function head(line)
   while true do
     local id = redis.call('LINDEX', line, 0)
     if not id then return nil end
-    local state = redis.call('HGET', '{job_key("")}' .. id, 'state')
+    local state = redis.call('HGET', JOBS .. id, 'state')
     if state == 'queued' or state == 'running' then return id end
     redis.call('LPOP', line)
   end
 end
 local function leave_line(job, stream)
-  local line = '{line_key("")}' .. (redis.call('HGET', job, 'adapter') or '')
+  local line = LINES .. (redis.call('HGET', job, 'adapter') or '')
   redis.call('LREM', line, 0, redis.call('HGET', job, 'id') or '')
   local id = head(line)
-  if id and redis.call('HGET', '{job_key("")}' .. id, 'entry') == '' then
-    redis.call('HSET', '{job_key("")}' .. id, 'entry', redis.call('XADD', stream, '*', 'job', id))
+  if id and redis.call('HGET', JOBS .. id, 'entry') == '' then
+    redis.call('HSET', JOBS .. id, 'entry', redis.call('XADD', stream, '*', 'job', id))
   end
 end
 local function finish(job, events, stream, group, state, reason, result)
@@ -133,42 +184,42 @@ return {{'created', ARGV[1]}}
 
 BEGIN = (
     _PRELUDE
-    + f"""
--- KEYS stream job events dead; ARGV group entry id claim owner max_attempts
+    + """
+-- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
   'adapter')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
 if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
   redis.call('XDEL', KEYS[1], ARGV[2])
-  return {{'dropped'}}
+  return {'dropped'}
 end
-if state == 'running' and job[3] == ARGV[4] then return {{'claimed', job[6], job[5]}} end
-if job[4] == '1' then
+if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
+if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
-  return {{'dropped'}}
+  return {'dropped'}
 end
 if attempts >= tonumber(ARGV[6]) then
   local why = job[7] or 'its engine died or stopped answering each time'
   local reason = 'given up after ' .. attempts .. ' attempts: ' .. why
   bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
-  return {{'dropped'}}
+  return {'dropped'}
 end
-local first = head('{line_key("")}' .. job[8])
+local first = head(LINES .. job[8])
 if first and first ~= ARGV[3] then
   redis.call('HSET', KEYS[2], 'entry', '')
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
   redis.call('XDEL', KEYS[1], ARGV[2])
-  emit(KEYS[3], 'log', cjson.encode({{message = 'waits for ' .. first .. ', an earlier job of this adapter'}}))
-  return {{'waits', first}}
+  emit(KEYS[3], 'log', cjson.encode({message = 'waits for ' .. first .. ', an earlier job of this adapter'}))
+  return {'waits', first}
 end
 local fence = redis.call('HINCRBY', KEYS[2], 'fence', 1)
 attempts = redis.call('HINCRBY', KEYS[2], 'attempts', 1)
 redis.call('HSETNX', KEYS[2], 'started_at', now())
 redis.call('HSET', KEYS[2], 'state', 'running', 'claim', ARGV[4], 'owner', ARGV[5])
-emit(KEYS[3], 'state', cjson.encode({{state = 'running', attempt = attempts}}))
-return {{'claimed', tostring(fence), tostring(attempts)}}
+emit(KEYS[3], 'state', cjson.encode({state = 'running', attempt = attempts}))
+return {'claimed', tostring(fence), tostring(attempts)}
 """
 )
 
@@ -227,6 +278,30 @@ return redis.call('HGET', KEYS[1], 'parent')
 """
 )
 
+STAGE = (
+    _PRELUDE
+    + f"""
+-- KEYS job events; ARGV fence stage progressed field value ... The owner's own fields; '@first' as a value: now, unless
+-- there is one already. Progressed: what was made stays, so the deliveries before this one were no failures.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+local answer = {{redis.call('HGET', KEYS[1], 'cancel') == '1' and 'CANCEL' or 'OK'}}
+for i = 4, #ARGV, 2 do
+  if ARGV[i + 1] == '@first' then
+    redis.call('HSETNX', KEYS[1], ARGV[i], now())
+  else
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+  table.insert(answer, redis.call('HGET', KEYS[1], ARGV[i]))
+end
+if ARGV[3] == '1' then redis.call('HSET', KEYS[1], 'attempts', '1') end
+if ARGV[2] ~= (redis.call('HGET', KEYS[1], 'stage') or '') then
+  redis.call('HSET', KEYS[1], 'stage', ARGV[2])
+  emit(KEYS[2], 'state', cjson.encode({{state = 'running', stage = ARGV[2]}}))
+end
+return answer
+"""
+)
+
 PUBLISHING = (
     _PRELUDE
     + f"""
@@ -278,27 +353,28 @@ return 'OK'
 CANCEL = (
     _PRELUDE
     + """
--- KEYS job events stream; ARGV group
+-- KEYS job events stream; ARGV group settled_by_owner
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return 'MISSING' end
 if (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'publishing') == '1' then
   return 'LATE'
 end
-if state == 'queued' then
+local kept = ARGV[2] == '1' and redis.call('HEXISTS', KEYS[1], 'started_at') == 1
+if state == 'queued' and not kept then
   finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], 'cancelled', 'cancelled before it started', '')
-elseif state == 'running' and redis.call('HGET', KEYS[1], 'cancel') ~= '1' then
-  redis.call('HSET', KEYS[1], 'cancel', '1')
+elseif (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'cancel') ~= '1' then
+  redis.call('HSET', KEYS[1], 'cancel', '1', 'cancel_at', now())
   emit(KEYS[2], 'log', '{"message":"cancellation requested"}')
 end
 return 'OK'
 """
 )
 
-UNFINISHED = f"""
+UNFINISHED = """
 -- KEYS index. Spec and parent ('' where there is none) of every queued or running job, flat.
-local found = {{}}
+local found = {}
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
-  local job = redis.call('HMGET', '{job_key("")}' .. id, 'state', 'spec', 'parent')
+  local job = redis.call('HMGET', JOBS .. id, 'state', 'spec', 'parent')
   if job[1] == 'queued' or job[1] == 'running' then
     table.insert(found, job[2] or '')
     table.insert(found, job[3] or '')

@@ -25,9 +25,11 @@ from services.gateway.access.rules import RULE, RuleBook
 from services.gateway.api import (
     adapter_tools,
     adapters,
+    batches,
     chat,
     completions,
     embeddings,
+    files,
     health,
     messages,
     models,
@@ -37,6 +39,8 @@ from services.gateway.api import (
     tokenize,
     training,
 )
+from services.gateway.batches.host import BatchStores, open_batching
+from services.gateway.batches.worker import BatchWorker
 from services.gateway.bodies import BodyMemory
 from services.gateway.disconnect import cancel
 from services.gateway.engines import EnginePool
@@ -95,6 +99,7 @@ def create_app(
     *,
     stores: Stores = open_stores,
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
+    batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
     """Builds the application; its lifespan connects to the engines.
 
@@ -102,6 +107,7 @@ def create_app(
         settings: everything that can be set.
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
+        batching: makes where files and batches are.
 
     Raises:
         BadSetting: a file that a setting names cannot be used.
@@ -114,17 +120,23 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, queue = stores(settings)
-        gateway = Gateway(settings, EnginePool(settings, metrics), registry, queue, metrics, keep_responses(settings))
+        batch_stores = batching(settings)
+        gateway = Gateway(
+            settings, EnginePool(settings, metrics), registry, queue, metrics, keep_responses(settings), batch_stores
+        )
         app.state.gateway = gateway
         gateway.engines.start()
         gateway.background.start()
         await quotas.start()
         following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
+        worker = app.state.batch_worker = BatchWorker(app, gateway, batch_stores)
+        worker.start()
         log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
         try:
             yield
         finally:
             gateway.stopping.set()
+            await worker.stop()
             if following is not None:
                 await cancel(following)
             await gateway.background.stop()
@@ -133,6 +145,7 @@ def create_app(
             await quotas.stop()
             await gateway.idempotency.records.aclose()
             await queue.aclose()
+            await batch_stores.queue.aclose()
             gateway.close()
             audit.close()
             log.info("gateway stopped")
@@ -160,6 +173,8 @@ def create_app(
         adapters,
         training,
         sessions,
+        files,
+        batches,
         health,
     ):
         app.include_router(resource.routes)

@@ -50,6 +50,16 @@ class GatewayMetrics:
         self.finished = Counter(
             "temper_gateway_completions", "Completions by finish reason.", ("reason",), registry=self.registry
         )
+        self.batches = Counter(
+            "temper_gateway_batches", "Batches that this gateway ran, by outcome.", ("outcome",), registry=self.registry
+        )
+        self.batches_running = Gauge("temper_gateway_batches_running", "Batches that run here.", registry=self.registry)
+        self.batch_requests = Counter(
+            "temper_gateway_batch_requests",
+            "Requests of batches that were answered, by status.",
+            ("status",),
+            registry=self.registry,
+        )
         self.in_flight = Gauge("temper_gateway_in_flight", "Completions in the gateway.", registry=self.registry)
         self.background = Gauge(
             "temper_gateway_background_responses", "Background responses in the gateway.", registry=self.registry

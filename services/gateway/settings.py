@@ -102,6 +102,22 @@ class GatewaySettings(CommonSettings):
     )
     """What the model's thinking ends with when its budget is used up, a paragraph of its own before the closing tag.
     The words are Qwen's: its models have learnt to answer after them. Empty: the tag alone."""
+    max_file_bytes: int = Field(200 * 2**20, ge=1024)
+    """Largest file of /v1/files."""
+    batch_workers: int = Field(2, ge=0, le=64)
+    """Batches that this gateway runs at a time; 0: it runs none, and other gateways do."""
+    batch_concurrency: int = Field(32, ge=1, le=4096)
+    """Requests of batches that this gateway runs at a time."""
+    batch_priority: int = Field(100, ge=-(2**31), lt=2**31)
+    """Of a batch's request that sets none. Users' requests have 0, and lower is served first."""
+    batch_max_requests: int = Field(50_000, ge=1)
+    """Lines of a batch's input file."""
+    batch_heartbeat_seconds: float = Field(2.0, gt=0)
+    """How often a gateway says that it is still at a batch, and asks whether to cancel it."""
+    batch_reclaim_seconds: float = Field(30.0, gt=0)
+    """Silence after which a batch's gateway counts as dead and another goes on; several heartbeats."""
+    batch_max_attempts: int = Field(3, ge=1)
+    """Deaths of gateways within a batch, without a result in between, after which it fails."""
     shutdown_grace_seconds: int = Field(30, ge=0)
     """How long running responses may go on after SIGTERM."""
     api_keys_file: str = ""
@@ -140,6 +156,14 @@ class GatewaySettings(CommonSettings):
     """Pause between two signs of life of background responses; a cancelled one ends within it."""
     response_lease_seconds: float = Field(30.0, gt=0, validate_default=True)
     """Silence after which a background response counts as lost together with its gateway, and as failed."""
+
+    @field_validator("batch_reclaim_seconds")
+    @classmethod
+    def _outlives_heartbeats(cls, seconds: float, info: ValidationInfo) -> float:
+        heartbeat = info.data.get("batch_heartbeat_seconds")
+        if heartbeat is not None and seconds < 2 * heartbeat:
+            raise ValueError(f"must be at least two heartbeats (TEMPER_BATCH_HEARTBEAT_SECONDS is {heartbeat})")
+        return seconds
 
     @field_validator("response_lease_seconds")
     @classmethod

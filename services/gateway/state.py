@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from services.common.errors import Unavailable
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
+from services.gateway.batches.host import BatchStores
 from services.gateway.engines import EnginePool
 from services.gateway.idempotency import Idempotency, RedisRecords
 from services.gateway.limits import Admission
@@ -28,6 +29,7 @@ T = TypeVar("T")
 _STORE_THREADS = 8
 _STORE_CALLS = 64
 _UPLOADS = 2
+_FILE_UPLOADS = 4
 _CHECKS = 2
 
 
@@ -41,6 +43,7 @@ class Gateway:
         queue: training jobs.
         metrics: all series.
         responses: where responses of /v1/responses are kept.
+        batching: files and batches.
     """
 
     def __init__(
@@ -51,12 +54,16 @@ class Gateway:
         queue: JobQueue,
         metrics: GatewayMetrics,
         responses: ResponseStore,
+        batching: BatchStores,
     ) -> None:
         self.settings = settings
         self.engines = engines
         self.registry = registry
         self.queue = queue
         self.metrics = metrics
+        self.files = batching.files
+        """Blocking, so only called through ``store``."""
+        self.batches = batching.queue
         self.responses = responses
         self.shelf = Shelf(responses)
         self.sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
@@ -72,6 +79,8 @@ class Gateway:
         self._store_calls = 0
         self.uploads = asyncio.Semaphore(_UPLOADS)
         """Held while an upload is in memory."""
+        self.file_uploads = asyncio.Semaphore(_FILE_UPLOADS)
+        """Held while an uploaded file is written to the object store, in a thread of ``store``."""
         self.checks = asyncio.Semaphore(_CHECKS)
         """Held while a training job is tokenized: the threads are shared with prompts."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,10 +96,11 @@ class Access:
     def _principal(self, scope: Scope, rule: Rule, headers: Headers) -> Principal:
         if rule.public:
             return NOBODY
+        if INTERNAL in scope:
+            owner = str(scope[INTERNAL].owner)
+            return replace(EVERYBODY, id=owner) if self._keys is None else self._keys.owner(owner)
         if self._keys is None:
             return EVERYBODY
-        if INTERNAL in scope:
-            return self._keys.owner(str(scope[INTERNAL].owner))
         scheme, _, credentials = headers.get("authorization", "").partition(" ")
         key = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
         if not key:

@@ -15,10 +15,13 @@ import openai
 import pytest
 import uvicorn
 
+from services.common.files import FileStore
 from services.common.registry import AdapterRegistry
 from services.gateway.app import create_app
+from services.gateway.batches.host import BatchStores
 from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
+from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_responses import MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
@@ -30,7 +33,13 @@ class Running:
     """The gateway, its engines, and a thread that runs them."""
 
     def __init__(
-        self, engines: list[FakeEngine], *, all_ready: bool = True, send_buffer: int = 0, **settings: Any
+        self,
+        engines: list[FakeEngine],
+        *,
+        all_ready: bool = True,
+        send_buffer: int = 0,
+        batching: Callable[[GatewaySettings], BatchStores] | None = None,
+        **settings: Any,
     ) -> None:
         self._send_buffer = send_buffer
         self._enough: Callable[[Iterator[bool]], bool] = all if all_ready else any
@@ -40,6 +49,8 @@ class Running:
         self.queue = MemoryQueue()
         self.responses = MemoryResponses()
         self.records = MemoryRecords()
+        self.batches = MemoryBatches()
+        self._batching = batching
         self._settings = settings
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -78,12 +89,15 @@ class Running:
         for engine in self.engines:
             await engine.start()
         options: dict[str, Any] = {"served_model_name": MODEL, "status_interval_seconds": 0.05, "log_level": "error"}
+        options["batch_workers"] = 0  # tests of batches ask for some
         options["engines"] = ",".join(f"127.0.0.1:{engine.port}" for engine in self.engines)
         settings = GatewaySettings(**{**options, **self._settings})
+        batching = self._batching or (lambda _: BatchStores(FileStore(self.store), self.batches, self.batches))  # type: ignore[arg-type]
         self.app = create_app(
             settings,
             stores=lambda _: (self.registry, self.queue),  # type: ignore[arg-type, return-value]
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
+            batching=batching,
         )
         listener = socket.socket()
         if self._send_buffer:  # of the kernel; by itself it grows to megabytes
@@ -133,6 +147,8 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.sessions.refuses, engine.sessions.holds = None, False
     _shared.store.objects.clear()
     _shared.registry._pointer_cache = {}
+    _shared.batches.records.clear()
+    _shared.batches.down = False
     _shared.store.down = _shared.queue.down = _shared.responses.down = _shared.records.down = False
     _shared.responses.records.clear()
     _shared.records.kept.clear()

@@ -57,6 +57,10 @@ class MemoryStore:
         self._check()
         self.objects.pop(key, None)
 
+    def delete_prefix(self, prefix: str) -> None:
+        for key in self.list(prefix):
+            self.delete(key)
+
 
 class MemoryQueue:
     """JobQueue's methods over a dictionary."""

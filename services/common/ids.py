@@ -1,0 +1,36 @@
+"""Names of things that sort by the time they were made: a ULID in lower case."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+PATTERN = f"[{_ALPHABET}]{{26}}"
+"""Of a ulid, as a regular expression."""
+
+
+def ulid(milliseconds: int | None = None, low: int | None = None) -> str:
+    """26 characters.
+
+    Args:
+        milliseconds: Unix time; None: now.
+        low: 80 bits that tell apart what was made in one millisecond; None: random ones.
+    """
+    if milliseconds is None:
+        milliseconds = int(time.time() * 1000)
+    if low is None:
+        low = secrets.randbits(80)
+    number = (milliseconds & (1 << 48) - 1) << 80 | low
+    return "".join(_ALPHABET[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def ulid_of(text: str, milliseconds: int) -> str:
+    """The same one for the same text and time, whoever asks."""
+    return ulid(milliseconds, int.from_bytes(hashlib.sha256(text.encode()).digest()[:10]))
+
+
+def key_of(owner: str) -> str:
+    """What stands for an owner in the names of keys and objects: whatever an owner is called, it is no path."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:32]

@@ -1,0 +1,1 @@
+"""Running batches of requests: what a gateway does besides answering."""

@@ -1,0 +1,191 @@
+"""/v1/files over an object store in memory."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import openai
+import pytest
+
+from services.common.errors import NotFound, Unavailable
+from services.common.files import PIECE_BYTES, FileStore, NewFile, new_file_id
+from services.gateway.file_uploads import clean_name
+from tests.unit.gateway.conftest import Running, Starter
+from tests.unit.gateway.fake_stores import MemoryStore
+
+LINE = b'{"custom_id": "a"}\n'
+
+
+def upload(http: httpx.Client, content: bytes = LINE, name: str = "in.jsonl", **fields: str) -> httpx.Response:
+    return http.post("/v1/files", files={"file": (name, content)}, data={"purpose": "batch", **fields})
+
+
+def test_life_of_a_file(client: openai.OpenAI, running: Running) -> None:
+    content = b"x" * (2 * PIECE_BYTES + 5)
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose, file.status) == (len(content), "in.jsonl", "batch", "processed")
+    assert abs(file.created_at - time.time()) < 10
+    assert client.files.retrieve(file.id) == file
+    assert [found.id for found in client.files.list()] == [file.id]
+    assert client.files.content(file.id).read() == content
+    assert len([key for key in running.store.objects if key.startswith("files/")]) == 4  # three pieces, file.json
+    assert client.files.delete(file.id).deleted
+    assert running.store.objects == {}
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(file.id)
+
+
+def test_pages(client: openai.OpenAI) -> None:
+    ids = [client.files.create(file=("f", LINE), purpose="batch").id for _ in range(5)]
+    assert [file.id for file in client.files.list(limit=2)] == ids[::-1]  # the client asks for page after page
+    assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
+    page = client.files.list(limit=2, after=ids[3])
+    assert [file.id for file in page.data] == [ids[2], ids[1]]
+    assert page.has_more
+    assert client.files.list(purpose="batch_output").data == []
+    with pytest.raises(openai.NotFoundError, match="no such file"):
+        client.files.list(after=new_file_id())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"purpose": "fine-tune"}, "purpose"),
+        ({"purpose": "batch_output"}, "purpose"),
+        ({"extra": "1"}, "extra"),
+        ({"expires_after[anchor]": "created_at"}, "expires_after[seconds]"),
+        ({"expires_after[seconds]": "3600"}, "expires_after[anchor]"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "60"}, "expires_after[seconds]"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "1e5"}, "expires_after[seconds]"),
+        ({"expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, "expires_after[anchor]"),
+    ],
+)
+def test_a_bad_field_is_named(http: httpx.Client, running: Running, fields: dict[str, str], param: str) -> None:
+    response = upload(http, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert running.store.objects == {}
+
+
+def test_bad_forms(http: httpx.Client, running: Running) -> None:
+    assert http.post("/v1/files", json={"purpose": "batch"}).status_code == 400
+    assert http.post("/v1/files", data={"purpose": "batch"}).status_code == 400
+    assert http.post("/v1/files", files={"file": ("f", LINE)}).json()["error"]["param"] == "purpose"
+    assert http.post("/v1/files", files={"file": (None, "text")}, data={"purpose": "batch"}).status_code == 400
+    assert upload(http, b"").json()["error"]["param"] == "file"
+    head = {"content-type": "multipart/form-data"}
+    assert http.post("/v1/files", content=b"--x", headers=head).status_code == 400
+    twice = [("file", ("a", LINE)), ("file", ("b", LINE))]
+    assert http.post("/v1/files", files=twice, data={"purpose": "batch"}).status_code == 400
+    assert running.store.objects == {}
+
+
+def test_too_large(start: Starter) -> None:
+    running = start(max_file_bytes=200_000)
+    with httpx.Client(base_url=running.url, verify=False) as http:
+        response = upload(http, b"x" * 200_001)
+        assert response.status_code == 413
+        assert response.json()["error"] == {
+            "message": "the file is over the limit of 200000 bytes: split it",
+            "type": "invalid_request_error",
+            "param": "file",
+            "code": "payload_too_large",
+        }
+        assert upload(http, b"x" * 400_000).status_code == 413  # stopped while it is read
+        assert upload(http, b"x" * 200_000).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("in.jsonl", "in.jsonl"),
+        ("../../etc/passwd", "passwd"),
+        ("C:\\temp\\in.jsonl", "in.jsonl"),
+        ("..", "upload.jsonl"),
+        ("a\r\nx-evil: 1\x1b[31m", "ax-evil: 1[31m"),
+        ("", "upload.jsonl"),
+        ("ä" * 300, "ä" * 127),
+        ("\u202egnp.jsonl", "gnp.jsonl"),
+    ],
+)
+def test_names_are_no_paths(given: str, kept: str) -> None:
+    assert clean_name(given) == kept
+
+
+def test_the_store_is_away(http: httpx.Client, running: Running) -> None:
+    file = upload(http).json()["id"]
+    running.store.down = True
+    for response in (upload(http), http.get("/v1/files"), http.get(f"/v1/files/{file}/content")):
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize("name", ["file-x", "..", "file-" + "0" * 26 + "x", "%2e%2e%2fbatches", "a%00b"])
+def test_an_id_is_no_path(http: httpx.Client, name: str) -> None:
+    for path in (f"/v1/files/{name}", f"/v1/files/{name}/content"):
+        assert http.get(path).status_code == 404
+
+
+def stored(files: FileStore, owner: str, *, created: int, seconds: int | None = None) -> str:
+    new = NewFile(owner, new_file_id(), "f", "batch", created, seconds)
+    return files.create(new, [LINE]).id
+
+
+def test_an_owner_sees_its_own_files_only() -> None:
+    store = MemoryStore()
+    files = FileStore(store)  # type: ignore[arg-type]
+    mine = stored(files, "me", created=1)
+    assert files.get("me", mine).bytes == len(LINE)
+    assert files.ids("you") == []
+    for call in (files.get, files.delete):
+        with pytest.raises(NotFound):
+            call("you", mine)
+    assert files.ids("me") == [mine]
+
+
+def test_expired_files_are_gone_and_then_removed() -> None:
+    store = MemoryStore()
+    files = FileStore(store)  # type: ignore[arg-type]
+    now = int(time.time())
+    kept = [stored(files, "me", created=now), stored(files, "me", created=now, seconds=3600)]
+    expired = stored(files, "me", created=now - 3600, seconds=3600)
+    with pytest.raises(NotFound):
+        files.get("me", expired)
+    assert files.sweep() == 1
+    assert files.sweep() == 0
+    assert files.ids("me") == sorted(kept)
+    assert not [key for key in store.objects if expired in key]
+
+
+def test_what_an_interrupted_upload_left_is_removed() -> None:
+    store = MemoryStore()
+    files = FileStore(store)  # type: ignore[arg-type]
+
+    def content():
+        yield b"x" * PIECE_BYTES
+        store.down = True
+        yield b"y"
+
+    with pytest.raises(Unavailable):
+        files.create(NewFile("me", new_file_id(), "f", "batch", 1), content())
+    store.down = False
+    assert len(store.objects) == 2  # a piece, and the note to look at it
+    (note,) = [key for key in store.objects if key.startswith("file-expiry/")]
+    assert files.sweep() == 0
+    store.objects[note.replace(note.split("/")[1], "000000000001")] = store.objects.pop(note)
+    assert files.sweep() == 1
+    assert store.objects == {}
+
+
+def test_a_broken_source_leaves_nothing() -> None:
+    store = MemoryStore()
+
+    def content():
+        yield b"x" * PIECE_BYTES
+        raise ValueError("bug")
+
+    with pytest.raises(ValueError, match="bug"):
+        FileStore(store).create(NewFile("me", new_file_id(), "f", "batch", 1), content())  # type: ignore[arg-type]
+    assert store.objects == {}
