@@ -22,6 +22,8 @@ _LITERALS = re.compile(
     """,
     re.VERBOSE,
 )
+_LITERAL_OR_JSON = re.compile(rf"{_LITERALS.pattern} | %json\s*", re.VERBOSE)
+_DECODER = json.JSONDecoder()
 _NAMED = re.compile(r"<([^>\s]*)>")
 _ATTRIBUTES = re.compile(r"\[([^\]\n]*)\]\s*:")
 _UNHEARD = re.compile(r"\b(temperature|capture)\b")
@@ -48,7 +50,7 @@ def lark_of(constraint: Constraint, reserved: Mapping[str, int]) -> str:
     if constraint.kind is ConstraintKind.CHOICES:
         return f"{NO_FORCING}start: {' | '.join(_string(choice) for choice in constraint.source)}"
     check_lark(text, reserved)
-    return NO_FORCING + text
+    return NO_FORCING + _with_schemas(text)
 
 
 def _regex(text: str) -> str:
@@ -78,8 +80,6 @@ def check_lark(text: str, reserved: Mapping[str, int]) -> None:
     """
     if "%llguidance" in text:
         raise Refused("%llguidance directives are set by the engine; leave them out")
-    if '"x-guidance"' in text:
-        raise Refused("x-guidance options are set by the engine; leave them out")
     bare = _LITERALS.sub('""', text)
     for found in _NAMED.finditer(bare):
         name = found.group(0)
@@ -91,6 +91,22 @@ def check_lark(text: str, reserved: Mapping[str, int]) -> None:
         unheard = _UNHEARD.search(found.group(1))
         if unheard is not None:
             raise Refused(f"the attribute {unheard.group(0)} has no effect on what is generated; leave it out")
+
+
+def _with_schemas(text: str) -> str:
+    """The grammar with each schema in it (``%json {…}``) as one that stands alone is compiled."""
+    parts: list[str] = []
+    done = at = 0
+    while (found := _LITERAL_OR_JSON.search(text, at)) is not None:
+        at = found.end()
+        if found.group(0).startswith("%json"):
+            try:
+                schema, end = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                raise Refused(f"%json is not followed by a JSON schema: {error}") from None
+            parts += (text[done:at], json_schema.prepared(json.dumps(schema)))
+            done = at = end
+    return "".join([*parts, text[done:]])
 
 
 def reason_of(message: str, kind: ConstraintKind) -> str:

@@ -83,4 +83,5 @@ class Vocabulary:
         fill_next_token_bitmask(matcher, masks, 0)
         if matcher.is_error():
             raise CheckpointRejected(f"tokenizer.json: masks cannot be made for it: {matcher.get_error()}")
-        return masks[0]
+        newlines: Bits = masks[0]
+        return newlines

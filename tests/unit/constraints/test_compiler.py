@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +20,18 @@ from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.spec import Constraint, Thinking
 from services.engine.request import SamplingParams
+from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (
-    SIZE, codec, compiled, constraint, drawn, mask_of, matcher, schema, text_of, vocabulary,
+    SIZE,
+    codec,
+    compiled,
+    constraint,
+    drawn,
+    mask_of,
+    matcher,
+    schema,
+    text_of,
+    vocabulary,
 )  # fmt: skip
 
 SECONDS = 5.0
@@ -49,7 +60,8 @@ def takes(wanted: Constraint, text: str) -> bool:
          ["yes", "yes sir", 'a"b\\c\n', "日本😀", "</think>"], ["", "no", "yes s"]),
         (constraint("lark", 'start: "x" NUMBER ("," NUMBER)*\nNUMBER: /[0-9]{1,3}/'), ["x1", "x1,22"], ["x", "x1,"]),
         (schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
-                 "additionalProperties": False}), ['{"a":1}', '{\n  "a": 12\n}'], ["{}", '{"a": "1"}', '{"a":1,"b":2}']),
+                 "additionalProperties": False}),
+         ['{"a":1}', '{\n  "a": 12\n}'], ["{}", '{"a": "1"}', '{"a":1,"b":2}']),
         (schema({"const": "<|im_end|> </think> \u2028"}), ['"<|im_end|> </think> \u2028"'], ['"x"']),
         (schema({"oneOf": [{"const": 1}, {"const": "a"}]}), ["1", '"a"'], ["2"]),
         (schema(True), ["[1, null]", '{"x": {}}'], ["nope"]),
@@ -122,7 +134,9 @@ def test_blanks_of_patterns_are_those_of_ecma() -> None:
         (constraint("lark", "start: <[5-9]>"), "by number"),
         (constraint("lark", "start: <nope>"), "nope"),
         (constraint("lark", '%llguidance {}\nstart: "a"'), "%llguidance"),
-        (constraint("lark", 'start: %json {"x-guidance": {"lenient": true}}'), "x-guidance"),
+        (constraint("lark", 'start: %json {"uniqueItems": 1, "x-guidance": {"lenient": true}}'), "uniqueItems"),
+        (constraint("lark", 'start: %json {"enum": [36893488147419103233]}'), "exact"),
+        (constraint("lark", "start: %json {"), "%json is not followed"),
         (constraint("lark", 'start[temperature=0.5]: "a"'), "temperature"),
         (constraint("lark", "start: x\nx[capture]: /a/"), "capture"),
     ],
@@ -141,7 +155,7 @@ BLOW_UPS = {
     "deep references": {"$ref": "#/$defs/d0", "$defs": {
         **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 3} for i in range(25)}, "d25": {"type": "null"}}},
     "wide unions": {"$ref": "#/$defs/d0", "$defs": {
-        **{f"d{i}": {"anyOf": [{"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}}, {"$ref": f"#/$defs/d{i + 1}"}]}
+        **{f"d{i}": {"anyOf": [{"type": "array", "items": {"$ref": (to := f"#/$defs/d{i + 1}")}}, {"$ref": to}]}
            for i in range(40)}, "d40": {"type": "null"}}},
     "itself": {"$ref": "#"},
     "recursive": {"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]},
@@ -187,15 +201,16 @@ def _bounded(wanted: Constraint) -> None:
     assert time.process_time() - began < SECONDS
     for _ in range(30):
         began = time.process_time()
+        problem: ConstraintBroken | None = None
         try:
             allowed = tokens_of(mask_of(of))
             token = allowed[len(allowed) // 2]
             ended = token in vocabulary().eos_ids or of.advance(token)
         except ConstraintBroken as error:
-            assert "too complex" in str(error)
-            ended = True
+            problem = error
         assert time.process_time() - began < 1.0
-        if ended:
+        assert problem is None or "too complex" in str(problem)
+        if ended or problem is not None:
             return
 
 
@@ -248,6 +263,43 @@ def test_a_grammar_in_lark_names_added_tokens() -> None:
     assert text_of(output) == "<tool_call><tool_call></tool_call>"
 
 
+def test_schemas_in_a_grammar_are_as_strict_as_alone() -> None:
+    source = 'start: "%json {" date\ndate: %json {\n "format": "date", "type": "string"} // %json {'
+    assert takes(constraint("lark", source), '%json {"2024-02-29"')
+    assert not takes(constraint("lark", source), '%json {"2023-02-29"')
+    blanks = constraint("lark", 'start: %json {"type": "array", "items": {"const": 1}, "maxItems": 1}')
+    assert takes(blanks, "[  1]")
+    assert not takes(blanks, "[   1]")
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_the_grammars_of_tool_calls(forced: bool) -> None:
+    """As the gateway writes them; what is drawn has the form of a call."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1,
+                                                                           "maximum": 9}},
+        "required": ["city", "days"],
+    }  # fmt: skip
+    function = CallForm("weather", parameters, True, "tools[0].function.parameters")
+    document = None if forced else {"type": "array", "items": {"const": "a"}, "maxItems": 2}
+    source = tool_grammar([function], Form(forced, False, document), ["<tool_call>", "</tool_call>"], limit=65536)
+    wanted = constraint("lark", source, param="tools")
+    texts = set()
+    for seed in range(6):
+        output = drawn(matcher(SamplingParams(constraint=wanted)), seed)
+        assert output is not None
+        assert not {2039, 2040, 2041, 2046, 2047} & set(output)
+        texts.add(text_of(output))
+    call = re.compile(
+        r"<tool_call>\n<function=weather>\n<parameter=city>\n(?s:.{0,8})\n</parameter>\n<parameter=days>\n[1-9]\n"
+        r"</parameter>\n</function>\n</tool_call>"
+    )
+    called = {text for text in texts if call.fullmatch(text)}
+    assert called == texts if forced else all(json.loads(text) is not None for text in texts - called)
+    assert forced or called != texts
+
+
 def test_the_vocabulary_knows_the_tokens_as_the_gateway_does() -> None:
     tokenizer = vocabulary().tokenizer
     other = [token for token in range(2048) if tokenizer.decode_bytes([token]) != codec().token_bytes(token)]
@@ -268,9 +320,11 @@ class Counted:
         self.calls: list[str] = []
         self.results: list[str] = []
         self.hold: threading.Event | None = None
+        self.began = threading.Event()
 
     def __call__(self, of: Any, wanted: Constraint, limits: GrammarLimits) -> CompiledGrammar:
         self.calls.append(wanted.source[0])
+        self.began.set()
         if self.hold is not None:
             assert self.hold.wait(20)
         return compile_grammar(of, wanted, limits)
@@ -368,8 +422,7 @@ def test_too_many_at_once_are_refused() -> None:
     async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
         counted.hold = threading.Event()
         first = asyncio.create_task(compiler.matcher(regex("a")))
-        while not counted.calls:
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(counted.began.wait, 20)
         waiting = [asyncio.create_task(compiler.matcher(regex(text))) for text in "bcd"]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):

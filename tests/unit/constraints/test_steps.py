@@ -10,12 +10,12 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from services.engine.constraints.spec import Thinking
 from services.engine.limits import SchedulerConfig
 from services.engine.pipeline import Pipeline
 from services.engine.plan import SampledToken, StepPlan
 from services.engine.ports import NoObserver, StepStats
 from services.engine.request import FinishReason, Request
-from services.engine.constraints.spec import Thinking
 from services.engine.updates import SequenceUpdate
 from tests.unit.constraints.support import RandomRunner, codec, constraint, request, schema, text_of
 
