@@ -29,7 +29,9 @@ async def serve(engine: InProcessEngine) -> None:
     loop = engine.engine.loop
     health = HealthReporter(alive=lambda: loop.alive, ready=lambda: loop.healthy)
     built = engine.engine
-    serving = Serving(loop, built.adapters, built.bind, built.codec, built.description, 4096, lambda: "")
+    serving = Serving(
+        loop, built.adapters, built.bind, built.constraints, built.codec, built.description, 4096, lambda: ""
+    )
     server = make_server(serving, health.servicer, 64 * 2**20)
     port = bind(server, "127.0.0.1", 0)
     await health.publish()

@@ -112,6 +112,32 @@ class SamplingBuffers:
         return self.tickets.shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class MaskTensors:
+    """Which tokens rows may take, read by the kernels as it is: 31 KiB a masked row at a vocabulary of 248,320."""
+
+    rows: Tensor
+    """[R] int32: the mask of each row, -1 for none."""
+    bits: Tensor
+    """[n, ceil(V / 32)] int32: bit t % 32 of word t // 32 says whether token t is allowed. None is all zeros: a row
+    must have a token to take."""
+
+    def check(self, rows: int, vocab: int) -> None:
+        """
+        Raises:
+            ValueError: shapes or types do not fit a batch.
+        """
+        if (
+            self.rows.shape[0] < rows
+            or self.bits.shape[1:] != (triton.cdiv(vocab, 32),)
+            or {self.rows.dtype, self.bits.dtype} != {torch.int32}
+            or not (self.rows.is_contiguous() and self.bits.is_contiguous())
+        ):
+            raise ValueError(
+                f"sampling: masks {tuple(self.bits.shape)} of {tuple(self.rows.shape)} rows, logits [{rows}, {vocab}]"
+            )
+
+
 def sample_rows(
     logits: Tensor,
     step: Tensor,
@@ -122,6 +148,7 @@ def sample_rows(
     *,
     words: Tensor | None = None,
     biases: Tensor | None = None,
+    masks: MaskTensors | None = None,
     nucleus: bool = False,
     selections: int = 0,
     filters: bool = False,
@@ -141,6 +168,7 @@ def sample_rows(
         results: [R, 4] or, with alternatives, [R, 44] int32; see RESULT_WORDS.
         words: [E, V] int32 token words of requests with edits: counts of generated tokens (updated here) and marks.
         biases: [E, V] float32 logit_bias.
+        masks: what rows of constrained requests may take; log-probabilities do not know of it.
         nucleus: a row has top_p and no other filter (it needs 3 selections as well, for the rare case).
         selections: levels of selection: 3 for top_k or top_p, 5 if a row has both.
         filters: a row has top_k, top_p or min_p.
@@ -158,6 +186,8 @@ def sample_rows(
         raise ValueError(f"sampling: {rows} rows, step {tuple(step.shape)}, results {tuple(results.shape)}")
     if width < (ROW_WORDS if alternatives else RESULT_WORDS):
         raise ValueError(f"sampling: results of {width} words do not hold the alternatives")
+    if masks is not None:
+        masks.check(rows, vocab)
     if rows == 0:
         return
     config = buffers.config
@@ -169,6 +199,8 @@ def sample_rows(
         parameters=table,
         words=words,
         biases=biases,
+        mask_rows=None if masks is None else masks.rows,
+        masks=None if masks is None else masks.bits,
         last_tokens=last_tokens,
         partials=buffers.partials,
         floats=buffers.floats,
@@ -186,7 +218,7 @@ def sample_rows(
         does for all."""
         kernel[(triton.cdiv(vocab, config.block), rows) if each_block else (rows,)](
             batch,
-            tables if each_block else tables._replace(words=None, biases=None),
+            tables if each_block else tables._replace(words=None, biases=None, mask_rows=None, masks=None),
             **constants,
             BLOCK=config.block,
             BLOCKS=buffers.partials.shape[2],
@@ -205,7 +237,7 @@ def sample_rows(
         return config.block <= 256 * warps
 
     if not nucleus:
-        plain = words is None and config.block <= 512 * config.plain_warps
+        plain = words is None and masks is None and config.block <= 512 * config.plain_warps
         launch(scan_kernel, config.plain_warps, few_registers=plain, RACES=False)
     else:
         launch(scan_kernel, config.scan_warps, few_registers=fits(config.scan_warps), RACES=True)

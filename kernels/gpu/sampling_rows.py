@@ -67,7 +67,13 @@ def float_parameter(parameters, index: tl.constexpr):
 
 @triton.jit
 def edited_logits(x, column, inside, request, tables):
-    """Raw logits [BLOCK] to the final ones: logit_bias, min_tokens, penalties (OpenAI; CTRL), then temperature."""
+    """Raw logits [BLOCK] to the final ones: the mask, logit_bias, min_tokens, penalties (OpenAI; CTRL), then
+    temperature. What is masked stays -inf through all of them."""
+    if tables.masks is not None:
+        if request.mask >= 0:
+            words = tables.masks + request.mask.to(tl.int64) * ((tables.vocab + 31) // 32)
+            word = tl.load(words + column // 32, mask=inside, other=0)
+            x = tl.where(((word >> (column % 32)) & 1) != 0, x, float("-inf"))
     if tables.words is not None:
         if (request.flags & EDITED) != 0:
             row = tl.load(request.parameters + EDIT_ROW).to(tl.int64) * tables.vocab

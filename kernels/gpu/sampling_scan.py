@@ -140,8 +140,8 @@ def scan_kernel(batch, tables, RACES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS:
         tl.store(row.partial + RAW_SUM * BLOCKS + block, tl.sum(tl.exp(raw - zero), axis=0))
     best = top
     best_sum = heated_sum
-    if tables.words is not None:
-        if (request.flags & EDITED) != 0:
+    if (tables.words is not None) or (tables.masks is not None):
+        if ((request.flags & EDITED) != 0) | (request.mask >= 0):
             final = edited_logits(raw, column, inside, request, tables)
             best = tl.max(final, axis=0)
             weights = tl.exp(final - tl.where(best == float("-inf"), 0.0, best))

@@ -102,6 +102,10 @@ class Tables(NamedTuple):
     """None: no row has edits."""
     biases: Any
     """None: no row has a logit_bias."""
+    mask_rows: Any
+    """[rows] int32: the mask of each row, -1: none. None: no row has one."""
+    masks: Any
+    """[masks, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 says whether token t is allowed."""
     last_tokens: Any
     partials: Any
     floats: Any
@@ -132,6 +136,8 @@ class Request(NamedTuple):
     parameters: Any
     flags: Any
     logits: Any
+    mask: Any
+    """Number of the row's mask, -1: none."""
 
 
 @triton.jit
@@ -153,12 +159,16 @@ def open_row(tables, axis: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 @triton.jit
 def request_of(row, slot, batch, tables):
     parameters = tables.parameters + slot * PARAMETERS
+    mask = tl.full((), -1, tl.int32)
+    if tables.masks is not None:
+        mask = tl.load(tables.mask_rows + row.index)
     return Request(
         slot,
         tl.load(batch.step + batch.rows + row.index),
         parameters,
         tl.load(parameters + FLAGS),
         tables.logits + row.index * tables.logits_stride,
+        mask,
     )
 
 

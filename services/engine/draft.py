@@ -30,6 +30,8 @@ class Draft:
         self.blocks_kept = 0
         self.decodes_output = False
         """Whether somebody waits for the next token of an answer."""
+        self.masked = False
+        """Whether a token is sampled under a mask."""
         self.sequences: list[Sequence] = []
         """Of the chunks, in their order: decodes first, once the plan is finished."""
         self.sampling: list[Sequence] = []
@@ -49,6 +51,7 @@ class Draft:
         if sequence.reading is not None and (rows := sequence.reading.take(chunk.start, end)) is not None:
             self._reads.append((chunk, rows))
             self.reading.append(sequence)
+        self.masked = self.masked or chunk.masked
         if not chunk.is_decode:
             self._prefills.append((sequence, chunk))
             return
@@ -72,6 +75,17 @@ class Draft:
     def has_chunks(self) -> bool:
         return bool(self._chunks or self._verifying or self._prefills)
 
+    def masked_rows(self) -> list[tuple[int, Sequence]]:
+        """Those whose token is sampled under a mask and still wanted, behind the numbers of their sampled rows."""
+        rows: list[tuple[int, Sequence]] = []
+        at = 0
+        chunks = (chunk for chunk in self._chunks if chunk.samples)
+        for sequence, chunk in zip(self.sampling, chunks, strict=True):
+            if chunk.masked and not sequence.ended:
+                rows.append((at, sequence))
+            at += chunk.sampled_rows
+        return rows
+
     def finish(self) -> StepPlan:
         """The plan, decodes first."""
         others = self._verifying + self._prefills
@@ -83,6 +97,7 @@ class Draft:
             copies_before=[restore.copy for restore in self.restores],
             copies_after=[StateCopy(snapshot.sequence.slot, snapshot.slot) for snapshot in self.snapshots],
             reads=self._placed_reads() if self._reads else (),
+            masked=self.masked,
         )
         return self.plan
 

@@ -105,10 +105,13 @@ class EngineLoop:
         """Queues a request; ``sink`` gets its updates, the last of which has a finish reason.
 
         Raises:
+            ValueError: it needs a matcher and has none, or the other way round.
             ContextLengthExceeded, InvalidRequest: it can never fit.
             Overloaded: too many requests wait already; never of a background request.
             Unavailable: the engine is draining or has stopped.
         """
+        if submission.sampling.masked != (submission.matcher is not None):
+            raise ValueError(f"{submission.request_id}: a matcher goes with a constraint or a thinking budget")
         self.config.max_output(len(submission.prompt_token_ids), submission.sampling.max_tokens)
         with self._lock:
             self._check_open()

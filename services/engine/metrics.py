@@ -16,8 +16,11 @@ from services.engine.updates import Finished
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+_MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
 class EngineMetrics:
-    """Implements services.engine.ports.LoopObserver: counts on the loop thread, without I/O."""
+    """Implements services.engine.ports.EngineObserver: counts where it is called, without I/O."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -57,12 +60,38 @@ class EngineMetrics:
             buckets=_LATENCY,
         )
 
+        self._masks = Histogram(
+            "temper_engine_mask_seconds",
+            "Making the masks of a step with constrained rows.",
+            registry=registry,
+            buckets=_MASKS,
+        )
+        self._grammars = Counter(
+            "temper_engine_grammars",
+            "Grammars of requests: cached, compiled, refused, overloaded.",
+            ["result"],
+            registry=registry,
+        )
+        self._compiling = Histogram(
+            "temper_engine_grammar_compile_seconds",
+            "Compiling a grammar that was not cached, with the wait for its turn.",
+            registry=registry,
+            buckets=_LATENCY,
+        )
+
+    def grammar_done(self, result: str, seconds: float) -> None:
+        self._grammars.labels(result).inc()
+        if result == "compiled":
+            self._compiling.observe(seconds)
+
     def step_done(self, stats: StepStats) -> None:
         self._steps.inc()
         self._step.observe(stats.seconds)
         self._compute.observe(stats.compute_seconds)
         self._decoded.inc(stats.decodes)
         self._prefilled.inc(stats.prefill_tokens)
+        if stats.mask_seconds:
+            self._masks.observe(stats.mask_seconds)
 
     def step_failed(self, error: Exception) -> None:  # noqa: ARG002 - the protocol's signature
         self._failed.inc()

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import structlog
 
 from services.common.errors import TemperError
+from services.engine.constraints.masks import NO_MASKS
 from services.engine.limits import SchedulerConfig
 from services.engine.plan import StepPlan, StepResult
-from services.engine.ports import EngineGate, LoopObserver, Runner, StepHandle, StepStats
+from services.engine.ports import EngineGate, LoopObserver, OpenStep, Runner, StepHandle, StepStats
 from services.engine.scheduler import Scheduler
 from services.engine.updates import SequenceUpdate
 
@@ -33,7 +34,7 @@ class _FailedLaunch:
         raise self.error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """One launched step."""
 
@@ -42,6 +43,9 @@ class _Flight:
     began: float
     """When its planning began."""
     launched: float
+    open: OpenStep | None = None
+    """The handle, until its masks are there."""
+    mask_seconds: float = 0.0
 
 
 class Pipeline:
@@ -94,12 +98,14 @@ class Pipeline:
         depth = 1 if self._gate.contended else self._runner.depth
         plan: StepPlan | None = None
         updates: list[SequenceUpdate] = []
-        if len(self._flights) < depth:
+        if len(self._flights) < depth and not (self._flights and self._flights[-1].open):
             plan = self.scheduler.schedule(began)
             updates = self.scheduler.take_expired()
-            if plan is not None and not self._launch(plan, began):
-                # The failure is met now, before anything is planned on top of it.
-                while self._flights:
+            if plan is not None:
+                launched = self._launch(plan, began)
+                updates += self._seal_oldest(waiting_for_adapters)
+                # A failure is met now, before anything is planned on top of it.
+                while not launched and self._flights:
                     updates += self._collect(waiting_for_adapters)
         # Without a plan there is nothing to run before the next results.
         if self._flights and (plan is None or len(self._flights) >= depth):
@@ -111,6 +117,8 @@ class Pipeline:
         while self._flights:
             flight = self._flights.popleft()
             try:
+                if flight.open is not None:
+                    flight.open.seal(NO_MASKS)
                 flight.handle.result()
             except Exception:
                 _log.exception("a step that nobody waits for failed")
@@ -136,15 +144,38 @@ class Pipeline:
         launched = self._clock()
         try:
             with self._gate.launching():
-                handle = self._runner.launch(plan)
+                opened = self._runner.open(plan) if plan.masked else None
+                handle = opened or self._runner.launch(plan)
         except Exception as error:
             self._flights.append(_Flight(plan, _FailedLaunch(error), began, launched))
             return False
-        self._flights.append(_Flight(plan, handle, began, launched))
+        self._flights.append(_Flight(plan, handle, began, launched, opened))
         return True
 
+    def _seal_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        """Gives the oldest step in flight its masks, if it waits for them."""
+        if not self._flights or self._flights[0].open is None:
+            return []
+        flight = self._flights[0]
+        began = self._clock()
+        masks, updates = self.scheduler.masks(flight.plan)
+        opened, flight.open = flight.open, None
+        flight.mask_seconds = self._clock() - began
+        try:
+            with self._gate.launching():
+                opened.seal(masks)
+        except Exception as error:
+            # Met now, as that of a launch.
+            flight.handle = _FailedLaunch(error)
+            updates += self._collect(waiting_for_adapters)
+        return updates
+
     def _collect(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
-        """Waits for the oldest step."""
+        """Waits for the oldest step; what waits for its tokens is then sealed."""
+        updates = self._take_oldest(waiting_for_adapters)
+        return updates + self._seal_oldest(waiting_for_adapters)
+
+    def _take_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
         flight = self._flights.popleft()
         plan, before = flight.plan, self._collected
         try:
@@ -169,6 +200,7 @@ class Pipeline:
                 prefill_tokens=plan.num_tokens - decodes,
                 counts=self.scheduler.counts(),
                 waiting_for_adapters=waiting_for_adapters,
+                mask_seconds=flight.mask_seconds,
             )
         )
         return updates

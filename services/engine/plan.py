@@ -61,6 +61,8 @@ class Chunk(NamedTuple):
     """State slot to write to, if it is not ``slot``; the conv and recurrent state of ``slot`` then stay as they are."""
     next_id: int = PENDING
     """The token behind a chunk that does not sample."""
+    masked: bool = False
+    """The token is sampled under a mask that is made when the tokens before it are known."""
 
     @property
     def forced_id(self) -> int:
@@ -109,6 +111,8 @@ class StepPlan:
     """Live slots to snapshot after the model has run."""
     reads: SequenceABC[PromptRead] = ()
     """What is read of prompts beside the tokens to sample."""
+    masked: bool = False
+    """Whether a chunk is: the runner gets masks behind the plan."""
 
     @property
     def num_decodes(self) -> int:

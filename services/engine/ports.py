@@ -14,6 +14,8 @@ from services.engine.request import AdapterPin, Pooling, Request, SamplingParams
 from services.engine.updates import Finished, SequenceUpdate
 
 if TYPE_CHECKING:
+    from services.engine.constraints.masks import RowMasks
+    from services.engine.constraints.matcher import OutputMatcher
     from services.engine.private_versions import PrivateVersion
     from services.engine.wire import AdapterChoice
 
@@ -43,6 +45,8 @@ class Submission:
     """See Request."""
     prompt_logprobs_from: int = 0
     pooling: Pooling | None = None
+    matcher: OutputMatcher | None = None
+    """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -65,6 +69,7 @@ class Submission:
             self.prompt_logprobs,
             self.prompt_logprobs_from,
             self.pooling,
+            self.matcher,
         )
 
 
@@ -73,6 +78,15 @@ class StepHandle(Protocol):
 
     def result(self) -> StepResult:
         """Waits for the step; raises what it raised. Called once."""
+        ...
+
+
+class OpenStep(StepHandle, Protocol):
+    """A step whose tokens are not sampled before its masks are there."""
+
+    def seal(self, masks: RowMasks) -> None:
+        """Samples under these masks, which are read before it returns. Called once, before ``result`` and before the
+        next launch."""
         ...
 
 
@@ -95,7 +109,11 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts one step behind those in flight."""
+        """Starts one step behind those in flight; a plan that is not ``masked``."""
+        ...
+
+    def open(self, plan: StepPlan) -> OpenStep:
+        """Starts one step behind those in flight, up to its logits; a plan that is ``masked``."""
         ...
 
 
@@ -155,6 +173,8 @@ class StepStats:
     counts: Counts
     """After the step."""
     waiting_for_adapters: int
+    mask_seconds: float = 0.0
+    """To make the masks of the step; 0: it had none."""
 
 
 class LoopObserver(Protocol):
@@ -169,8 +189,23 @@ class LoopObserver(Protocol):
         ...
 
 
+class GrammarObserver(Protocol):
+    """Metrics of compiling. Called on the thread that takes requests in; never blocks."""
+
+    def grammar_done(self, result: str, seconds: float) -> None:
+        """One request's grammar is "cached", "compiled", "refused" or "overloaded", after so long."""
+        ...
+
+
+class EngineObserver(LoopObserver, GrammarObserver, Protocol):
+    """All metrics of an engine."""
+
+
 class NoObserver:
     """Where nobody measures."""
+
+    def grammar_done(self, result: str, seconds: float) -> None:
+        """Ignores it."""
 
     def step_done(self, stats: StepStats) -> None:
         """Ignores it."""

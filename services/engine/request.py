@@ -6,8 +6,13 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
+from services.engine.constraints.spec import Constraint, Thinking
+
+if TYPE_CHECKING:
+    from services.engine.constraints.matcher import OutputMatcher
 
 _WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logprobs", "forced_ids"})
 """Settings that mean something where the tokens are given."""
@@ -62,6 +67,12 @@ class SamplingParams:
     """Teacher forcing: the tokens to take, one a step, where others would be drawn; what is said of them is what would
     be said of drawn ones. See ``forcing``. Nothing outside this process can ask for it."""
 
+    constraint: Constraint | None = None
+    """The language of the output, enforced by masks: what it excludes gets no probability, before everything else
+    here applies. The log-probabilities that are reported stay those of the plain model."""
+    thinking: Thinking | None = None
+    """Where the reasoning ends that the output begins in. Alone, without a budget, it changes nothing."""
+
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, rule: str) -> None:
             if not ok:
@@ -93,6 +104,13 @@ class SamplingParams:
         )
         if self.forced_ids:
             self._check_forced()
+        elif self.constraint is not None:
+            self._check_constrained(self.constraint)
+        if self.thinking is not None and self.thinking.end_token_id in self.stop_token_ids:
+            raise InvalidRequest(
+                f"stop_token_ids has {self.thinking.end_token_id}, which ends the reasoning: nothing would be answered",
+                param="stop_token_ids",
+            )
 
     @classmethod
     def forcing(cls, token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
@@ -121,6 +139,24 @@ class SamplingParams:
             if name not in _WITH_FORCED and getattr(self, name) != getattr(usual, name):
                 raise InvalidRequest(f"{name} would do nothing: the tokens are given (forced_ids)", param=name)
 
+    def _check_constrained(self, constraint: Constraint) -> None:
+        """An output of a language ends where the language says."""
+        if self.min_tokens > 0:
+            raise InvalidRequest(
+                f"min_tokens cannot be combined with {constraint.param}: what it describes may be shorter",
+                param="min_tokens",
+            )
+        if self.ignore_eos:
+            raise InvalidRequest(
+                f"ignore_eos cannot be combined with {constraint.param}: the output ends where nothing may follow",
+                param="ignore_eos",
+            )
+
+    @property
+    def masked(self) -> bool:
+        """Whether an OutputMatcher goes with the request: some of its tokens are chosen under a mask."""
+        return self.constraint is not None or (self.thinking is not None and self.thinking.budget is not None)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -128,8 +164,9 @@ class SamplingParams:
     @property
     def guessable(self) -> bool:
         """Whether speculation may guess tokens ahead. Not given ones: steps take them one by one, as those they replay
-        were sampled where nothing is guessed."""
-        return not self.edits_logits and not self.forced_ids
+        were sampled where nothing is guessed. Nor such as depend on a mask, which is made when the token before it is
+        known."""
+        return not self.edits_logits and not self.forced_ids and not self.masked
 
     @property
     def edits_logits(self) -> bool:
@@ -180,8 +217,12 @@ class Request:
     """The first token of the prompt to report; 0 is 1: there is nothing to say of the very first."""
     pooling: Pooling | None = None
     """Report a vector of the prompt."""
+    matcher: OutputMatcher | None = None
+    """Of this request alone: what may follow the output so far. Goes with ``sampling.masked``."""
 
     def __post_init__(self) -> None:
+        if self.sampling.masked != (self.matcher is not None):
+            raise ValueError(f"{self.request_id}: a matcher goes with a constraint or a thinking budget, and only so")
         if not self.request_id:
             raise InvalidRequest("request_id must not be empty", param="request_id")
         if not self.prompt_token_ids:

@@ -7,16 +7,18 @@ rows of one table, by state slot, so that a decode step writes only the blocks t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.guesser import Guesser
 from services.engine.model.batch import CacheBuffers, ForwardBatch
-from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
+from services.engine.plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
 from services.engine.ports import CompletedStep
 from services.engine.prompt_reader import read_prompts
 from services.engine.sampler import Sampler
@@ -61,6 +63,22 @@ class BlockTables:
             known.extend(fresh)
 
 
+@dataclass(slots=True)
+class UnsampledStep:
+    """A step that is computed, but for its sampling."""
+
+    sample: Callable[[RowMasks], StepResult]
+    value: StepResult | None = None
+
+    def seal(self, masks: RowMasks) -> None:
+        self.value = self.sample(masks)
+
+    def result(self) -> StepResult:
+        if self.value is None:
+            raise RuntimeError("the step was not sealed")
+        return self.value
+
+
 class ModelRunner:
     """Runs steps. Used by the loop thread only.
 
@@ -99,9 +117,17 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(self.execute(plan))
 
-    @torch.inference_mode()
+    def open(self, plan: StepPlan) -> UnsampledStep:
+        """Computes all chunks; ``seal`` samples."""
+        return UnsampledStep(self._compute(plan))
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes all chunks and samples one token for each chunk that asks for it."""
+        return self._compute(plan)(NO_MASKS)
+
+    @torch.inference_mode()
+    def _compute(self, plan: StepPlan) -> Callable[[RowMasks], StepResult]:
+        """Computes all chunks; what it returns samples, under the masks it is given."""
         self._copy(plan.copies_before)
         batch = self._batch(plan.chunks)
         lora = self._lora if batch.has_adapters else None
@@ -112,11 +138,21 @@ class ModelRunner:
             hidden = self._model.forward(batch, self._cache, lora)
         self._copy(plan.copies_after)
         rows = [row for chunk in plan.chunks for row in chunk.rows]
-        tokens = self._sampler.sample(self._model.logits(hidden), rows) if rows else []
+        logits = self._model.logits(hidden) if rows else None
         reports = read_prompts(self._model, every, plan) if plan.reads else ()
-        if self._guesser is None:
-            return StepResult(tokens, reports=reports)
-        return StepResult(tokens, self._guesser.guess(every, step, plan.chunks, tokens), reports)
+        guesser = self._guesser
+        if guesser is None:
+            return lambda masks: StepResult(self._sample(logits, rows, masks), reports=reports)
+
+        def sample(masks: RowMasks) -> StepResult:
+            tokens = self._sample(logits, rows, masks)
+            with torch.inference_mode():
+                return StepResult(tokens, guesser.guess(every, step, plan.chunks, tokens), reports)
+
+        return sample
+
+    def _sample(self, logits: torch.Tensor | None, rows: Sequence[Chunk], masks: RowMasks) -> list[SampledToken]:
+        return [] if logits is None else self._sampler.sample(logits, rows, masks)
 
     def _copy(self, copies: Sequence[StateCopy]) -> None:
         if copies:

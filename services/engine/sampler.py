@@ -1,9 +1,9 @@
 """Chooses the next tokens of a whole batch with tensor operations.
 
-Order of the edits, as in vLLM: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. A token is drawn by
-an exponential race (argmax of logit - log Exp(1), the Gumbel-max trick) with the counter-based noise of noise.py, so
-that a row's draw does not depend on the other rows. Without filters blocks of tokens race by their mass, and then the
-tokens of the winner: the distribution is the same.
+Order of the edits, as in vLLM: masks of constraints, logit_bias, min_tokens, penalties, temperature, min_p, top_k,
+top_p. A token is drawn by an exponential race (argmax of logit - log Exp(1), the Gumbel-max trick) with the
+counter-based noise of noise.py, so that a row's draw does not depend on the other rows. Without filters blocks of
+tokens race by their mass, and then the tokens of the winner: the distribution is the same.
 
 Filters are thresholds: the allowed tokens of a row are those whose logit is at least t. Equal logits are all in or all
 out, which keeps the choice independent of how a sort breaks ties.
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.noise import BLOCK, FIRST_BLOCK, exponential, row_keys
 from services.engine.plan import Chunk, SampledToken
 from services.engine.sampling_rows import SamplingRows
@@ -58,12 +59,13 @@ class Sampler:
         self._places = torch.arange(block, dtype=torch.int32, device=device)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
-        """One token for each row.
+    def sample(self, logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks = NO_MASKS) -> list[SampledToken]:
+        """One token for each row. What is said of how likely it was does not know of masks.
 
         Args:
             logits: [R, V] float32, not changed.
             chunks: R chunks that sample, in the order of the rows.
+            masks: of some rows: other tokens than these have no probability there.
 
         Returns:
             R tokens. A row with NaN or infinite logits gets ``error`` instead; the others are not affected.
@@ -76,7 +78,7 @@ class Sampler:
             self._rows = rows
         scaled = logits if rows.unit_temperature else logits / rows.temperature
         log_z = torch.logsumexp(scaled, dim=-1)
-        edited = rows.edit(logits, chunks)
+        edited = rows.edit(self._masked(logits, masks), chunks)
         if edited is logits:
             edited = scaled
         elif not rows.unit_temperature:
@@ -87,6 +89,16 @@ class Sampler:
         picked = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - log_z
         alternatives = self._alternatives(logits, tokens, rows)
         return _results(tokens.tolist(), picked.tolist(), alternatives)
+
+    def _masked(self, logits: Tensor, masks: RowMasks) -> Tensor:
+        """The logits with -inf for what is masked; ``logits`` itself if nothing is."""
+        if not masks.rows:
+            return logits
+        allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        rows = torch.tensor(masks.rows, device=self._device)
+        logits = logits.clone()
+        logits[rows] = logits[rows].masked_fill_(torch.from_numpy(allowed == 0).to(self._device), -math.inf)
+        return logits
 
     def _choose(self, logits: Tensor, rows: SamplingRows, chunks: Sequence[Chunk]) -> Tensor:
         """[R, V] final logits to [R] int64 tokens."""

@@ -17,6 +17,7 @@ import enum
 from collections import deque
 
 from services.common.errors import DeadlineExceeded, TemperError
+from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.draft import Draft, prefix
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
@@ -38,6 +39,7 @@ class _Admission(enum.Enum):
 
 class Scheduler:
     """Owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or ``fail``.
+    Between the two a ``masked`` plan gets its ``masks``.
 
     ``add`` and ``abort`` may come at any time between those calls.
 
@@ -55,6 +57,7 @@ class Scheduler:
         self._expired: list[SequenceUpdate] = []
         self._in_flight: deque[Draft] = deque()
         """Oldest first."""
+        self._masks = MaskMaker()
         self._preemptions = 0
         self._guesses = 0
         self._guesses_right = 0
@@ -146,6 +149,20 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return expired
 
+    def masks(self, plan: StepPlan) -> tuple[RowMasks, list[SequenceUpdate]]:
+        """What the oldest step in flight may sample, now that all tokens before are known.
+
+        Returns:
+            The masks, which hold until this is called again; rows of requests that have ended have none. And the last
+            updates of requests whose constraint failed.
+
+        Raises:
+            ValueError: the plan is not the oldest in flight.
+        """
+        masked = self._oldest(plan).masked_rows()
+        masks, failures = self._masks.make([(row, sequence.matcher) for row, sequence in masked])
+        return masks, [self._end(masked[at][1], FinishReason.ERROR, error) for at, error in failures]
+
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Takes in what the oldest step in flight computed; tokens of requests that have ended are dropped.
 
@@ -168,11 +185,10 @@ class Scheduler:
         told = draft.told(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
             return told + self._append_verified(draft, plan, result, now)
-        return told + [
-            self._append(sequence, token, now)
-            for sequence, token in zip(draft.sampling, result.tokens, strict=True)
-            if not sequence.ended
-        ]
+        for sequence, token in zip(draft.sampling, result.tokens, strict=True):
+            if not sequence.ended:
+                self._append(sequence, token, now, told)
+        return told
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
@@ -371,16 +387,18 @@ class Scheduler:
             if right:
                 sequence.accept(chunk)
             sequence.guess = guess if sequence.guessable else -1
-            updates.append(self._append(sequence, token, now))
+            self._append(sequence, token, now, updates)
             if right and not sequence.ended:
-                updates.append(self._append(sequence, more[0], now))
+                self._append(sequence, more[0], now, updates)
         return updates
 
-    def _append(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
-        if token.error is not None:
-            return self._end(sequence, FinishReason.ERROR, TemperError(token.error))
-        reason = sequence.append(token, now)
-        return sequence.update(token) if reason is None else self._end(sequence, reason, token=token)
+    def _append(self, sequence: Sequence, token: SampledToken, now: float, updates: list[SequenceUpdate]) -> None:
+        """Takes in a token; appends what to tell of it."""
+        update, ending = sequence.take(token, now)
+        if update is not None:
+            updates.append(update)
+        if ending is not None:
+            updates.append(self._end(sequence, *ending))
 
     def _end_broken(self, sequence: Sequence) -> SequenceUpdate:
         error = TemperError("the model produced numbers that are not finite")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceABC
+from typing import NamedTuple
 
 from services.common.errors import TemperError
+from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.memory.prefix import Namespace
 from services.engine.plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
 from services.engine.reads import PromptRead, PromptReport, Reading
@@ -13,6 +15,15 @@ from services.engine.request import FinishReason, Request
 from services.engine.updates import Finished, SequenceUpdate
 
 Rank = tuple[int, int, int]
+
+
+class Ending(NamedTuple):
+    """How a request ends."""
+
+    reason: FinishReason
+    error: TemperError | None = None
+    token: SampledToken | None = None
+    """The last one, if it is told with the end."""
 
 
 class Sequence:
@@ -35,6 +46,7 @@ class Sequence:
         "guessable",
         "known",
         "known_at_end",
+        "matcher",
         "max_output",
         "output_ids",
         "pending",
@@ -67,6 +79,8 @@ class Sequence:
         self.guess = -1
         """Of the next token; -1: none."""
         self.guessable = sampling.guessable
+        self.matcher = request.matcher
+        """What may follow the output; it knows all tokens but the pending ones."""
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output
         """What ``known`` reaches if nothing ends the answer before; never fed back."""
@@ -102,6 +116,8 @@ class Sequence:
         """Plans the tokens up to position ``end``; blocks and outputs of the chunk are the live lists, not copies."""
         known, start = self.known, self.computed
         samples = end == known
+        matcher = self.matcher
+        output_count = known - len(self.request.prompt_token_ids)
         chunk = Chunk(
             self.request,
             (PENDING,) if self.pending else self.tokens(start, end),
@@ -110,8 +126,9 @@ class Sequence:
             self.slot,
             samples,
             self.output_ids,
-            known - len(self.request.prompt_token_ids),
+            output_count,
             next_id=PENDING if samples else self.tokens(end, end + 1)[0],
+            masked=samples and matcher is not None and matcher.may_mask(output_count),
         )
         self.computed = end
         if samples:
@@ -164,8 +181,27 @@ class Sequence:
         self.known += 1
         self.pending += 1
 
+    def take(self, token: SampledToken, now: float) -> tuple[SequenceUpdate | None, Ending | None]:
+        """Takes in the oldest pending token: what to tell of it beside how the request ends, and how, if it does."""
+        if token.error is not None:
+            return None, Ending(FinishReason.ERROR, TemperError(token.error))
+        try:
+            reason = self.append(token, now)
+        except ConstraintBroken as error:
+            return None, Ending(FinishReason.ERROR, error)
+        if reason is None:
+            return self.update(token), None
+        if reason is FinishReason.STOP and token.token_id not in self._stops:
+            # The language allows nothing more. A token that ends an answer is no part of its text; this one is.
+            return self.update(token), Ending(reason)
+        return None, Ending(reason, token=token)
+
     def append(self, token: SampledToken, now: float) -> FinishReason | None:
-        """Takes in the oldest pending token; returns why it is the last, None if it is not."""
+        """Takes in the oldest pending token; returns why it is the last, None if it is not.
+
+        Raises:
+            ConstraintBroken: the token does not belong to the language of the output.
+        """
         output = self.output_ids
         if not output:
             self.first_token_at = now
@@ -175,6 +211,8 @@ class Sequence:
         count = len(output)
         # As the sampler masks it: a stop token may be chosen once min_tokens other tokens exist.
         if count > self._min_tokens and token.token_id in self._stops:
+            return FinishReason.STOP
+        if self.matcher is not None and self.matcher.advance(token.token_id):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= self.max_output else None
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -22,9 +22,11 @@ from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters import AdapterManager
+from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.loop import EngineLoop
 from services.engine.model.lora import BoundAdapter
+from services.engine.ports import Submission
 from services.engine.request import FinishReason
 from services.engine.updates import SequenceUpdate
 from services.engine.wire import rollout_message, submission, update_message
@@ -47,6 +49,7 @@ class Serving:
     adapters: AdapterManager
     bind: Callable[[Mapping[str, bytes]], BoundAdapter]
     """Reads an adapter's files strictly; raises AdapterRejected."""
+    constraints: ConstraintCompiler
     codec: TextCodec
     model: pb.Model
     max_waiting: int
@@ -66,6 +69,8 @@ class _Stream:
         self._backlog = 0
         self._arrived = asyncio.Event()
         self._live: set[str] = set()
+        self._compiling: dict[str, asyncio.Task[None]] = {}
+        """Of the live ones, those whose constraint is being compiled: the loop does not have them yet."""
         self._closed = False
         self._overrun = False
 
@@ -88,28 +93,46 @@ class _Stream:
         self._arrived.set()
 
     def abort_all(self) -> None:
+        for task in self._compiling.values():
+            task.cancel()
         self._serving.loop.abort_all(self)
 
     def submit(self, message: pb.GenerateRequest) -> None:
-        """Hands a request to the loop; what is wrong with it comes back as its only update."""
+        """Hands a request to the loop, when its constraint is compiled; what is wrong with it comes back as its only
+        update."""
         name = message.request_id
         try:
             if name in self._live:
                 raise InvalidRequest(f"request_id {name!r} is in use", param="request_id")
-            self._serving.loop.submit(submission(message, self._serving.model.vocab_size), self)
-        except TemperError as error:
-            self._refuse(name, error)
-        except Exception as error:  # a bug that one request meets must not end the others of its gateway
-            log.exception("request could not be submitted", request=name)
-            self._refuse(name, TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})"))
+            asked = submission(message, self._serving.model.vocab_size)
+            if asked.sampling.masked:
+                self._compiling[name] = asyncio.create_task(self._compile(asked))
+            else:
+                self._serving.loop.submit(asked, self)
+        except Exception as error:
+            self._receive([_refusal(name, error)])
         else:
             self._live.add(name)
 
-    def _refuse(self, name: str, error: TemperError) -> None:
-        self._receive([SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)])
+    async def _compile(self, asked: Submission) -> None:
+        """Hands a request to the loop once there is a matcher for it."""
+        name = asked.request_id
+        try:
+            matcher = await self._serving.constraints.matcher(asked.sampling)
+            self._serving.loop.submit(replace(asked, matcher=matcher), self)
+        except Exception as error:
+            self._step_done([_refusal(name, error)])
+        finally:
+            if self._compiling.get(name) is asyncio.current_task():
+                del self._compiling[name]
 
     def abort(self, message: pb.AbortRequest) -> None:
         """Ends a request of this client; with keep_tokens its rollout stays, cut where the gateway ended the text."""
+        task = self._compiling.pop(message.request_id, None)
+        if task is not None:
+            task.cancel()
+            self._step_done([SequenceUpdate(message.request_id, finish_reason=FinishReason.ABORT)])
+            return
         if message.request_id in self._live or message.keep_tokens:
             self._serving.loop.abort(message.request_id, message.keep_tokens)
 
@@ -130,6 +153,14 @@ class _Stream:
                 return
             self._arrived.clear()
             await self._arrived.wait()
+
+
+def _refusal(name: str, error: Exception) -> SequenceUpdate:
+    """A bug that one request meets must not end the others of its gateway: it is told as any other error."""
+    if not isinstance(error, TemperError):
+        log.error("request could not be submitted", request=name, exc_info=error)
+        error = TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})")
+    return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)
 
 
 async def _read(frames: AsyncIterable[pb.ClientFrame], stream: _Stream) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.common.errors import InvalidRequest
 from services.common.names import check_adapter_name
 from services.common.pb import engine_pb2 as pb
+from services.engine.constraints.spec import Constraint, ConstraintKind, Thinking
 from services.engine.errors import to_message
 from services.engine.ports import Submission
 from services.engine.reads import PromptScores
@@ -58,11 +59,37 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
         min_tokens=message.min_tokens,
         max_tokens=message.max_tokens,
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        constraint=constraint(message.constraint) if message.HasField("constraint") else None,
+        thinking=thinking(message.thinking) if message.HasField("thinking") else None,
     )
 
 
+def constraint(message: pb.Constraint) -> Constraint:
+    """Reads what the output must look like; whether it can be compiled is for the compiler to say.
+
+    Raises:
+        InvalidRequest: it is of no kind, or of one that this engine does not know.
+    """
+    param = message.param or "constraint"
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest(f"{param}: the constraint is of no kind that this engine knows", param=param)
+    source = message.choices.texts if kind == "choices" else (getattr(message, kind),)
+    return Constraint(ConstraintKind(kind), tuple(source), param)
+
+
+def thinking(message: pb.Thinking) -> Thinking:
+    """Reads where the reasoning ends.
+
+    Raises:
+        InvalidRequest: the closing tokens do not close it.
+    """
+    budget = message.budget if message.HasField("budget") else None
+    return Thinking(message.end_token_id, budget, tuple(message.closing_token_ids))
+
+
 def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
-    """Reads a request. Whether it fits the context is for the loop to say.
+    """Reads a request. Whether it fits the context is for the loop to say; a matcher, if it needs one, is to follow.
 
     Raises:
         InvalidRequest: a value is out of range; ``param`` names it.
@@ -98,7 +125,12 @@ def _check_ids(message: pb.GenerateRequest, sampling: SamplingParams, vocab_size
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     if max(prompt) >= vocab_size:
         raise InvalidRequest(f"prompt token id {max(prompt)} is outside the vocabulary of {vocab_size}", param="prompt")
-    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+    closing = sampling.thinking.closing if sampling.thinking is not None else ()
+    for name, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("thinking", closing),
+    ):
         wrong = [token for token in ids if token >= vocab_size]
         if wrong:
             raise InvalidRequest(f"{name}: token id {wrong[0]} is outside the vocabulary of {vocab_size}", param=name)

@@ -20,6 +20,9 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits, Nudges
 from services.engine.adapters import AdapterManager
+from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
+from services.engine.constraints.grammars import GrammarLimits
+from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
@@ -27,7 +30,7 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.loader import checkpoint_digest
 from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
-from services.engine.ports import LoopObserver
+from services.engine.ports import EngineObserver, NoObserver
 from services.engine.rollouts import RolloutMemory
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
@@ -58,6 +61,7 @@ class Engine:
     bind: Callable[[Mapping[str, bytes]], BoundAdapter]
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
+    constraints: ConstraintCompiler
     description: pb.Model
 
     def start(self) -> None:
@@ -72,6 +76,7 @@ class Engine:
     def stop(self) -> None:
         """Ends what still runs and all threads."""
         self.adapters.stop()
+        self.constraints.close()
         self.loop.stop()
 
 
@@ -92,7 +97,7 @@ def build_engine(
     settings: EngineSettings,
     registry: AdapterRegistry,
     nudges: Nudges | None,
-    observer: LoopObserver | None = None,
+    observer: EngineObserver | None = None,
 ) -> Engine:
     """Loads the model and allocates everything; nothing runs yet.
 
@@ -119,8 +124,9 @@ def build_engine(
     log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
     limits = _limits(settings, memory.num_blocks, max_model_len, codec.eos_ids)
-    with ThreadPoolExecutor(1) as pool:  # the digest reads the same pages as the loader
+    with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
+        vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
         model = Qwen3_5.from_directory(
             settings.model,
             dtype=dtype,
@@ -147,6 +153,7 @@ def build_engine(
             eos_token_ids=codec.eos_ids,
         )
         base_digest = digest.result()
+        constraints = ConstraintCompiler(vocabulary.result(), compiler_limits(settings), observer or NoObserver())
     log.info("checkpoint identified", digest=base_digest)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     binder = AdapterBinder(model.config, max_rank=settings.max_lora_rank)
@@ -183,7 +190,22 @@ def build_engine(
         teacher="" if teacher is None else teacher.digest,
     )
     second = None if teacher is None else teacher.model
-    return Engine(model, second, codec, base_digest, memory, gate, adapters, bind, loop, description)
+    return Engine(model, second, codec, base_digest, memory, gate, adapters, bind, loop, constraints, description)
+
+
+def compiler_limits(settings: EngineSettings) -> CompilerLimits:
+    """What compiling constraints may take."""
+    return CompilerLimits(
+        GrammarLimits(
+            max_bytes=settings.grammar_max_bytes,
+            step_fuel=settings.grammar_step_fuel,
+            max_states=settings.grammar_max_states,
+        ),
+        seconds=settings.grammar_compile_seconds,
+        threads=settings.grammar_threads,
+        cache_entries=settings.grammar_cache_entries,
+        cache_bytes=settings.grammar_cache_bytes,
+    )
 
 
 def _limits(

@@ -138,8 +138,8 @@ def footprint(
         slot=slot,
         adapter_slot=adapter_slot,
         workspace=sampled * logits * _LOGIT_COPIES + activations + decoded + partial + tables + uploads,
-        # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary.
-        sampler=sampled * (2 * logits + _SAMPLER_ROW),
+        # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary; a mask's bits.
+        sampler=sampled * (2 * logits + _SAMPLER_ROW + config.vocab_size // 8),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
         teacher=taught,
     )

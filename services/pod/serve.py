@@ -81,6 +81,7 @@ async def _serve(
         loop,
         engine.adapters,
         engine.bind,
+        engine.constraints,
         engine.codec,
         engine.description,
         settings.max_waiting,

@@ -118,6 +118,11 @@ class TextCodec:
         return self._special_ids
 
     @property
+    def added_ids(self) -> Mapping[str, int]:
+        """Every added token by its text, special or not: `<|im_end|>`, `</think>`, …"""
+        return self._added_ids
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids the tokenizer knows; the model's embedding may be padded to more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

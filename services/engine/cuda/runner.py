@@ -7,7 +7,7 @@ launches the next step while this one runs and asks for its result after that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
@@ -21,22 +21,25 @@ from kernels.gpu.block_tables import write_tables
 from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
-from services.engine.cuda.buffers import LoadedStep, StepBuffers, StepShape, sampled_rows
+from services.engine.constraints.masks import NO_MASKS, RowMasks
+from services.engine.cuda.buffers import StepBuffers, StepShape, sampled_rows
 from services.engine.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.cuda.graphs import StepGraphs
 from services.engine.cuda.guesser import GuessRows, fill_next_ids, sample_guesses
-from services.engine.cuda.prompt_reader import CudaPromptReader, Reports
-from services.engine.cuda.sampler import CudaSampler, SampleRows
+from services.engine.cuda.masks import MaskUpload
+from services.engine.cuda.prompt_reader import CudaPromptReader
+from services.engine.cuda.sampler import CudaSampler
 from services.engine.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
-from services.engine.cuda.stream import Arrival, EngineStream
+from services.engine.cuda.steps import LaunchedStep, OpenedStep, QueuedStep
+from services.engine.cuda.stream import EngineStream
 from services.engine.cuda.tables import TableShadow
-from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
 from services.engine.model.device_batch import DeviceCache, StepRows
 from services.engine.model.fused import DecodeAttention, FusedForward
 from services.engine.model.lora_slots import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.plan import StepPlan, StepResult
-from services.engine.ports import StepHandle
+from services.engine.ports import OpenStep, StepHandle
 
 log = structlog.get_logger(__name__)
 
@@ -97,6 +100,7 @@ class CudaRunner:
             raise ValueError("speculation reads states as they are: nothing of them may wait (waiting_writes=0)")
         device, config = model.device, model.config
         self._limits = limits
+        self._vocab = config.vocab_size
         self.depth = 1 if limits.speculative else 2
         sampled = limits.max_num_seqs * (2 if limits.speculative else 1)
         self._cache = cache
@@ -108,6 +112,7 @@ class CudaRunner:
         self._shadow = TableShadow(cache.num_slots, self._tables.shape[1])
         self._sampler = CudaSampler(eos_token_ids, cache.num_slots, config.vocab_size, sampled, device, pdl=options.pdl)
         self._reader = CudaPromptReader(self._stream, config.vocab_size, limits.max_num_seqs)
+        self._masks = MaskUpload(self._stream, sampled, config.vocab_size)
         # With speculation the second is for the guesses.
         self._results = [self._stream.host_buffer(sampled * ROW_WORDS) for _ in range(2)]
         self._turn = 0
@@ -199,7 +204,8 @@ class CudaRunner:
         for shape in shapes:
             self._run_padding(shape, forward)
         for plan in sampling_plans(self._limits.max_num_seqs):
-            self._launch(plan, forward).result()
+            for masks in masks_to_try(plan, self._vocab):
+                self._sample(self._queue(plan, forward), masks).result()
 
     def _run_padding(self, shape: StepShape, forward: FusedForward) -> None:
         rows = self._buffers.load(shape, (), 0).rows
@@ -214,15 +220,29 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queues a step behind those in flight."""
+        return self._sample_now(self._queue_now(plan), NO_MASKS)
+
+    @torch.inference_mode()
+    def open(self, plan: StepPlan) -> OpenStep:
+        """Queues a step behind those in flight, up to its logits."""
+        queued = self._queue_now(plan)
+        return OpenedStep(lambda masks: self._sample_now(queued, masks))
+
+    def _queue_now(self, plan: StepPlan) -> QueuedStep:
         try:
             with self._stream.active():
-                return self._launch(plan, self.forward)
+                return self._queue(plan, self.forward)
         except BaseException:
             # What was to be sent may not have reached the device.
             self._shadow.forget()
             raise
 
-    def _launch(self, plan: StepPlan, forward: FusedForward) -> StepHandle:
+    @torch.inference_mode()
+    def _sample_now(self, queued: QueuedStep, masks: RowMasks) -> LaunchedStep:
+        with self._stream.active():
+            return self._sample(queued, masks)
+
+    def _queue(self, plan: StepPlan, forward: FusedForward) -> QueuedStep:
         chunks = plan.chunks
         decodes = 0
         while decodes < len(chunks) and chunks[decodes].is_decode:
@@ -264,41 +284,40 @@ class CudaRunner:
         reports = None
         if plan.reads:
             reports = self._reader.launch(forward, x, plan, decodes, (captured or wanted).decodes)
-        words = None
+        logits = None
         if sampled:
             chosen = x[: step.num_logits] if step.logit_rows is None else x.index_select(0, step.logit_rows)
-            words = self._sampler.launch(
-                forward.logits(chosen), sampling, step.extra[: sampling.step.size].view(3, -1)
-            ).words
-        if guessing is not None:
-            return replace(self._launch_guesses(step, captured, x, words, sampling, guessing, forward), reports=reports)
+            logits = forward.logits(chosen)
+        samples = sum(chunk.samples for chunk in chunks)
+        return QueuedStep(forward, step, captured, x, logits, sampling, guessing, samples, reports)
+
+    def _sample(self, queued: QueuedStep, masks: RowMasks) -> LaunchedStep:
+        """Queues the sampling of a step, and its guesses."""
+        words, reports = None, queued.reports
+        if queued.logits is not None:
+            sampling = queued.sampling
+            step = queued.step.extra[: sampling.step.size].view(3, -1)
+            words = self._sampler.launch(queued.logits, sampling, step, self._masks.send(masks)).words
+        if queued.guessing is not None:
+            return replace(self._launch_guesses(queued, words, queued.guessing), reports=reports)
         if words is None:
             return LaunchedStep(self._stream.mark(), None, reports)
         host = self._fetch(words)
         # Requests whose logits are edited or tokens given only: nothing is guessed.
-        none = [-1] * sum(chunk.samples for chunk in chunks) if self._limits.speculative else ()
+        none = [-1] * queued.samples if self._limits.speculative else ()
         return LaunchedStep(self._stream.mark(), lambda: StepResult(self._sampler.read(host), none), reports)
 
-    def _launch_guesses(
-        self,
-        step: LoadedStep,
-        captured: StepShape | None,
-        x: Tensor,
-        words: Tensor | None,
-        sampling: SampleRows,
-        guessing: GuessRows,
-        forward: FusedForward,
-    ) -> LaunchedStep:
+    def _launch_guesses(self, queued: QueuedStep, words: Tensor | None, guessing: GuessRows) -> LaunchedStep:
         """The mtp layer over all rows of a step, and a guess for each request whose token it sampled.
 
         Args:
-            x: what the layers returned.
             words: what the sampler left; None: nothing was sampled.
         """
+        step, forward, sampling, captured = queued.step, queued.forward, queued.sampling, queued.captured
         if words is not None and step.rows.next_ids is not None:
             fill_next_ids(step.rows.next_ids, step.logit_rows, words[:, 0])
         replay = self._guess_graphs.replay
-        out = replay(captured, step.has_adapters) if captured else self._guess(x, step.rows, forward)
+        out = replay(captured, step.has_adapters) if captured else self._guess(queued.x, step.rows, forward)
         if words is None:
             return LaunchedStep(self._stream.mark(), None)
         host = self._fetch(words)
@@ -334,23 +353,6 @@ class CudaRunner:
     def _attention_of(self, rows: StepRows) -> DecodeAttention | None:
         count = rows.tokens.shape[0] if rows.short else rows.decodes
         return self._attention[decode_bucket(count)] if count else None
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step on its way. The result is read once."""
-
-    arrival: Arrival
-    read: Callable[[], StepResult] | None
-    """Reads the tokens on the host once they are there; None: the step sampled nothing."""
-    reports: Reports | None = None
-    """Same, what was read of prompts; None: nothing was."""
-
-    def result(self) -> StepResult:
-        """Waits for the device."""
-        self.arrival.wait()
-        result = self.read() if self.read is not None else StepResult(())
-        return result if self.reports is None else replace(result, reports=self.reports())
 
 
 def _attention(

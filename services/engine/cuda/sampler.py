@@ -19,6 +19,7 @@ from kernels.gpu.sampling import (
     MOST_ALTERNATIVES,
     RESULT_WORDS,
     ROW_WORDS,
+    MaskTensors,
     SamplingBuffers,
     SamplingConfig,
     sample_rows,
@@ -95,13 +96,16 @@ class CudaSampler:
         return SampleRows(step, features)
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, rows: SampleRows, step: Tensor | None = None) -> DeviceResults:
+    def launch(
+        self, logits: Tensor, rows: SampleRows, step: Tensor | None = None, masks: MaskTensors | None = None
+    ) -> DeviceResults:
         """Enqueues the sampling of a step.
 
         Args:
             logits: [R, V] float32 or bfloat16, not changed. R may be larger than the number of chunks if ``step`` is
                 given, with slot 0 for the rows beyond.
             step: [3, R] int32 on the device, what ``rows.step`` says; None: copied here.
+            masks: of constrained rows; None: no row has one.
         """
         if step is None:
             step = torch.from_numpy(rows.step)
@@ -120,6 +124,7 @@ class CudaSampler:
             words,
             words=self._tables.words if features.edits else None,
             biases=self._tables.biases if features.biases else None,
+            masks=masks,
             nucleus=features.nucleus,
             selections=features.selections,
             filters=features.filters,

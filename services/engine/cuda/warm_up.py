@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from kernels.gpu.segments import TILE
+from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.cuda.buffers import StepShape
 from services.engine.cuda.shapes import short_shape
 from services.engine.plan import Chunk, StepPlan
@@ -33,7 +36,7 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
     """Prompts of one token that ask for everything a sampler can be asked for, in slots from 1 on."""
     plain = SamplingParams()
     edits: tuple[dict[str, Any], ...] = ({}, {"presence_penalty": 0.5}, {"logit_bias": {0: 1.0}})
-    filters: tuple[dict[str, Any], ...] = ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01})
+    filters: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01})
     features = [replace(plain, **edit, **filtered) for edit in edits for filtered in filters]
     features += [replace(plain, temperature=0.0), replace(plain, top_logprobs=2)]
     for rows in _ROWS:
@@ -47,3 +50,9 @@ def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
                     for slot in range(1, rows + 1)
                 ]
             )
+
+
+def masks_to_try(plan: StepPlan, vocab: int) -> tuple[RowMasks, RowMasks]:
+    """None, and one for each row that excludes nothing."""
+    rows = len(plan.chunks)
+    return NO_MASKS, RowMasks(range(rows), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))

@@ -148,7 +148,9 @@ class EngineUnderTest:
         await asyncio.to_thread(self.engine.start)
         loop = self.engine.loop
         engine = self.engine
-        serving = Serving(loop, engine.adapters, engine.bind, engine.codec, engine.description, 64, lambda: "")
+        serving = Serving(
+            loop, engine.adapters, engine.bind, engine.constraints, engine.codec, engine.description, 64, lambda: ""
+        )
         self.health = HealthReporter(lambda: loop.alive, lambda: loop.healthy and loop.status().accepting)
         await self.health.publish()
         self.server = make_server(serving, self.health.servicer, 64 * 1024 * 1024)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kernels.gpu.activations import swiglu
 from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, SamplingBuffers, sample_rows
+from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, MaskTensors, SamplingBuffers, sample_rows
 
 _HIDDEN, _INTERMEDIATE, _VOCAB = 2560, 9216, 248_320
 
@@ -27,9 +29,11 @@ def launches() -> None:
     results = torch.zeros(2, ROW_WORDS, dtype=torch.int32)
     buffers = SamplingBuffers.allocate(2, _VOCAB, "cpu")
     words, biases = torch.zeros(1, _VOCAB, dtype=torch.int32), torch.zeros(1, _VOCAB)
+    masks = MaskTensors(torch.zeros(2, dtype=torch.int32), torch.zeros(2, _VOCAB // 32, dtype=torch.int32))
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(2, _VOCAB, dtype=dtype)
-        for edits in ({}, {"words": words}, {"words": words, "biases": biases}):
+        every: dict[str, Any] = {"words": words, "biases": biases, "masks": masks}
+        for edits in ({}, {"words": words}, {"words": words, "biases": biases}, {"masks": masks}, every):
             sample_rows(logits, step, table, buffers, slots, results, pdl=dtype == torch.float32, **edits)
             sample_rows(
                 logits,

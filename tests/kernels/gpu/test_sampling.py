@@ -12,11 +12,16 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.gpu.sampling import SamplingConfig
+from services.engine.constraints.bits import allow, allows
+from services.engine.constraints.masks import RowMasks
+from services.engine.cuda.masks import MaskUpload
 from services.engine.cuda.sampler import CudaSampler
+from services.engine.cuda.stream import EngineStream
 from services.engine.plan import PENDING, Chunk, SampledToken
 from services.engine.request import Request, SamplingParams
 from services.engine.sampler import Sampler
@@ -329,3 +334,63 @@ def test_a_bad_row_of_a_given_token_is_an_error(device: torch.device) -> None:
     logits[1, 140] = math.nan
     chunks = [chunk(SamplingParams.forcing((4,), 1.0), slot) for slot in (1, 2)]
     assert [token.error is None for token in run(fresh(device), logits, chunks)] == [True, False]
+
+
+def random_masks(rows: list[int], seed: int, vocab: int = VOCAB) -> RowMasks:
+    """Few or many allowed tokens a row, never none; bits beyond the vocabulary are set, too."""
+    draw = random.Random(seed)
+    bits = np.zeros((len(rows), -(-vocab // 32)), dtype=np.int32)
+    for row in bits:
+        allow(row, draw.sample(range(vocab), draw.choice([1, 2, 5, 60, vocab])))
+    bits.view(np.uint32)[:, -1] |= np.uint32(0xFFFFFFFF << (vocab % 32) & 0xFFFFFFFF if vocab % 32 else 0)
+    return RowMasks(rows, bits)
+
+
+def run_masked(sampler: CudaSampler, logits: torch.Tensor, chunks: list[Chunk], masks: RowMasks) -> list[SampledToken]:
+    upload = MaskUpload(EngineStream(logits.device), len(chunks) + 3, logits.shape[1])
+    return sampler.read(sampler.launch(logits, sampler.prepare(chunks), masks=upload.send(masks)).words.cpu())
+
+
+def reference_masked(logits: torch.Tensor, chunks: list[Chunk], masks: RowMasks) -> list[SampledToken]:
+    return Sampler([EOS], torch.device("cpu"), block=128).sample(logits.cpu().float(), chunks, masks)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_masked_rows_equal_the_reference(device: torch.device, seed: int) -> None:
+    """Rows of all kinds, masked and not, in one batch; what is said of likelihoods is the plain model's."""
+    chunks = batch(2000 + seed)
+    logits = random_logits(len(chunks), device, 40 + seed, 3.0)
+    masks = random_masks([row for row in range(len(chunks)) if row % 3 != seed], seed)
+    tokens = run_masked(fresh(device), logits, chunks, masks)
+    assert_same(tokens, reference_masked(logits, chunks, masks))
+    for at, row in enumerate(masks.rows):
+        assert allows(masks.bits[at], tokens[row].token_id), row
+    plain = reference(logits, chunks)
+    unmasked = sorted(set(range(len(chunks))) - set(masks.rows))
+    assert [tokens[row].token_id for row in unmasked] == [plain[row].token_id for row in unmasked]
+
+
+def test_a_masked_row_may_take_only_the_least_likely_token(device: torch.device) -> None:
+    """Far below what the others' weights can be told from zero at, with every filter."""
+    fields: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.9}]
+    chunks = [chunk(SamplingParams(seed=i, **f), i + 1) for i, f in enumerate(fields)]
+    logits = random_logits(len(chunks), device, 5, 1.0)
+    logits[:, 77] = -5000.0
+    bits = np.zeros((len(chunks), -(-VOCAB // 32)), dtype=np.int32)
+    for row in bits:
+        allow(row, [77])
+    masks = RowMasks(range(len(chunks)), bits)
+    tokens = run_masked(fresh(device), logits, chunks, masks)
+    assert [token.token_id for token in tokens] == [77] * len(chunks)
+    assert_same(tokens, reference_masked(logits, chunks, masks))
+
+
+def test_masks_of_another_vocabulary_are_refused(device: torch.device) -> None:
+    upload = MaskUpload(EngineStream(device), 4, VOCAB)
+    with pytest.raises(ValueError, match="words"):
+        upload.send(random_masks([0], 0, vocab=64))
+    sampler = fresh(device)
+    chunks = [chunk(SamplingParams(), 1)]
+    sent = MaskUpload(EngineStream(device), 4, 64).send(random_masks([0], 0, vocab=64))
+    with pytest.raises(ValueError, match="masks"):
+        sampler.launch(random_logits(1, device, 0, 1.0), sampler.prepare(chunks), masks=sent)

@@ -1,0 +1,204 @@
+"""What may follow the output of one request so far: its reasoning, then the language of its answer.
+
+The matcher of a sequence knows the tokens that the host knows. It never runs ahead and never back, so a sequence that
+is preempted keeps it as it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.common.errors import TemperError
+from services.engine.constraints.bits import Bits, allow, allows, forbid
+from services.engine.constraints.spec import Thinking
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from services.engine.constraints.vocabulary import Vocabulary
+
+_NEWLINE_TOKENS = 2
+"""That may stand between the reasoning and the answer: templates write `</think>` and two newlines."""
+_EXCLUDED = "doesn't satisfy the grammar"
+"""In what llguidance says of a token that does not belong; anything else is a limit."""
+_REGULAR_ENDS = frozenset({"NoExtension", "NoExtensionBias", "EndOfSentence"})
+
+
+class ConstraintBroken(TemperError):
+    """A mask could not be made, or a token was sampled that it excludes: the request ends, its text is not to be
+    trusted. Others are not affected."""
+
+
+class _Phase(enum.Enum):
+    REASONING = enum.auto()
+    CLOSING = enum.auto()
+    """The budget is used up: the tokens that close the reasoning follow one by one."""
+    GAP = enum.auto()
+    """Behind the reasoning: newlines may come before the answer."""
+    ANSWER = enum.auto()
+    FREE = enum.auto()
+    """Nothing more is constrained."""
+
+
+class OutputMatcher:
+    """The constraint of one request, from its first token to its last. One thread uses it at a time.
+
+    Inside the reasoning of a request with a grammar every token is allowed but those that end the output: a reasoning
+    without its answer would not be of the language. Without a grammar the model may end wherever it likes; the budget
+    is all that is enforced.
+
+    Args:
+        grammar: a copy of a compiled grammar, at its beginning, which nobody else uses; None: there is only a budget.
+        thinking: set if the output begins inside the reasoning.
+        stop_ids: tokens that end the output; allowed where the answer is complete. One that the grammar takes for text
+            ends it there as well, as a stop string does.
+        param: the request field that failures name.
+        names_tokens: the grammar is one that may name added tokens.
+    """
+
+    __slots__ = (
+        "_closed",
+        "_grammar",
+        "_names_tokens",
+        "_newlines_left",
+        "_param",
+        "_phase",
+        "_reasoned",
+        "_stop_ids",
+        "_thinking",
+        "vocabulary",
+    )
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        grammar: LLMatcher | None,
+        thinking: Thinking | None,
+        stop_ids: frozenset[int],
+        *,
+        param: str,
+        names_tokens: bool = False,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self._grammar = grammar
+        self._thinking = thinking
+        self._stop_ids = stop_ids
+        self._param = param
+        self._names_tokens = names_tokens
+        self._newlines_left = _NEWLINE_TOKENS
+        self._reasoned = 0
+        self._closed = 0
+        """Closing tokens so far."""
+        self._phase = _Phase.ANSWER if grammar is not None else _Phase.FREE
+        if thinking is not None:
+            self._phase = _Phase.CLOSING if thinking.budget == 0 else _Phase.REASONING
+
+    def may_mask(self, count: int) -> bool:
+        """Whether the token behind the first ``count`` tokens of the output may need a mask, some of which may be
+        pending."""
+        if self._grammar is not None:
+            return True
+        if self._thinking is None or self._thinking.budget is None or self._phase is _Phase.FREE:
+            return False
+        return self._thinking.budget <= count
+
+    @property
+    def masks(self) -> bool:
+        """Whether the next token is chosen under a mask."""
+        return self._grammar is not None or self._phase is _Phase.CLOSING
+
+    def begin_mask(self, row: Bits) -> LLMatcher | None:
+        """Writes the mask of the next token, or returns what writes it first; then ``end_mask`` completes it."""
+        if self._thinking is not None and self._phase is _Phase.CLOSING:
+            row[:] = 0
+            allow(row, (self._thinking.closing[self._closed],))
+            return None
+        if self._phase is _Phase.REASONING:
+            row[:] = -1
+            forbid(row, self._stop_ids)
+            return None
+        return self._grammar
+
+    def end_mask(self, row: Bits) -> None:
+        """Completes what the grammar wrote: the tokens that end the output, newlines before an answer.
+
+        Raises:
+            ConstraintBroken: the grammar failed, or nothing may follow.
+        """
+        grammar = self._grammar
+        if grammar is None or self._phase not in (_Phase.ANSWER, _Phase.GAP):
+            return
+        self._check(grammar)
+        if self._names_tokens:
+            np.bitwise_and(row, self.vocabulary.nameable, out=row)
+        if grammar.is_accepting():
+            allow(row, self._stop_ids)
+        if self._phase is _Phase.GAP and self._newlines_left:
+            np.bitwise_or(row, self.vocabulary.newlines, out=row)
+        if not row.any():
+            raise ConstraintBroken(f"{self._param}: no token of the model can go on with the output", param=self._param)
+
+    def advance(self, token_id: int) -> bool:
+        """Takes in a token that does not end the output; returns whether the answer is complete, so that nothing more
+        may follow.
+
+        Raises:
+            ConstraintBroken: the token does not belong there.
+        """
+        thinking = self._thinking
+        if thinking is not None and self._phase is _Phase.REASONING:
+            self._reasoned += 1
+            if token_id == thinking.end_token_id:
+                self._end_reasoning()
+            elif thinking.budget is not None and self._reasoned >= thinking.budget:
+                self._phase = _Phase.CLOSING
+            return False
+        if thinking is not None and self._phase is _Phase.CLOSING:
+            if token_id != thinking.closing[self._closed]:
+                raise self._excluded(token_id)
+            self._closed += 1
+            if self._closed == len(thinking.closing):
+                self._end_reasoning()
+            return False
+        grammar = self._grammar
+        if grammar is None:
+            return False
+        if self._phase is _Phase.GAP:
+            if self._is_gap(token_id, grammar):
+                self._newlines_left -= 1
+                return False
+            self._phase = _Phase.ANSWER
+        if not grammar.consume_token(token_id):
+            if _EXCLUDED not in grammar.get_error():
+                self._check(grammar)
+            raise self._excluded(token_id)
+        if not grammar.is_stopped():
+            return False
+        self._check(grammar)
+        return True
+
+    def _end_reasoning(self) -> None:
+        self._phase = _Phase.FREE if self._grammar is None else _Phase.GAP
+
+    def _is_gap(self, token_id: int, grammar: LLMatcher) -> bool:
+        """Whether a token stands before the answer; one that may begin the answer does."""
+        newline = self._newlines_left > 0 and allows(self.vocabulary.newlines, token_id)
+        return newline and grammar.validate_tokens([token_id]) == 0
+
+    def _check(self, grammar: LLMatcher) -> None:
+        if grammar.is_error():
+            raise ConstraintBroken(
+                f"{self._param}: the grammar is too complex at this point of the output; simplify it "
+                "(TEMPER_GRAMMAR_STEP_FUEL is the engine's limit)",
+                param=self._param,
+            )
+        if grammar.is_stopped() and grammar.stop_reason() not in _REGULAR_ENDS:
+            raise ConstraintBroken(f"{self._param}: the grammar stopped: {grammar.stop_reason()}", param=self._param)
+
+    def _excluded(self, token_id: int) -> ConstraintBroken:
+        return ConstraintBroken(
+            f"{self._param}: token {token_id} does not belong to the output here", param=self._param
+        )

@@ -1,0 +1,120 @@
+"""What a request says to the grammar that llguidance compiles: always its Lark, with no text forced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from llguidance import LLMatcher
+
+from services.engine.constraints import json_schema
+from services.engine.constraints.refusal import Refused
+from services.engine.constraints.spec import Constraint, ConstraintKind
+from services.engine.constraints.vocabulary import NO_FORCING
+
+_LITERALS = re.compile(
+    r"""
+    "(?:\\.|[^"\\\n])*"i?            # a string
+    | //[^\n]*                       # a comment
+    | \#[^\n]*                       # the other kind
+    | /(?:\\.|[^/\\\n])+/[imslux]*   # a regular expression
+    """,
+    re.VERBOSE,
+)
+_LITERAL_OR_JSON = re.compile(rf"{_LITERALS.pattern} | %json\s*", re.VERBOSE)
+_DECODER = json.JSONDecoder()
+_NAMED = re.compile(r"<([^>\s]*)>")
+_ATTRIBUTES = re.compile(r"\[([^\]\n]*)\]\s*:")
+_UNHEARD = re.compile(r"\b(temperature|capture)\b")
+_EXCERPT = re.compile(r"\n\s*\d+ \| |<state>|\n?<non-verbose/>")
+_PLACE = re.compile(r"(?:\bat )?(\d+)\((\d+)\): ")
+_WHERE = re.compile(r"^line \d+, column \d+: ")
+_LONGEST_REASON = 300
+
+
+def lark_of(constraint: Constraint, reserved: Mapping[str, int]) -> str:
+    """The grammar of a constraint.
+
+    Args:
+        reserved: added tokens that no grammar may name.
+
+    Raises:
+        Refused: it asks for what cannot be enforced.
+    """
+    text = constraint.source[0]
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return f"{NO_FORCING}start: %json {json_schema.prepared(text)}"
+    if constraint.kind is ConstraintKind.REGEX:
+        return NO_FORCING + _regex(text)
+    if constraint.kind is ConstraintKind.CHOICES:
+        return f"{NO_FORCING}start: {' | '.join(_string(choice) for choice in constraint.source)}"
+    check_lark(text, reserved)
+    return NO_FORCING + _with_schemas(text)
+
+
+def _regex(text: str) -> str:
+    """Anchors at both ends say nothing of an expression that matches all of the output; elsewhere they are refused."""
+    text = text.removeprefix("^")
+    if text.endswith("$") and (len(text) - len(text[:-1].rstrip("\\"))) % 2:
+        text = text[:-1]
+    grammar = json.loads(LLMatcher.grammar_from_regex(text))
+    lark: str = grammar["grammars"][0]["lark_grammar"]
+    return lark
+
+
+def _string(text: str) -> str:
+    """A text as a string of Lark, which reads the escapes of JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused("a choice has a lone surrogate, which no output can have") from None
+    return json.dumps(text, ensure_ascii=False)
+
+
+def check_lark(text: str, reserved: Mapping[str, int]) -> None:
+    """
+    Raises:
+        Refused: the grammar has a directive for llguidance itself, names tokens that it may not, or has attributes
+            that mean nothing here.
+    """
+    if "%llguidance" in text:
+        raise Refused("%llguidance directives are set by the engine; leave them out")
+    bare = _LITERALS.sub('""', text)
+    for found in _NAMED.finditer(bare):
+        name = found.group(0)
+        if name.startswith("<["):
+            raise Refused(f"{name}: tokens cannot be given by number; name an added token, as in <tool_call>")
+        if name in reserved:
+            raise Refused(f"{name} ends or frames messages and cannot be part of an output")
+    for found in _ATTRIBUTES.finditer(bare):
+        unheard = _UNHEARD.search(found.group(1))
+        if unheard is not None:
+            raise Refused(f"the attribute {unheard.group(0)} has no effect on what is generated; leave it out")
+
+
+def _with_schemas(text: str) -> str:
+    """The grammar with each schema in it (``%json {…}``) as one that stands alone is compiled."""
+    parts: list[str] = []
+    done = at = 0
+    while (found := _LITERAL_OR_JSON.search(text, at)) is not None:
+        at = found.end()
+        if found.group(0).startswith("%json"):
+            try:
+                schema, end = _DECODER.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                raise Refused(f"%json is not followed by a JSON schema: {error}") from None
+            parts += (text[done:at], json_schema.prepared(json.dumps(schema)))
+            done = at = end
+    return "".join([*parts, text[done:]])
+
+
+def reason_of(message: str, kind: ConstraintKind) -> str:
+    """What llguidance says of a grammar, in one line, without the excerpt of a source that is ours."""
+    text = _EXCERPT.split(message, maxsplit=1)[0]
+    text = _PLACE.sub(lambda found: f"line {max(int(found[1]) - 1, 1)}, column {found[2]}: ", text)
+    if kind is not ConstraintKind.LARK:
+        text = _WHERE.sub("", text)
+    text = text.replace("failed to compile JSON schema: ", "")
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"
