@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 
 from services.engine.plan import StepPlan, StepResult
-from services.engine.ports import Runner, StepHandle
+from services.engine.ports import OpenStep, Runner, StepHandle
 
 
 class ChosenAcceptance:
@@ -31,6 +31,10 @@ class ChosenAcceptance:
     def launch(self, plan: StepPlan) -> StepHandle:
         """Launches the step as it is."""
         return _Handle(self, plan, self._runner.launch(plan))
+
+    def open(self, plan: StepPlan) -> OpenStep:
+        """Not here: constrained requests are not guessed for."""
+        raise ValueError(f"no request here is constrained, but a step of {len(plan.chunks)} chunks is")
 
     def imposed(self, plan: StepPlan, result: StepResult) -> StepResult:
         """The result with the wanted tokens in front of the guesses' own rows."""

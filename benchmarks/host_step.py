@@ -23,7 +23,7 @@ from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
 from services.engine.pipeline import Pipeline
 from services.engine.plan import SampledToken, StepPlan, StepResult
-from services.engine.ports import CompletedStep, NoObserver, Submission
+from services.engine.ports import CompletedStep, NoObserver, OpenStep, Submission
 from services.engine.private_versions import PrivateVersion
 from services.engine.request import BASE_PIN, AdapterPin, SamplingParams
 from services.engine.rollouts import RolloutMemory
@@ -59,6 +59,9 @@ class NullRunner:
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(StepResult([SampledToken(5, -0.5) for chunk in plan.chunks if chunk.samples]))
+
+    def open(self, plan: StepPlan) -> OpenStep:
+        raise ValueError(f"no request here is constrained, but a step of {len(plan.chunks)} chunks is")
 
 
 class BaseOnly:

@@ -154,12 +154,14 @@ class Pipeline:
 
     def _seal_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
         """Gives the oldest step in flight its masks, if it waits for them."""
-        if not self._flights or self._flights[0].open is None:
+        if not self._flights:
             return []
         flight = self._flights[0]
+        opened, flight.open = flight.open, None
+        if opened is None:
+            return []
         began = self._clock()
         masks, updates = self.scheduler.masks(flight.plan)
-        opened, flight.open = flight.open, None
         flight.mask_seconds = self._clock() - began
         try:
             with self._gate.launching():
