@@ -27,6 +27,14 @@ class ReasoningTokens(Answer):
     """Their text is reasoning; the tags around it do not count."""
 
 
+class SessionUse(Answer):
+    """The session that the request named."""
+
+    id: str
+    engine: str
+    """Of the engine that answered it; an opaque name that stays the same while the session is there."""
+
+
 class CompletionUsage(Answer):
     """Token counts of all prompts and choices together."""
 
@@ -35,6 +43,8 @@ class CompletionUsage(Answer):
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens
+    session: SessionUse | None = None
+    """Absent without `session_id`."""
 
 
 class TextLogprobs(Answer):

@@ -10,8 +10,14 @@ from pydantic import Field, model_validator
 from services.gateway.schemas.base import TokenId, contradiction
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Texts = str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+# fail_fast: one error is told, and the errors of a million entries would fill the memory.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = (
+    str
+    | TokenIds
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+)
 """Text, token ids, or a list of either."""
 
 
