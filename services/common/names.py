@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 
 from services.common.errors import InvalidRequest
 
@@ -45,7 +45,13 @@ def field_check(check: Callable[[str], str]) -> AfterValidator:
     return AfterValidator(checked)
 
 
-AdapterName = Annotated[str, field_check(check_adapter_name)]
+NAME_SCHEMA: Mapping[str, Any] = {
+    "minLength": 1,
+    "maxLength": 64,
+    "pattern": r"^(?!base$)(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]*$",
+}
+"""What ``check_adapter_name`` takes, as JSON Schema says it: for descriptions, the check has the better messages."""
+AdapterName = Annotated[str, field_check(check_adapter_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +90,11 @@ def _check_adapter_ref(text: str) -> str:
     return text
 
 
-AdapterRef = Annotated[str, field_check(_check_adapter_ref)]
+_REF_SCHEMA = {
+    "type": "string",
+    "pattern": r"^(?!base(@|$))(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,14})?$",
+}
+AdapterRef = Annotated[str, field_check(_check_adapter_ref), WithJsonSchema(_REF_SCHEMA)]
 """"name" or "name@n"."""
 
 

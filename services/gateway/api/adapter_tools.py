@@ -16,6 +16,7 @@ from services.common.retention import RetentionPolicy, prune
 from services.gateway.api.routing import router
 from services.gateway.idempotency import IdempotencyKey, idempotent
 from services.gateway.schemas.adapter_tools import MergeRequest, PruneRequest, RollbackRequest
+from services.gateway.schemas.adapters import AdapterPath
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("adapters")
@@ -23,7 +24,11 @@ routes = router("adapters")
 
 @routes.post("/v1/adapters/{name}/merge", status_code=202)
 async def merge_adapters(
-    name: str, response: Response, body: MergeRequest, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+    name: AdapterPath,
+    response: Response,
+    body: MergeRequest,
+    gateway: GatewayDep,
+    idempotency_key: IdempotencyKey = None,
 ) -> dict[str, Any]:
     """Queues a merge of versions into a new version of this adapter; follow it like a training job.
 
@@ -86,7 +91,7 @@ async def _source(gateway: Gateway, ref: str, index: int) -> Manifest:
 
 @routes.post("/v1/adapters/{name}/rollback")
 @idempotent
-async def roll_back(name: str, gateway: GatewayDep, body: RollbackRequest | None = None) -> dict[str, Any]:
+async def roll_back(name: AdapterPath, gateway: GatewayDep, body: RollbackRequest | None = None) -> dict[str, Any]:
     """Makes an earlier version current, and attached if a newer one of this adapter is.
 
     409 if there is no earlier one, or if another version became current meanwhile.
@@ -107,7 +112,7 @@ async def roll_back(name: str, gateway: GatewayDep, body: RollbackRequest | None
 
 @routes.post("/v1/adapters/{name}/prune")
 @idempotent
-async def prune_adapter(name: str, gateway: GatewayDep, body: PruneRequest) -> dict[str, Any]:
+async def prune_adapter(name: AdapterPath, gateway: GatewayDep, body: PruneRequest) -> dict[str, Any]:
     """Removes old versions: never the current one, one that is attached, or one that an unfinished job needs.
 
     An engine that has a removed version loaded finishes what it answers with it.

@@ -11,12 +11,12 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.formparsers import MultiPartException
 
 from services.common.errors import Conflict, InvalidRequest, NotFound
-from services.common.names import AdapterVersion, check_adapter_name
+from services.common.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.registry import CONFIG, WEIGHTS, Manifest, Pointers
 from services.gateway.api.routing import router
 from services.gateway.archives import tar_gz
 from services.gateway.idempotency import IdempotencyKey, idempotent, json_answer
-from services.gateway.schemas.adapters import VersionRequest
+from services.gateway.schemas.adapters import AdapterPath, VersionRequest
 from services.gateway.state import Gateway, GatewayDep
 from services.gateway.uploads import check_files, read_form
 
@@ -30,7 +30,7 @@ _UPLOAD_SCHEMA = {
                 "schema": {
                     "type": "object",
                     "properties": {
-                        "name": {"type": "string"},
+                        "name": {"type": "string", **NAME_SCHEMA},
                         WEIGHTS: {"type": "string", "format": "binary"},
                         CONFIG: {"type": "string", "format": "binary"},
                     },
@@ -126,7 +126,7 @@ def _said(name: str, files: dict[str, bytes]) -> bytes:
 
 
 @routes.get("/v1/adapters/{name}")
-async def get_adapter(name: str, gateway: GatewayDep) -> dict[str, Any]:
+async def get_adapter(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
     """One adapter, with the manifest of its current version."""
     current = await _pick(gateway, name, None)
     manifest = await gateway.store(gateway.registry.manifest, current)
@@ -137,7 +137,7 @@ async def get_adapter(name: str, gateway: GatewayDep) -> dict[str, Any]:
 
 @routes.delete("/v1/adapters/{name}")
 @idempotent
-async def delete_adapter(name: str, gateway: GatewayDep) -> dict[str, Any]:
+async def delete_adapter(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
     """Removes an adapter with all its versions; 409 while one of them is attached."""
     check_adapter_name(name)
     await gateway.store(gateway.registry.delete, name)
@@ -146,7 +146,7 @@ async def delete_adapter(name: str, gateway: GatewayDep) -> dict[str, Any]:
 
 
 @routes.get("/v1/adapters/{name}/versions")
-async def list_versions(name: str, gateway: GatewayDep) -> dict[str, Any]:
+async def list_versions(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
     """All versions, oldest first."""
     current = await _pick(gateway, name, None)
     manifests = await gateway.store(gateway.registry.versions, name)
@@ -157,7 +157,7 @@ async def list_versions(name: str, gateway: GatewayDep) -> dict[str, Any]:
 
 @routes.get("/v1/adapters/{name}/download", response_class=Response)
 async def download_adapter(
-    name: str,
+    name: AdapterPath,
     gateway: GatewayDep,
     version: VersionQuery = None,
     file: Annotated[str | None, Query(max_length=256)] = None,
@@ -181,7 +181,7 @@ async def download_adapter(
 
 @routes.post("/v1/adapters/{name}/attach")
 @idempotent
-async def attach_adapter(name: str, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
+async def attach_adapter(name: AdapterPath, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
     """Answers requests for the base model's name with this version from now on."""
     picked = await _pick(gateway, name, body.version if body is not None else None)
     await gateway.store(gateway.registry.attach, picked)
@@ -190,7 +190,7 @@ async def attach_adapter(name: str, gateway: GatewayDep, body: VersionRequest | 
 
 @routes.post("/v1/adapters/{name}/detach")
 @idempotent
-async def detach_adapter(name: str, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
+async def detach_adapter(name: AdapterPath, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
     """Answers requests for the base model's name with the base model again; 409 if something else is attached."""
     check_adapter_name(name)
     attached = await gateway.store(gateway.registry.attached)

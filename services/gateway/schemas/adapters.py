@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from fastapi import Path
 from pydantic import Field
 
+from services.common.names import NAME_SCHEMA
 from services.gateway.schemas.base import RequestModel
+
+AdapterPath = Annotated[str, Path(json_schema_extra=dict(NAME_SCHEMA))]
+"""An adapter's name in a path; what is wrong with it is said by check_adapter_name."""
 
 
 class VersionRequest(RequestModel):
