@@ -1,0 +1,31 @@
+"""The examples in /openapi.json, sent as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway.api.examples import EXAMPLES
+from tests.stack import Stack
+
+# Jobs are submitted, and checked as far as that, in tests/unit/gateway: each would keep the trainer busy here.
+NAMED = [(path, name) for path, examples in EXAMPLES.items() for name in examples if not path.startswith("/v1/train/")]
+
+
+@pytest.fixture(scope="module")
+def described(stack: Stack) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{stack.url}/openapi.json", trust_env=False).json()
+    return found
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED, ids=[" ".join(named) for named in NAMED])
+def test_an_example_runs(stack: Stack, described: dict[str, Any], path: str, name: str) -> None:
+    content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    answer = httpx.post(f"{stack.url}{path}", json=content["examples"][name]["value"], timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+    else:
+        assert "error" not in answer.json() or answer.json()["error"] is None

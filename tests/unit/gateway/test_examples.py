@@ -1,0 +1,33 @@
+"""The examples in the description are submitted as they are; who describes a body without an example is found out."""
+
+from __future__ import annotations
+
+import httpx
+import jsonschema_rs
+import pytest
+
+from services.gateway.api.examples import EXAMPLES
+from tests.unit.gateway.conftest import Running
+
+JOBS = [path for path in EXAMPLES if path.startswith("/v1/train/") and not path.endswith("/sessions")]
+# What stands in a request there names something that has to exist first.
+WITHOUT = ("/v1/adapters/{name}/", "/v1/train/sessions/{session_id}/", "/v1/batches")
+
+
+@pytest.mark.parametrize("path", JOBS)
+def test_a_job_is_submitted(running: Running, path: str) -> None:
+    for body in EXAMPLES[path].values():
+        answer = httpx.post(f"{running.url}{path}", json=body, timeout=20, trust_env=False)
+        assert answer.status_code == 202, answer.text
+
+
+def test_every_body_has_examples_that_fit_its_schema(running: Running) -> None:
+    description = running.app.openapi()
+    for path, operations in description["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
+        if content is None or path.startswith(WITHOUT):
+            continue
+        schema = {**content["schema"], "components": description["components"]}
+        assert content["examples"], path
+        for name, example in content["examples"].items():
+            assert jsonschema_rs.is_valid(schema, example["value"]), f"{path} {name}"
