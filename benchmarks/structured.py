@@ -1,8 +1,8 @@
 """Structured output: `python -m benchmarks.structured --schemas 500 --cost 16x128x128 --check`.
 
 --schemas: so many generated JSON schemas, each answered once at temperature 1; every answer must be valid, or its
-schema refused before. --cost: decode rates of the same batch with and without a JSON schema, in turn: what a mask a token
-costs. --check: sampling under masks on the GPU beside the reference on the CPU. One JSON line each.
+schema refused before. --cost: decode rates of the same batch with and without a JSON schema, in turn: what a mask a
+token costs. --check: sampling under masks on the GPU beside the reference on the CPU. One JSON line each.
 
 On a GPU: `--model qwen3.5-4b --random`, with a tokenizer as wide as the model's logits.
 """
