@@ -77,7 +77,7 @@ class ConstraintCompiler:
         observer: GrammarObserver,
         compile_one: Callable[[Vocabulary, Constraint, GrammarLimits], CompiledGrammar] = compile_grammar,
     ) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._limits = limits
         self._observer = observer
         self._compile_one = compile_one
@@ -104,7 +104,7 @@ class ConstraintCompiler:
         """
         constraint = sampling.constraint
         if constraint is None:
-            return budget_matcher(self._vocabulary, sampling) if sampling.masked else None
+            return budget_matcher(self.vocabulary, sampling) if sampling.masked else None
         return (await self._compiled(constraint)).matcher(sampling)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class ConstraintCompiler:
     def _start(self, constraint: Constraint) -> _Job:
         if sum(not job.began.is_set() for job in self._jobs.values()) >= self._limits.waiting + self._limits.threads:
             raise self._busy()
-        job = _Job(lambda: self._compile_one(self._vocabulary, constraint, self._limits.grammar), self._pool)
+        job = _Job(lambda: self._compile_one(self.vocabulary, constraint, self._limits.grammar), self._pool)
         self._jobs[constraint.key] = job
         job.done.add_done_callback(lambda done: self._finished(constraint.key, job, done))
         return job

@@ -42,15 +42,19 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?
 _LABEL = r"[a-zA-Z0-9]{1,31}(?:-[a-zA-Z0-9]{1,15})?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}\.[a-zA-Z]{{2,15}}"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
+_N = "[0-9]{1,6}"
+_DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
+_HOURS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P(?:{_N}W|{_DAYS}(?:{_HOURS})?|{_HOURS})",
     "hostname": _HOST,
     "email": rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}",
 }
-"""Stricter than llguidance's own: these know leap years, no 60th second, and the lengths of names (RFC 3339, RFC 5321,
-RFC 1123). Each begins and ends where the text does."""
+"""Stricter than llguidance's own: these know leap years, no 60th second, the lengths of names and of numbers (RFC 3339,
+RFC 5321, RFC 1123). Each begins and ends where the text does."""
 _ESCAPE = re.compile(r"\\.|\[|\]", re.DOTALL)
 _BLANK = r" \t\n\r\f\v"
 

@@ -1,0 +1,24 @@
+"""Generated JSON schemas through a real engine: every answer is valid, or its schema was refused. The full number, 500, is
+`python -m benchmarks.structured --schemas 500`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.in_process import InProcessEngine, settings_for
+from benchmarks.structured import try_schemas
+
+TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
+
+
+def test_answers_to_generated_schemas_are_valid() -> None:
+    engine = InProcessEngine(
+        settings_for(TINY, "cpu", torch_threads=1, max_num_seqs=16, max_model_len=2048, num_blocks=1025)
+    )
+    try:
+        report = try_schemas(engine, 40, seed=11, max_tokens=1500)
+    finally:
+        engine.stop()
+    assert report["invalid"] == 0, report["examples"]
+    assert report["valid"] + report["refused"] == 40
+    assert report["refused"] <= 6, report["refusals"]
