@@ -259,8 +259,8 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
         chunks = [Chunk(each, (2,), 1, [1], 1 + row, True, [], 0) for row, each in enumerate(requests)]
         masked = [row for row in range(rows) if row % 3]
         bits = np.zeros((len(masked), -(-vocab // 32)), dtype=np.int32)
-        for row in bits:
-            allow(row, draw.sample(range(vocab), draw.choice([1, 7, 1000, vocab // 2])))
+        for allowed in bits:
+            allow(allowed, draw.sample(range(vocab), draw.choice([1, 7, 1000, vocab // 2])))
         masks = RowMasks(masked, bits)
         logits = torch.randn(rows, vocab, device=device, generator=torch.Generator(device).manual_seed(number)) * 2
         with stream.active():

@@ -154,14 +154,14 @@ class Pipeline:
 
     def _seal_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
         """Gives the oldest step in flight its masks, if it waits for them."""
-        if not self._flights:
+        flight = self._flights[0] if self._flights else None
+        if flight is None or flight.open is None:
             return []
-        flight = self._flights[0]
-        opened, flight.open = flight.open, None
-        if opened is None:
-            return []
+        opened = flight.open
         began = self._clock()
         masks, updates = self.scheduler.masks(flight.plan)
+        # From here on it can be collected, whatever comes of it.
+        flight.open = None
         flight.mask_seconds = self._clock() - began
         try:
             with self._gate.launching():

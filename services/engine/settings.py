@@ -82,20 +82,20 @@ class EngineSettings(CommonSettings):
     """Requests that may wait for their first step; more are refused as overloaded."""
     tpot_slo_ms: float = Field(50.0, gt=0)
     """Time per output token that training slices may not push decodes beyond."""
-    grammar_max_bytes: int = Field(128 * 1024, ge=1)
+    constraint_max_bytes: int = Field(256 * 1024, ge=1)
     """Longest source of a constraint (JSON schema, regular expression, grammar, choices); more is refused."""
-    grammar_compile_seconds: float = Field(5.0, gt=0)
+    constraint_compile_seconds: float = Field(5.0, gt=0)
     """How long a request waits for its constraint to be compiled; what takes longer is refused."""
-    grammar_threads: int = Field(2, ge=1, le=64)
+    constraint_threads: int = Field(2, ge=1, le=64)
     """Constraints compiled at once."""
-    grammar_cache_entries: int = Field(256, ge=0)
+    constraint_cache_entries: int = Field(256, ge=0)
     """Compiled constraints that are kept for further requests."""
-    grammar_cache_bytes: ByteSize = Field(ByteSize(8 * 1024 * 1024), ge=0)
+    constraint_cache_bytes: ByteSize = Field(ByteSize(8 * 1024 * 1024), ge=0)
     """Of the sources of what is kept."""
-    grammar_step_fuel: int = Field(200_000, ge=1)
+    constraint_step_fuel: int = Field(200_000, ge=1)
     """Work of the lexer for the mask of one token, 14 units a microsecond; a request that needs more ends with an
     error."""
-    grammar_max_states: int = Field(20_000, ge=1)
+    constraint_max_states: int = Field(20_000, ge=1)
     """States that the lexer of one request may have, 1 to 2 kB each; a request that needs more ends with an error."""
     mask_threads: int = Field(0, ge=0, le=64)
     """CPU threads that make the masks of a step; 0: half of this process's cores, at most 8."""

@@ -197,14 +197,14 @@ def compiler_limits(settings: EngineSettings) -> CompilerLimits:
     """What compiling constraints may take."""
     return CompilerLimits(
         GrammarLimits(
-            max_bytes=settings.grammar_max_bytes,
-            step_fuel=settings.grammar_step_fuel,
-            max_states=settings.grammar_max_states,
+            max_bytes=settings.constraint_max_bytes,
+            step_fuel=settings.constraint_step_fuel,
+            max_states=settings.constraint_max_states,
         ),
-        seconds=settings.grammar_compile_seconds,
-        threads=settings.grammar_threads,
-        cache_entries=settings.grammar_cache_entries,
-        cache_bytes=settings.grammar_cache_bytes,
+        seconds=settings.constraint_compile_seconds,
+        threads=settings.constraint_threads,
+        cache_entries=settings.constraint_cache_entries,
+        cache_bytes=settings.constraint_cache_bytes,
     )
 
 

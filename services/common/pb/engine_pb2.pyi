@@ -68,7 +68,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end-of-sequence or stop token was sampled (it is the last of the token ids)."""
+    """An end-of-sequence or stop token was sampled (it is the last of the token ids), or the constraint allows nothing
+    more (the update has no token ids).
+    """
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
@@ -78,7 +80,9 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end-of-sequence or stop token was sampled (it is the last of the token ids)."""
+"""An end-of-sequence or stop token was sampled (it is the last of the token ids), or the constraint allows nothing
+more (the update has no token ids).
+"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4

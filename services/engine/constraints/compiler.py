@@ -173,7 +173,7 @@ class ConstraintCompiler:
 
     def _too_slow(self) -> Refused:
         return Refused(
-            f"it takes longer than {self._limits.seconds:g} s to compile (TEMPER_GRAMMAR_COMPILE_SECONDS): simplify it"
+            f"it takes longer than {self._limits.seconds:g} s to compile (TEMPER_CONSTRAINT_COMPILE_SECONDS)"
         )
 
     def _busy(self) -> Overloaded:

@@ -22,7 +22,7 @@ _NOTHING_FOLLOWS = "NoExtensionBias"
 class GrammarLimits:
     """What one grammar may cost. llguidance counts its work in units of fuel, 14 to 50 of them a microsecond."""
 
-    max_bytes: int = 128 * 1024
+    max_bytes: int = 256 * 1024
     """Of the source."""
     step_fuel: int = 200_000
     """Of the lexer, for the mask of one token: some 15 ms of one thread."""
@@ -91,7 +91,7 @@ def compile_grammar(vocabulary: Vocabulary, constraint: Constraint, limits: Gram
         Refused: it is malformed, asks for what is not enforced, is over a limit, or nothing fulfils it.
     """
     if constraint.size > limits.max_bytes:
-        raise Refused(f"it has {constraint.size} bytes, the limit is {limits.max_bytes} (TEMPER_GRAMMAR_MAX_BYTES)")
+        raise Refused(f"it has {constraint.size} bytes, the limit is {limits.max_bytes} (TEMPER_CONSTRAINT_MAX_BYTES)")
     lark = lark_of(constraint, vocabulary.reserved)
     matcher = LLMatcher(vocabulary.tokenizer, lark, log_level=0, limits=limits.of_parser())
     if matcher.is_error():

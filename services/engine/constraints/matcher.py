@@ -192,7 +192,7 @@ class OutputMatcher:
         if grammar.is_error():
             raise ConstraintBroken(
                 f"{self._param}: the grammar is too complex at this point of the output; simplify it "
-                "(TEMPER_GRAMMAR_STEP_FUEL is the engine's limit)",
+                "(TEMPER_CONSTRAINT_STEP_FUEL is the engine's limit)",
                 param=self._param,
             )
         if grammar.is_stopped() and grammar.stop_reason() not in _REGULAR_ENDS:

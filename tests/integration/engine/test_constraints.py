@@ -101,7 +101,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "a", "thinking": pb.Thinking(end_token_id=10**6)}, "thinking", "outside the vocabulary"),
     ({"regex": "a", "thinking": pb.Thinking(end_token_id=9, closing_token_ids=[8])}, "thinking", "closing_token_ids"),
     ({"regex": "a", "thinking": pb.Thinking(end_token_id=9), "stop_token_ids": [9]}, "stop_token_ids", "reasoning"),
-    ({"regex": "a" * 200_000}, "response_format", "TEMPER_GRAMMAR_MAX_BYTES"),
+    ({"regex": "a" * 300_000}, "response_format", "TEMPER_CONSTRAINT_MAX_BYTES"),
 ]
 
 

@@ -1,5 +1,7 @@
-"""Generated JSON schemas through a real engine: every answer is valid, or its schema was refused. The full number, 500,
-is `python -m benchmarks.structured --schemas 500`."""
+"""Generated JSON schemas through a real engine: every answer is valid, or its schema was refused.
+
+All 500 are `python -m benchmarks.structured --schemas 500`.
+"""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _bounded(wanted: Constraint) -> None:
 
 
 def test_a_source_over_the_limit_is_refused_unread() -> None:
-    with pytest.raises(Refused, match=r"101 bytes, the limit is 100 \(TEMPER_GRAMMAR_MAX_BYTES\)"):
+    with pytest.raises(Refused, match=r"101 bytes, the limit is 100 \(TEMPER_CONSTRAINT_MAX_BYTES\)"):
         compiled(constraint("regex", "x" * 101), GrammarLimits(max_bytes=100))
     assert compiled(constraint("regex", "x" * 100), GrammarLimits(max_bytes=100)).size == 100
 
@@ -407,7 +407,7 @@ def test_what_is_refused_names_the_field_and_is_not_kept() -> None:
 def test_what_takes_too_long_is_refused_and_never_kept() -> None:
     async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
         counted.hold = threading.Event()
-        with pytest.raises(InvalidRequest, match=r"regex: .*0.05 s.*TEMPER_GRAMMAR_COMPILE_SECONDS"):
+        with pytest.raises(InvalidRequest, match=r"regex: .*0.05 s.*TEMPER_CONSTRAINT_COMPILE_SECONDS"):
             await compiler.matcher(regex("slow"))
         with pytest.raises(InvalidRequest, match="longer"):
             await compiler.matcher(regex("slow"))
