@@ -228,6 +228,10 @@ class CudaRunner:
         queued = self._queue_now(plan)
         return OpenedStep(lambda masks: self._sample_now(queued, masks))
 
+    def _launch(self, plan: StepPlan, forward: FusedForward) -> LaunchedStep:
+        """A step whose rows may take any token, on the current stream."""
+        return self._sample(self._queue(plan, forward), NO_MASKS)
+
     def _queue_now(self, plan: StepPlan) -> QueuedStep:
         try:
             with self._stream.active():

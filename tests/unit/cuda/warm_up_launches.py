@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -22,9 +23,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.gpu.keys import stable_keys
+from services.engine.constraints.masks import RowMasks
 from services.engine.cuda.compile_ahead import Variant, _Target, recorded
 from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.cuda.warm_up import warm_up_shapes
+from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
 from services.engine.model.device_batch import DeviceCache
 from services.engine.model.lora_upload import AdapterUpload
 from services.engine.plan import Chunk, StepPlan
@@ -123,6 +125,10 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
         runner._lora.load(1, random_adapter(CONFIG, 16, seed=1))
         for length in (1, 5, 33, 200):
             runner._launch(reading(length), runner.forward)
+        for plan in sampling_plans(16):
+            if len(plan.chunks) > 1:  # a mask for one of several rows
+                bits = np.full((1, CONFIG.vocab_size // 32), -1, dtype=np.int32)
+                runner._sample(runner._queue(plan, runner.forward), RowMasks([1], bits))
 
     with recorded() as variants:
         runner._launch_all(shapes, runner.forward.one_of_each_layer())
