@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.common.errors import TemperError
+from services.common.errors import InvalidRequest, TemperError
 from services.engine.constraints.bits import Bits, allow, allows, forbid
 from services.engine.constraints.spec import Thinking
 
@@ -30,6 +30,11 @@ _REGULAR_ENDS = frozenset({"NoExtension", "NoExtensionBias", "EndOfSentence"})
 class ConstraintBroken(TemperError):
     """A mask could not be made, or a token was sampled that it excludes: the request ends, its text is not to be
     trusted. Others are not affected."""
+
+
+class ConstraintUnusable(ConstraintBroken, InvalidRequest):
+    """By its own doing: the engine is sound, and a simpler constraint is the way out. A caller of engines must not take
+    it for a fault of this one."""
 
 
 class _Phase(enum.Enum):
@@ -126,7 +131,7 @@ class OutputMatcher:
         """Completes what the grammar wrote: the tokens that end the output, newlines before an answer.
 
         Raises:
-            ConstraintBroken: the grammar failed, or nothing may follow.
+            ConstraintUnusable: the grammar reached its limits, or nothing may follow.
         """
         grammar = self._grammar
         if grammar is None or self._phase not in (_Phase.ANSWER, _Phase.GAP):
@@ -139,7 +144,9 @@ class OutputMatcher:
         if self._phase is _Phase.GAP and self._newlines_left:
             np.bitwise_or(row, self.vocabulary.newlines, out=row)
         if not row.any():
-            raise ConstraintBroken(f"{self._param}: no token of the model can go on with the output", param=self._param)
+            raise ConstraintUnusable(
+                f"{self._param}: no token of the model can go on with the output", param=self._param
+            )
 
     def advance(self, token_id: int) -> bool:
         """Takes in a token that does not end the output; returns whether the answer is complete, so that nothing more
@@ -190,13 +197,13 @@ class OutputMatcher:
 
     def _check(self, grammar: LLMatcher) -> None:
         if grammar.is_error():
-            raise ConstraintBroken(
+            raise ConstraintUnusable(
                 f"{self._param}: the grammar is too complex at this point of the output; simplify it "
                 "(TEMPER_CONSTRAINT_STEP_FUEL is the engine's limit)",
                 param=self._param,
             )
         if grammar.is_stopped() and grammar.stop_reason() not in _REGULAR_ENDS:
-            raise ConstraintBroken(f"{self._param}: the grammar stopped: {grammar.stop_reason()}", param=self._param)
+            raise ConstraintUnusable(f"{self._param}: the grammar stopped: {grammar.stop_reason()}", param=self._param)
 
     def _excluded(self, token_id: int) -> ConstraintBroken:
         return ConstraintBroken(

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest, Overloaded
+from services.common.pb import engine_pb2
 from services.engine.constraints.bits import tokens_of
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.spec import Constraint, Thinking
+from services.engine.errors import to_message
 from services.engine.request import SamplingParams
 from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (
@@ -449,3 +451,18 @@ def test_a_budget_needs_no_compiling() -> None:
         assert await compiler.matcher(SamplingParams(thinking=Thinking(2047, 3))) is not None
 
     assert use(test).calls == []
+
+
+def test_a_grammar_that_reaches_its_limits_is_its_requests_fault_not_the_engines() -> None:
+    """A gateway lets engines rest that fail by themselves: a hostile grammar must not look like that."""
+    wanted = constraint("lark", 'start: e\ne: e e | "a" | "b"\n', param="guided_grammar")
+    of = compiled(wanted, GrammarLimits(step_items=150)).matcher(SamplingParams(constraint=wanted))
+
+    def go_on() -> None:
+        for _ in range(200):
+            of.advance(next(token for token in tokens_of(mask_of(of)) if token not in vocabulary().eos_ids))
+
+    with pytest.raises(ConstraintBroken, match="guided_grammar: the grammar is too complex") as failure:
+        go_on()
+    assert to_message(failure.value).code == engine_pb2.ERROR_CODE_INVALID_REQUEST
+    assert to_message(failure.value).param == "guided_grammar"
