@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from tests.stack import Stack
@@ -19,6 +22,26 @@ if TYPE_CHECKING:
 # A busy machine must not fail a property: hypothesis would hold every example to 200 ms.
 settings.register_profile("temper", deadline=None)
 settings.load_profile("temper")
+
+
+class _Output:
+    """What is sys.stdout when something is written.
+
+    structlog's own logger calls print(), which in CPython up to 3.12 takes sys.stdout without holding it: a server in a
+    thread of a test crashes the process if pytest exchanges it at that moment.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(ValueError):  # the test whose output it was has ended
+            return sys.stdout.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with suppress(ValueError):
+            sys.stdout.flush()
+
+
+structlog.configure(logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Output())))
 
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):

@@ -125,9 +125,10 @@ def test_the_description_names_keys_and_scopes(door: httpx.Client) -> None:
 def log_lines() -> Iterator[None]:
     """Logs as a service writes them, on standard output."""
     steps = [mask_secrets, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    usual = structlog.get_config()
     structlog.configure(processors=steps)
     yield
-    structlog.reset_defaults()
+    structlog.configure(**usual)
 
 
 @pytest.mark.usefixtures("log_lines")

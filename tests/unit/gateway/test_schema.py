@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running
+from tests.unit.gateway.reading_engine import reads
 
 DESCRIPTION = create_app(GatewaySettings()).openapi()
 OPERATIONS = [
@@ -27,6 +28,8 @@ OPERATIONS = [
 def test_answers_are_as_described(
     running: Running, operation: schemathesis.schemas.APIOperation, mode: schemathesis.GenerationMode
 ) -> None:
+    running.engine.behaviour = reads()
+
     @settings(
         max_examples=10 if mode is schemathesis.GenerationMode.POSITIVE else 4,
         deadline=None,
