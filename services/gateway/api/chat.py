@@ -30,7 +30,7 @@ routes = router("completions")
 
 @routes.post(
     "/v1/chat/completions",
-    responses=answers_with(ChatCompletion, stream=ChatCompletionChunk),
+    responses=answers_with(ChatCompletion, stream=ChatCompletionChunk, done=True),
     dependencies=[SESSION_HEADER],
 )
 async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:

@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.gateway.api.answers import SESSION_HEADER, answer, json_response
+from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
 from services.gateway.constraints import check_constraint, constraint_of
@@ -28,16 +29,11 @@ from services.gateway.text.assembler import Piece
 routes = router("completions")
 
 
-_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "model": CompletionResponse,
-        "description": "One object, or with stream=true events of such objects, of which the last is [DONE].",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
-
-
-@routes.post("/v1/completions", responses=_RESPONSES, dependencies=[SESSION_HEADER])
+@routes.post(
+    "/v1/completions",
+    responses=answers_with(CompletionResponse, stream=CompletionResponse, done=True),
+    dependencies=[SESSION_HEADER],
+)
 async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
     """Continues text or tokens."""
     reservation = reserve(gateway, body, prompts=len(body.prompts))

@@ -10,10 +10,28 @@ from pydantic import BaseModel
 Responses = dict[int | str, dict[str, Any]]
 
 
-def answers_with(whole: type[BaseModel], *, stream: type[BaseModel]) -> Responses:
-    """`responses` of a route that answers with JSON, or with events whose data is JSON."""
-    events = {"schema": _inlined(stream.model_json_schema())}
-    return {200: {"model": whole, "content": {"text/event-stream": events}}}
+def answers_with(whole: type[BaseModel], *, stream: type[BaseModel], done: bool = False) -> Responses:
+    """`responses` of a route that answers with JSON, or with events whose data is JSON.
+
+    Args:
+        stream: the data of an event.
+        done: the last event is `[DONE]`, which is no JSON.
+    """
+    return {200: {"model": whole, "content": {"text/event-stream": {"schema": _event(stream, done=done)}}}}
+
+
+def _event(data: type[BaseModel], *, done: bool) -> dict[str, Any]:
+    kinds: list[dict[str, Any]] = [
+        {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": _inlined(data.model_json_schema()),
+        }
+    ]
+    if done:
+        kinds.insert(0, {"const": "[DONE]"})
+    properties = {"event": {"type": "string"}, "id": {"type": "string"}, "data": {"anyOf": kinds}}
+    return {"type": "object", "properties": properties, "required": ["data"]}
 
 
 def _inlined(schema: Mapping[str, Any]) -> dict[str, Any]:
