@@ -56,6 +56,9 @@ class Schedule:
     """The slots begin evenly over so long."""
     sleeping: bool = False
     """Clients sleep while nothing comes."""
+    pause_seconds: float = 0.0
+    """Up to so long between two streams of a slot, at random: who would begin when its last stream ends would always
+    begin behind the tokens of all the others, in the middle of a step of its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,13 @@ def _cores(count: int) -> tuple[list[set[int]], set[int]]:
     return own, available - set().union(*own)
 
 
-async def _slot(load: Load, request: bytes, rounds: int, begins: float) -> list[Answer]:
+async def _slot(load: Load, request: bytes, schedule: Schedule, begins: float, rng: random.Random) -> list[Answer]:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(max(0.0, begins - time.monotonic()))
-    answers = []
-    for _ in range(rounds):
+    answers: list[Answer] = []
+    for _ in range(schedule.rounds):
+        if answers:
+            await asyncio.sleep(rng.uniform(0.0, schedule.pause_seconds))
         done = loop.create_future()
         _, connection = await loop.create_connection(partial(Connection, done), load.host, load.port)
         connection.send(request)
@@ -190,7 +195,7 @@ async def _client(load: Load, schedule: Schedule, seed: int, go: Any) -> list[An
     await asyncio.to_thread(go.wait)
     now = time.monotonic()
     begins = [now + schedule.ramp_seconds * (index + rng.random()) / schedule.slots for index in range(schedule.slots)]
-    slots = [_slot(load, request, schedule.rounds, at) for request, at in zip(requests, begins, strict=True)]
+    slots = [_slot(load, request, schedule, at, rng) for request, at in zip(requests, begins, strict=True)]
     return [answer for part in await asyncio.gather(*slots) for answer in part]
 
 
@@ -253,7 +258,9 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
         watch = MemoryWatch(measured.processes)
         watch.start()
         before = measured.cpu_seconds()
-        answers = run([load], Schedule(options.connections, options.rounds, seconds), options)
+        answers = run(
+            [load], Schedule(options.connections, options.rounds, seconds, pause_seconds=1 / options.rate), options
+        )
         cpu = CpuUse.since(before, measured)
         watch.end()
     good = [answer for answer in answers if not answer.status]
