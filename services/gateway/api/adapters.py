@@ -13,7 +13,7 @@ from starlette.formparsers import MultiPartException
 from services.common.errors import Conflict, InvalidRequest, NotFound
 from services.common.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
 from services.common.registry import CONFIG, WEIGHTS, Manifest, Pointers
-from services.gateway.api.routing import router
+from services.gateway.api.routing import multipart, router
 from services.gateway.archives import tar_gz
 from services.gateway.idempotency import IdempotencyKey, idempotent, json_answer
 from services.gateway.schemas.adapters import AdapterPath, VersionRequest
@@ -22,25 +22,14 @@ from services.gateway.uploads import check_files, read_form
 
 routes = router("adapters")
 
-_UPLOAD_SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", **NAME_SCHEMA},
-                        WEIGHTS: {"type": "string", "format": "binary"},
-                        CONFIG: {"type": "string", "format": "binary"},
-                    },
-                    "required": ["name", WEIGHTS, CONFIG],
-                    "additionalProperties": False,
-                }
-            }
-        },
-    }
-}
+_UPLOAD = multipart(
+    {
+        "name": {"type": "string", **NAME_SCHEMA},
+        WEIGHTS: {"type": "string", "format": "binary"},
+        CONFIG: {"type": "string", "format": "binary"},
+    },
+    required=("name", WEIGHTS, CONFIG),
+)
 VersionQuery = Annotated[int | None, Query(ge=1, lt=2**53)]
 
 
@@ -84,7 +73,7 @@ async def list_adapters(gateway: GatewayDep) -> dict[str, Any]:
     }
 
 
-@routes.post("/v1/adapters", status_code=201, openapi_extra=_UPLOAD_SCHEMA)
+@routes.post("/v1/adapters", status_code=201, openapi_extra=_UPLOAD)
 async def upload_adapter(request: Request, gateway: GatewayDep, idempotency_key: IdempotencyKey = None) -> Any:
     """Publishes a version from PEFT files, after an engine has bound them strictly to the base model."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):

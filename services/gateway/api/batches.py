@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import Query, Request
 
 from services.common.errors import InvalidRequest, NotFound
+from services.gateway.access.principal import principal_of
 from services.gateway.api.routing import router
 from services.gateway.batches.calls import served_endpoints
 from services.gateway.idempotency import IdempotencyKey
-from services.gateway.owner import owner_of
 from services.gateway.schemas.batches import BatchList, BatchObject, BatchRequest
 from services.gateway.state import GatewayDep
 
@@ -26,7 +26,7 @@ async def create_batch(
     served = await asyncio.to_thread(served_endpoints, request.app)
     if body.endpoint not in served:
         raise InvalidRequest(f"endpoint must be one of {', '.join(sorted(served))}", param="endpoint")
-    owner = owner_of(request)
+    owner = principal_of(request).id
     spec = body.spec(owner)
     batch = None if idempotency_key is None else await gateway.batches.submitted(spec, idempotency_key)
     if batch is None:
@@ -53,7 +53,7 @@ async def list_batches(
 ) -> BatchList:
     """Batches, newest first; `after` is the last id of the page before."""
     try:
-        found = await gateway.batches.list(owner_of(request), limit=limit + 1, after=after)
+        found = await gateway.batches.list(principal_of(request).id, limit=limit + 1, after=after)
     except NotFound as error:
         error.param = "after"
         raise
@@ -69,10 +69,10 @@ async def list_batches(
 @routes.get("/v1/batches/{batch_id}")
 async def get_batch(request: Request, batch_id: str, gateway: GatewayDep) -> BatchObject:
     """One batch."""
-    return BatchObject.of(await gateway.batches.owned(owner_of(request), batch_id))
+    return BatchObject.of(await gateway.batches.owned(principal_of(request).id, batch_id))
 
 
 @routes.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str, gateway: GatewayDep) -> BatchObject:
     """Stops a batch within seconds; what has run by then is in its files."""
-    return BatchObject.of(await gateway.batches.cancel(owner_of(request), batch_id))
+    return BatchObject.of(await gateway.batches.cancel(principal_of(request).id, batch_id))

@@ -13,9 +13,8 @@ from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
-from services.gateway.api.answers import adapter_header
+from services.gateway.api.answers import adapter_header, within
 from services.gateway.api.routing import router
-from services.gateway.disconnect import while_connected
 from services.gateway.generation import checked_traceparent
 from services.gateway.prompts import encode_texts, token_budget
 from services.gateway.readings import Question, Reading, Readings, reserve
@@ -31,10 +30,7 @@ _POOLINGS = {"last": engine_pb2.POOLING_LAST, "mean": engine_pb2.POOLING_MEAN}
 async def create_embeddings(request: Request, body: EmbeddingsRequest, gateway: GatewayDep) -> Response:
     """Turns texts into vectors."""
     reservation = reserve(gateway, len(body.inputs), field="input")
-    try:
-        return await while_connected(request, _embed(request, body, gateway))
-    finally:
-        reservation.release()
+    return await within(reservation, request, _embed(request, body, gateway))
 
 
 async def _embed(request: Request, body: EmbeddingsRequest, gateway: Gateway) -> Response:

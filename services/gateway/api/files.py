@@ -12,42 +12,27 @@ from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import NotFound
 from services.common.files import FileInfo, NewFile, Purpose, new_file_id
-from services.gateway.api.routing import router
+from services.gateway.access.principal import principal_of
+from services.gateway.api.routing import multipart, router
 from services.gateway.file_uploads import read_upload, receive_form
-from services.gateway.owner import owner_of
 from services.gateway.schemas.batches import EXPIRY_SECONDS
 from services.gateway.schemas.files import DeletedFile, FileList, FileObject
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("files")
 
-_UPLOAD_SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                        "expires_after[seconds]": {
-                            "type": "integer",
-                            "minimum": EXPIRY_SECONDS[0],
-                            "maximum": EXPIRY_SECONDS[1],
-                        },
-                    },
-                    "required": ["file", "purpose"],
-                    "additionalProperties": False,
-                }
-            }
-        },
-    }
-}
+_UPLOAD = multipart(
+    {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_SECONDS[0], "maximum": EXPIRY_SECONDS[1]},
+    },
+    required=("file", "purpose"),
+)
 
 
-@routes.post("/v1/files", openapi_extra=_UPLOAD_SCHEMA)
+@routes.post("/v1/files", openapi_extra=_UPLOAD)
 async def upload_file(request: Request, gateway: GatewayDep) -> FileObject:
     """Keeps a file of requests for a batch: JSONL with the purpose "batch"."""
     limit = gateway.settings.max_file_bytes
@@ -55,7 +40,7 @@ async def upload_file(request: Request, gateway: GatewayDep) -> FileObject:
     try:
         upload = read_upload(form, limit)
         new = NewFile(
-            owner=owner_of(request),
+            owner=principal_of(request).id,
             id=new_file_id(),
             filename=upload.filename,
             purpose=upload.purpose,
@@ -79,7 +64,7 @@ async def list_files(
     after: Annotated[str | None, Query(max_length=64)] = None,
 ) -> FileList:
     """Files by time of creation, newest first unless `order` is "asc"; `after` is the last id of the page before."""
-    found = await gateway.store(_page, gateway, owner_of(request), purpose, limit + 1, order == "desc", after)
+    found = await gateway.store(_page, gateway, principal_of(request).id, purpose, limit + 1, order == "desc", after)
     data = [FileObject.of(info) for info in found[:limit]]
     return FileList(
         data=data,
@@ -115,7 +100,7 @@ def _page(
 @routes.get("/v1/files/{file_id}")
 async def get_file(request: Request, file_id: str, gateway: GatewayDep) -> FileObject:
     """What is known of a file."""
-    return FileObject.of(await gateway.store(gateway.files.get, owner_of(request), file_id))
+    return FileObject.of(await gateway.store(gateway.files.get, principal_of(request).id, file_id))
 
 
 @routes.get(
@@ -125,7 +110,7 @@ async def get_file(request: Request, file_id: str, gateway: GatewayDep) -> FileO
 )
 async def get_content(request: Request, file_id: str, gateway: GatewayDep) -> Response:
     """A file's bytes."""
-    owner = owner_of(request)
+    owner = principal_of(request).id
     info = await gateway.store(gateway.files.get, owner, file_id)
     # What is not there has its status before the answer begins.
     first = await gateway.store(gateway.files.piece, owner, info, 0)
@@ -148,5 +133,5 @@ async def _content(gateway: Gateway, owner: str, info: FileInfo, first: bytes) -
 @routes.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str, gateway: GatewayDep) -> DeletedFile:
     """Removes a file. A batch that still reads it fails, and keeps what has run."""
-    await gateway.store(gateway.files.delete, owner_of(request), file_id)
+    await gateway.store(gateway.files.delete, principal_of(request).id, file_id)
     return DeletedFile(id=file_id)

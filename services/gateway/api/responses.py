@@ -8,6 +8,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
+from services.gateway.access.principal import principal_of
 from services.gateway.api.answers import SESSION_HEADER, answer, json_response
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
@@ -15,7 +16,6 @@ from services.gateway.api.routing import router
 from services.gateway.disconnect import while_connected
 from services.gateway.generation import reserve
 from services.gateway.limits import Reservation
-from services.gateway.owner import owner_of
 from services.gateway.prompts import chat_prompt
 from services.gateway.responses.answering import Answering
 from services.gateway.responses.body import new_response
@@ -42,7 +42,7 @@ async def create_response(request: Request, body: ResponseRequest, gateway: Gate
     """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
     store=false. With background=true the answer comes at once, and the model goes on without a connection. With
     stream=true the events are named by their type."""
-    owner = owner_of(request)
+    owner = principal_of(request).id
     prior = await _prior(gateway, owner, body.previous_response_id)
     fields = chat_fields(body, parsed(prior))
     chat = fields.request()
@@ -105,7 +105,7 @@ async def _begin(
 @routes.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request, body: ResponseRequest, gateway: GatewayDep) -> InputTokensOut:
     """How many tokens the prompt of such a request has. Nothing is generated or kept."""
-    prior = await _prior(gateway, owner_of(request), body.previous_response_id)
+    prior = await _prior(gateway, principal_of(request).id, body.previous_response_id)
     fields = chat_fields(body, parsed(prior))
     chat = fields.request()
     reservation = reserve(gateway, chat, prompts=1)
@@ -188,4 +188,4 @@ async def list_input_items(
 
 
 def _place(request: Request, response_id: str) -> Place:
-    return Place(owner_of(request), checked_id(response_id))
+    return Place(principal_of(request).id, checked_id(response_id))

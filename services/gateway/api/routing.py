@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -65,3 +65,14 @@ def router(tag: str, *, errors: type[BaseModel] = ErrorBody) -> APIRouter:
     """
     responses: dict[int | str, dict[str, Any]] = {"default": {"model": errors}}
     return APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)
+
+
+def multipart(properties: Mapping[str, Mapping[str, Any]], required: Sequence[str]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a form with these parts itself."""
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

@@ -9,9 +9,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.common.errors import InvalidRequest
-from services.gateway.api.answers import json_response
+from services.gateway.api.answers import json_response, within
 from services.gateway.api.routing import router
-from services.gateway.disconnect import while_connected
 from services.gateway.engines import ServedModel
 from services.gateway.generation import checked_traceparent
 from services.gateway.prompt_scores import check_size
@@ -29,10 +28,7 @@ routes = router("score")
 async def create_scores(request: Request, body: ScoreRequest, gateway: GatewayDep) -> Response:
     """Says how likely given texts are."""
     reservation = reserve(gateway, len(body.completions), field="completion")
-    try:
-        return await while_connected(request, _score(request, body, gateway))
-    finally:
-        reservation.release()
+    return await within(reservation, request, _score(request, body, gateway))
 
 
 async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Response:

@@ -6,26 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from services.gateway.schemas.base import JsonObject, RequestModel, contradiction
+from services.gateway.schemas.base import JsonObject, contradiction
 from services.gateway.schemas.chat import ChatRequest, Message
 from services.gateway.schemas.completion_answers import Answer, CachedTokens
 from services.gateway.schemas.completions import Texts, TokenIds, as_list
+from services.gateway.schemas.sampling import PolicyFields
 from services.gateway.schemas.tools import Tool
 
 MAX_SCORE_ALTERNATIVES = 128
 
 
-class ReadingFields(RequestModel):
+class ReadingFields(PolicyFields):
     """What requests have in common whose prompts are read and not answered."""
 
-    model: str = Field(min_length=1, max_length=256)
-    """The base model's name (the attached adapter reads, if one is), an adapter, or "adapter@version"."""
-    adapter: str | None = Field(None, min_length=1, max_length=256)
-    """Chooses the policy whatever `model` says: "name", "name@version", or "base" for the model without adapter."""
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Only requests with the same salt share cached prompt state."""
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower is served first; default 0."""
     user: str | None = None
     """Accepted and ignored."""
 

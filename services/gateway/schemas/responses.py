@@ -9,13 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.responses_items import MAX_ITEMS, InputItem
-from services.gateway.schemas.sampling import (
-    MAX_STOP_STRINGS,
-    MAX_TOP_LOGPROBS,
-    LogitBias,
-    ServiceTier,
-    StopString,
-)
+from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplerFields, ServiceTier
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -153,12 +147,10 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 PreviousId = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class ResponseRequest(RequestModel):
+class ResponseRequest(SamplerFields):
     """OpenAI's Responses API over the same model, with the sampling fields of open models. null is the same as leaving
     a field out."""
 
-    model: str = Field(min_length=1, max_length=256)
-    """The base model's name (answers with the attached adapter, if one is), an adapter, or "adapter@version"."""
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
     """A user's message, or the items of a conversation."""
     instructions: str | None = None
@@ -177,9 +169,6 @@ class ResponseRequest(RequestModel):
     be sent back as it is."""
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     """Reasoning included. Default: as much as fits, up to the gateway's setting."""
-    temperature: float | None = Field(None, ge=0, le=2)
-    """0 is greedy; default 1."""
-    top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Alternatives a token; needs include ["message.output_text.logprobs"]."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
@@ -203,22 +192,6 @@ class ResponseRequest(RequestModel):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     """Accepted and ignored."""
 
-    adapter: str | None = Field(None, min_length=1, max_length=256)
-    """Chooses the policy whatever `model` says: "name", "name@version", or "base"."""
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    """0 or -1: off."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: LogitBias | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    """Up to four strings that end the text and are not part of it."""
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Only requests with the same salt share cached prompt state."""
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower is served first; default 0."""
     chat_template_kwargs: JsonObject | None = None
     """Variables of the chat template, e.g. {"enable_thinking": true}."""
 

@@ -50,17 +50,22 @@ class StreamOptions(RequestModel):
     """Accepted and ignored: chunks are never padded."""
 
 
-class SamplingFields(ConstraintFields):
-    """How to generate. null is the same as leaving a field out."""
+class PolicyFields(RequestModel):
+    """Which policy a request is for, and how urgently. null is the same as leaving a field out."""
 
     model: str = Field(min_length=1, max_length=256)
-    """The base model's name (answers with the attached adapter, if one is), an adapter, or "adapter@version"."""
+    """The base model's name (the attached adapter answers, if one is), an adapter, or "adapter@version"."""
     adapter: str | None = Field(None, min_length=1, max_length=256)
     """Chooses the policy whatever `model` says: "name", "name@version", or "base" for the model without adapter."""
-    n: int | None = Field(None, ge=1)
-    """Choices a prompt. With a seed, choice i uses seed + i."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    """Only requests with the same salt share cached prompt state."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower is served first; default 0."""
+
+
+class SamplerFields(PolicyFields):
+    """How tokens are chosen, in every API that has them under these names."""
+
     temperature: float | None = Field(None, ge=0, le=2)
     """0 is greedy; default 1."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -75,6 +80,15 @@ class SamplingFields(ConstraintFields):
     logit_bias: LogitBias | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     """Up to four strings that end the text and are not part of it."""
+
+
+class SamplingFields(SamplerFields, ConstraintFields):
+    """How to generate. null is the same as leaving a field out."""
+
+    n: int | None = Field(None, ge=1)
+    """Choices a prompt. With a seed, choice i uses seed + i."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     """No end of text and no stop string before so many tokens."""
@@ -86,10 +100,6 @@ class SamplingFields(ConstraintFields):
     token under the tempered distribution it was drawn from), as training on rollouts needs them."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Adds `prompt_logprobs`: of each token of the prompt, with so many alternatives. Not together with stream."""
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Only requests with the same salt share cached prompt state."""
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower is served first; default 0."""
     session_id: str | None = Field(None, min_length=1, max_length=256)
     """Requests of one session go to one engine while it is there, so that it has the session's beginning cached;
     `usage.session` says to which. The header X-Session-Id says the same."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.pb import engine_pb2
-from services.gateway.owner import owner_of
 from services.gateway.schemas.responses_answers import ResponseOut
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
@@ -180,12 +178,3 @@ def test_redis_away_at_the_end(start: Starter) -> None:
         assert running.gateway.background.running == 1, "its answer is not stored yet"
         running.responses.down = False
         await_status(running, http, response_id, "completed")
-
-
-def test_owner() -> None:
-    request: Any = SimpleNamespace(state=SimpleNamespace())
-    assert owner_of(request) == ""
-    request.state.principal = None
-    assert owner_of(request) == ""
-    request.state.principal = SimpleNamespace(id="key-1")
-    assert owner_of(request) == "key-1"
