@@ -136,11 +136,12 @@ def stop_of(choice: Choice, finish_reason: str, *, clipped: bool) -> dict[str, s
 
 
 def message_usage(choice: Choice) -> dict[str, Any]:
-    """Token counts so far."""
-    return {
+    """Token counts so far, and where the client's session is."""
+    counts: dict[str, Any] = {
         "input_tokens": choice.prompt_tokens - choice.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": choice.cached_tokens,
         "output_tokens": choice.tokens,
         "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
     }
+    return counts if choice.session is None else counts | {"session": choice.session}

@@ -68,13 +68,14 @@ def usage_of(counts: dict[str, Any]) -> Data:
     """From the token counts of a chat completion."""
     prompt, completion = counts["prompt_tokens"], counts["completion_tokens"]
     cached = counts["prompt_tokens_details"]["cached_tokens"]
-    return {
+    told: Data = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": counts["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": counts["total_tokens"],
     }
+    return told | {"session": counts["session"]} if "session" in counts else told
 
 
 def _tool_choice(body: ResponseRequest) -> Any:

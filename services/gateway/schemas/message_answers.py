@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, RootModel
 
+from services.gateway.schemas.completion_answers import SessionUse
+
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -91,6 +93,8 @@ class UsageSoFar(_Answer):
     output_tokens: int
     """Thinking included."""
     output_tokens_details: OutputTokensDetails
+    session: SessionUse | None = None
+    """Absent without the header X-Session-Id."""
 
 
 class MessageUsage(UsageSoFar):

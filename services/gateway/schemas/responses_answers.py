@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.gateway.schemas.completion_answers import SessionUse
 from services.gateway.schemas.responses_items import ItemStatus
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -162,6 +163,8 @@ class UsageOut(AnswerModel):
     output_tokens: int
     output_tokens_details: OutputTokenDetails
     total_tokens: int
+    session: SessionUse | None = None
+    """Absent without the header X-Session-Id."""
 
 
 class ReasoningEcho(AnswerModel):
