@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from services.common.errors import NotFound, TemperError
+from services.common.errors import NotFound, Unavailable
 from services.common.ids import PATTERN, key_of, ulid
 from services.common.jobs.strict import StrictModel
 from services.common.store import ObjectNotFound, ObjectStore
@@ -111,7 +111,7 @@ class FileStore:
                 pieces=pieces,
             )
             self._store.put(f"{prefix}file.json", info.model_dump_json().encode())
-        except TemperError:
+        except Unavailable:
             raise  # the store is away: the guard is there for what was written
         except Exception:
             self._store.delete_prefix(prefix)

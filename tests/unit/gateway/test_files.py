@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from services.common.errors import NotFound, Unavailable
+from services.common.errors import NotFound, PayloadTooLarge, Unavailable
 from services.common.files import PIECE_BYTES, FileStore, NewFile, new_file_id
 from services.gateway.file_uploads import clean_name
 from tests.unit.gateway.conftest import Running, Starter
@@ -157,6 +157,19 @@ def test_expired_files_are_gone_and_then_removed() -> None:
     assert files.sweep() == 0
     assert files.ids("me") == sorted(kept)
     assert not [key for key in store.objects if expired in key]
+
+
+def test_nothing_is_left_of_content_that_is_refused_in_the_middle() -> None:
+    store = MemoryStore()
+    files = FileStore(store)  # type: ignore[arg-type]
+
+    def content():
+        yield b"x" * PIECE_BYTES
+        raise PayloadTooLarge("that is enough")
+
+    with pytest.raises(PayloadTooLarge):
+        files.create(NewFile("me", new_file_id(), "f", "batch", 1), content())
+    assert store.objects == {}
 
 
 def test_what_an_interrupted_upload_left_is_removed() -> None:
