@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -192,20 +193,27 @@ def test_reading_prompts_never_waits_for_the_device(quantization: str) -> None:
     )
     plans = [
         StepPlan([first, second], reads=[PromptRead(0, 0, 70), PromptRead(1, 8, 9)]),
-        StepPlan([second], reads=[PromptRead(0, 8, 9)]),
+        StepPlan([first, second], reads=[PromptRead(1, 8, 9)]),
+        StepPlan([first, second], reads=[PromptRead(0, 0, 70)]),
+        # As many rows, so by the same kernels: those for a few do not round activations to fp8.
+        StepPlan([second, first], reads=[PromptRead(0, 8, 9)]),
     ]
     for plan in plans:
         runner.launch(plan).result()
     for _ in range(3):
         with no_waiting():
             handles = [runner.launch(plan) for plan in plans]
-        (whole, last), (alone,) = (handle.result().reports for handle in handles)
+        (whole, last), (same,), (scores,), (moved,) = (handle.result().reports for handle in handles)
         assert whole.scores is not None
         assert whole.scores.top_ids.shape == (69, 5)
         assert whole.finite
+        assert scores.scores is not None
+        assert np.array_equal(scores.scores.logprobs, whole.scores.logprobs)
         assert last.pooled is not None
-        assert alone.pooled is not None
-        assert abs(last.pooled - alone.pooled).max() < 0.1
+        assert same.pooled is not None
+        assert np.array_equal(last.pooled, same.pooled)
+        assert moved.pooled is not None
+        assert abs(last.pooled - moved.pooled).max() < 0.1
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])

@@ -75,13 +75,14 @@ def test_prompts_are_read() -> None:
 
 
 def test_prompts_are_read_beside_guesses() -> None:
+    """Of the first only log-probabilities are wanted, of the second a vector as well."""
     limits = replace(LIMITS, token_budget=16, speculative=True)
     models = (random_model(TINY, torch.float32, device, mtp=True) for device in ("cpu", DEVICE))
     run = InStep(*models, limits)
     run.compares_logits = False
     first, second = requests(2, 6, tokens=2)
-    run.run([first, replace(second, prompt_logprobs=2, pooling=Pooling.MEAN)], arrivals=1)
-    assert run.reports == 1
+    run.run([replace(first, prompt_logprobs=1), replace(second, prompt_logprobs=2, pooling=Pooling.MEAN)], arrivals=1)
+    assert run.reports == 2
 
 
 def test_adapters_of_a_batch() -> None:

@@ -3,6 +3,7 @@ that no number of rows needs a kernel or memory of its own."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -54,12 +55,13 @@ class CudaPromptReader:
         ids = np.zeros((2, padded), dtype=np.int64)
         ids[:, :count] = wanted.rows, wanted.targets
         rows, targets = self._send(ids)
-        sizes = [padded, padded, padded * k, padded * k, len(wanted.pooled) * x.shape[1]]
+        pooled = (len(wanted.pooled), x.shape[1])
+        sizes = [padded, padded, padded * k, padded * k, math.prod(pooled)]
         words = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
         parts = torch.split(words, sizes)
         logprobs, ranks = parts[0].view(torch.float32), parts[1]
         top_ids, top_logprobs = parts[2].view(padded, k), parts[3].view(torch.float32).view(padded, k)
-        vectors = parts[4].view(torch.float32).view(len(wanted.pooled), x.shape[1])
+        vectors = parts[4].view(torch.float32).view(pooled)
         for begin in range(0, padded, self._tile):
             tile = slice(begin, begin + self._tile)
             scores = row_scores(forward.logits(x.index_select(0, rows[tile])), targets[tile], k)
@@ -77,7 +79,7 @@ class CudaPromptReader:
                 cut[2].reshape(padded, k)[:count],
                 cut[3].view(np.float32).reshape(padded, k)[:count],
             )
-            return wanted.reports(scores, cut[4].view(np.float32).reshape(len(wanted.pooled), -1))
+            return wanted.reports(scores, cut[4].view(np.float32).reshape(pooled))
 
         return read
 
