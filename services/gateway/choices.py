@@ -12,6 +12,11 @@ from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser, Delta
 
+# What runs for every token reads a field of a message once: that costs as much as a call.
+_RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
+_STOP = engine_pb2.FINISH_REASON_STOP
+_LENGTH = engine_pb2.FINISH_REASON_LENGTH
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -78,7 +83,7 @@ class Choice:
         if not update.HasField("prompt_logprobs"):
             return False
         self.prompt_scores.add(update.prompt_logprobs)
-        if update.token_ids or update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED:
+        if update.token_ids or update.finish_reason != _RUNNING:
             return False
         self.adapter = update.adapter or self.adapter
         self.cached_tokens = update.cached_tokens or self.cached_tokens
@@ -90,14 +95,15 @@ class Choice:
         if first:
             self.adapter = update.adapter or self.adapter
             self.cached_tokens = update.cached_tokens or self.cached_tokens
-        self._measure(first, len(update.token_ids), metrics)
+        tokens, finish = list(update.token_ids), update.finish_reason
+        self._measure(first, len(tokens), metrics)
         deltas: list[Delta] = []
         early = Piece()
-        used = self._push(update, early, deltas)
+        used = 0 if self.silent else self._push(update, tokens, finish == _STOP, early, deltas)
         reason: str | None = None
-        if self.assembler.stopped or update.finish_reason == engine_pb2.FINISH_REASON_STOP:
+        if self.assembler.stopped or finish == _STOP:
             reason = "stop"
-        elif update.finish_reason == engine_pb2.FINISH_REASON_LENGTH:
+        elif finish == _LENGTH:
             reason = "length"
         if self.parser is not None and self.parser.ended:
             reason = "stop"
@@ -116,10 +122,10 @@ class Choice:
         self.finished = reason is not None
         return Step(
             self,
-            early + piece,
+            early + piece if early.text or early.entries else piece,
             deltas,
-            list(update.token_ids[:used]),
-            list(update.sampling_logprobs[:used]),
+            tokens[:used],
+            update.sampling_logprobs[:used],
             first,
             reason,
         )
@@ -139,44 +145,45 @@ class Choice:
         last = len(self._starts) if end is None else bisect_left(self._starts, end)
         return last - bisect_left(self._starts, start)
 
-    def _push(self, update: engine_pb2.Update, early: Piece, deltas: list[Delta]) -> int:
-        """Feeds the tokens to the assembler; returns how many belong to the completion.
+    def _push(
+        self, update: engine_pb2.Update, tokens: list[int], ended: bool, early: Piece, deltas: list[Delta]
+    ) -> int:
+        """Feeds the tokens of an update to the assembler; returns how many belong to the completion.
 
         Where a call may end the completion the parser sees each token on its own, so that those behind the call, which
         may be in the same update or not, never belong to it: ``early`` and ``deltas`` are what came of that.
         """
-        if self.silent:
-            return 0
-        count = len(update.token_ids)
-        ended = update.finish_reason == engine_pb2.FINISH_REASON_STOP
-        for position, token_id in enumerate(update.token_ids):
+        assembler, parser, count = self.assembler, self.parser, len(tokens)
+        logprobs, top_logprobs = update.logprobs, update.top_logprobs
+        for position, token_id in enumerate(tokens):
             entry = None
-            if position < len(update.logprobs):
-                tops = update.top_logprobs[position] if position < len(update.top_logprobs) else None
+            if logprobs:
+                tops = top_logprobs[position] if top_logprobs else None
                 entry = TokenLogprob(
                     token_id,
-                    update.logprobs[position],
+                    logprobs[position],
                     tuple(tops.token_ids) if tops is not None else (),
                     tuple(tops.logprobs) if tops is not None else (),
                 )
             # The token that ended the completion is counted and reported by id, but it is not text. (Where a constraint
             # allows nothing more, the last token is text.)
             visible = not (ended and position == count - 1 and token_id in self.end_ids)
-            may_reason = self.parser is not None and self.parser.may_reason
-            if visible and may_reason and token_id != self.end_think_id:
-                self._starts.append(self.assembler.length)
-            self.assembler.push(token_id, entry, visible=visible)
+            if visible and parser is not None and parser.may_reason and token_id != self.end_think_id:
+                self._starts.append(assembler.length)
+            assembler.push(token_id, entry, visible=visible)
             if not visible and self.shows_end:
                 self._end = entry
-            if self.assembler.stopped:
+            if assembler.stopped:
                 return position + 1
-            if token_id == self.end_think_id and self.parser is not None and self.parser.awaits_end_of_reasoning:
-                self.parser.end_reasoning(self.assembler.length - len(END_THINK))
-            if self.parser is not None and self.parser.may_end:
-                piece = self.assembler.take()
+            if parser is None:
+                continue
+            if token_id == self.end_think_id and parser.awaits_end_of_reasoning:
+                parser.end_reasoning(assembler.length - len(END_THINK))
+            if parser.may_end:
+                piece = assembler.take()
                 early += piece
-                deltas += self.parser.feed(piece.text)
-                if self.parser.ended:
+                deltas += parser.feed(piece.text)
+                if parser.ended:
                     return position + 1
         return count
 

@@ -39,6 +39,7 @@ _ROLLOUTS = 64
 
 
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
+_RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
 _FAULTS = (engine_pb2.ERROR_CODE_INTERNAL, engine_pb2.ERROR_CODE_UNSPECIFIED)
 """Errors that are the engine's own."""
 
@@ -300,15 +301,16 @@ class EngineClient:
         async for frame in call:
             failed = False
             for update in frame.updates:
-                sent = self._requests.get(update.request_id)
+                name = update.request_id
+                sent = self._requests.get(name)
                 if sent is None:
                     continue
-                if update.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED or update.HasField("error"):
-                    self._requests.remove(update.request_id)
+                if update.finish_reason != _RUNNING or update.HasField("error"):
+                    self._requests.remove(name)
                     failed = self._judge(update) or failed
                 elif not sent.begun:
                     self._requests.begin(sent)
-                    self.breaker.answered(update.request_id)
+                    self.breaker.answered(name)
                 sent.inbox.put(sent.index, update)
             if failed:
                 # One step that fails ends all its requests: it is one failure.

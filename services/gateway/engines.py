@@ -20,6 +20,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.routing import Affinity, Route, choose
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.vocabulary import Vocabulary
+from services.gateway.turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +55,7 @@ class EnginePool:
         self._settings = settings
         self._metrics = metrics
         self.created = int(time.time())
+        self.turns = Turns()
         self._model: ServedModel | None = None
         self._model_lock = asyncio.Lock()
         self._breaker = BreakerPolicy(

@@ -15,8 +15,11 @@ from services.gateway.errors import engine_error
 from services.gateway.inbox import EngineLost, Inbox
 from services.gateway.routing import Affinity, Route, route_of
 from services.gateway.settings import GatewaySettings
+from services.gateway.turns import Turns
 
 _RETRYABLE = (engine_pb2.ERROR_CODE_UNAVAILABLE, engine_pb2.ERROR_CODE_OVERLOADED)
+_RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
+_BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
 _PAUSE = 0.2
 """Before the engine that has just refused is asked again; doubled each time."""
 _LONGEST_PAUSE = 2.0
@@ -37,6 +40,11 @@ class Engines(Protocol):
 
     def retried(self, reason: str) -> None:
         """A request is sent again."""
+        ...
+
+    @property
+    def turns(self) -> Turns:
+        """When exchanges that have something new go on."""
         ...
 
 
@@ -67,7 +75,7 @@ class Exchange:
         self._prompts = prompts
         self._settings = settings
         self._affinity = affinity
-        self._inbox = Inbox()
+        self._inbox = Inbox(engines.turns)
         self._routes: dict[int, Route] = {}
         self._at: dict[int, EngineClient] = {}
         self._attempts = [0] * len(requests)
@@ -121,10 +129,11 @@ class Exchange:
                 continue
             self._account.update(index, len(item.token_ids), first=index not in self._begun)
             self._begun.add(index)
-            if item.finish_reason != engine_pb2.FINISH_REASON_UNSPECIFIED:
+            reason = item.finish_reason
+            if reason != _RUNNING:
                 self._open.discard(index)
-            if item.finish_reason in (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR):
-                raise Unavailable("the engine ended the request before it was finished", retry_after=1.0)
+                if reason in _BROKEN_OFF:
+                    raise Unavailable("the engine ended the request before it was finished", retry_after=1.0)
             return index, item
         raise StopAsyncIteration
 

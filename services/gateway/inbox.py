@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.common.pb import engine_pb2
+from services.gateway.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,14 @@ class Inbox:
 
     An update that arrives while one of the same request still waits is joined to it: a client that reads slowly gets
     fewer, longer pieces, and the gateway has less to do when it is behind.
+
+    Args:
+        turns: when the reader may go on; it need not wait for the first item.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._begun = False
         self._items: deque[_Waiting] = deque()
         self._open: dict[int, engine_pb2.Update] = {}
         """The update of each request that waits and can still grow."""
@@ -48,7 +54,8 @@ class Inbox:
                 return
             self._open[index] = item
         self._items.append(_Waiting(index, item))
-        self._wake()
+        first, self._begun = not self._begun, True
+        self._wake(at_once=first)
 
     async def get(self) -> tuple[int, engine_pb2.Update | EngineLost]:
         """The oldest item.
@@ -81,8 +88,13 @@ class Inbox:
 
     def _expire(self) -> None:
         self._expired = True
-        self._wake()
+        self._wake(at_once=True)
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def _wake(self, *, at_once: bool) -> None:
+        reader, self._reader = self._reader, None
+        if reader is None or reader.done():
+            return
+        if at_once:
+            reader.set_result(None)
+        else:
+            self._turns.wake(reader)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.gateway.histogram import LoopHistogram
+
 _FAST = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -32,7 +34,7 @@ class GatewayMetrics:
             buckets=_SLOW,
             registry=self.registry,
         )
-        self.itl = Histogram(
+        self.itl = LoopHistogram(
             "temper_gateway_inter_token_latency_seconds",
             "Between two updates of a completion, divided by their tokens.",
             buckets=_FAST,

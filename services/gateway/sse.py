@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.disconnect import cancel, client_gone
+from services.gateway.disconnect import ClientWatch, cancel
+from services.gateway.errors import ClientDisconnected
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -94,20 +95,21 @@ class EventStream(Response):
         self._longest = longest
         self._begun = begun
         self._on_close = on_close
-        self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        listener = asyncio.ensure_future(client_gone(receive))
+        # A task of its own: every await of an event would otherwise go through the frames of all middleware.
         sender = asyncio.ensure_future(self._send_all(send))
         try:
-            await asyncio.wait((listener, sender), timeout=self._longest, return_when=asyncio.FIRST_COMPLETED)
-            if not sender.done():
-                scope["temper.disconnected"] = True
-                return
-            sender.result()
+            async with asyncio.timeout(self._longest) as limit, ClientWatch(receive):
+                await sender
+        except ClientDisconnected:
+            scope["temper.disconnected"] = True
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            scope["temper.disconnected"] = True
         finally:
             try:
-                await cancel(listener)
                 await cancel(sender)
                 await self._events.aclose()
             finally:
@@ -118,18 +120,42 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if not self._begun:
             await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-        ticker = asyncio.ensure_future(self._keep_open(send))
-        try:
+        async with _Ticker(send, self._keep_alive) as ticker:
             async for body in self._events:
-                self._last_sent = asyncio.get_running_loop().time()
+                ticker.sent()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        finally:
-            await cancel(ticker)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _keep_open(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._keep_alive)
-            if loop.time() - self._last_sent >= self._keep_alive:
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+class _Ticker:
+    """Sends a comment whenever nothing else was sent for a while. A timer, and no task: most streams need none."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self._send = send
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._sending: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._timer = self._loop.call_later(self._seconds, self._tick)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+        if self._sending is not None:
+            await cancel(self._sending)
+
+    def sent(self) -> None:
+        """Something else is sent now."""
+        self._last = self._loop.time()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now - self._last >= self._seconds and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.ensure_future(self._send_comment())
+            self._last = now
+        self._timer = self._loop.call_at(max(self._last + self._seconds, now), self._tick)
+
+    async def _send_comment(self) -> None:
+        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})

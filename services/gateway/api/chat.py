@@ -22,7 +22,7 @@ from services.gateway.prompt_scores import by_token
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.chat_answers import ChatCompletion, ChatCompletionChunk
 from services.gateway.sse import DONE, EventTemplate, event
-from services.gateway.state import Gateway, GatewayDep
+from services.gateway.state import Gateway, gateway_of
 from services.gateway.text.chat import Delta, TextDelta
 
 routes = router("completions")
@@ -31,10 +31,11 @@ routes = router("completions")
 @routes.post(
     "/v1/chat/completions",
     responses=answers_with(ChatCompletion, stream=ChatCompletionChunk, done=True),
-    dependencies=[SESSION_HEADER],
+    openapi_extra=SESSION_HEADER,
 )
-async def create_chat_completion(request: Request, body: ChatRequest, gateway: GatewayDep) -> Response:
+async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
     """Answers a conversation."""
+    gateway = gateway_of(request)
     reservation = reserve(gateway, body, prompts=1)
     return await answer(request, body, gateway, reservation, prepare=prepare_chat, chunks=_chunks, complete=_complete)
 

@@ -23,7 +23,7 @@ from services.gateway.prompts import text_prompts, token_budget
 from services.gateway.schemas.completion_answers import CompletionResponse
 from services.gateway.schemas.completions import CompletionRequest
 from services.gateway.sse import DONE, EventTemplate, event
-from services.gateway.state import Gateway, GatewayDep
+from services.gateway.state import Gateway, gateway_of
 from services.gateway.text.assembler import Piece
 
 routes = router("completions")
@@ -32,10 +32,11 @@ routes = router("completions")
 @routes.post(
     "/v1/completions",
     responses=answers_with(CompletionResponse, stream=CompletionResponse, done=True),
-    dependencies=[SESSION_HEADER],
+    openapi_extra=SESSION_HEADER,
 )
-async def create_completion(request: Request, body: CompletionRequest, gateway: GatewayDep) -> Response:
+async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continues text or tokens."""
+    gateway = gateway_of(request)
     reservation = reserve(gateway, body, prompts=len(body.prompts))
     return await answer(request, body, gateway, reservation, prepare=_prepare, chunks=_chunks, complete=_complete)
 

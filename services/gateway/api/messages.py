@@ -26,7 +26,7 @@ from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.message_answers import AnthropicErrorBody, MessageAnswer, MessageEvent, TokenCount
 from services.gateway.schemas.messages import CountTokensRequest, MessagesRequest, ThinkingAdaptive, ThinkingOn
 from services.gateway.sse import EventTemplate, event
-from services.gateway.state import GatewayDep
+from services.gateway.state import GatewayDep, gateway_of
 from services.gateway.text.chat import TextDelta
 
 routes = router("messages", errors=AnthropicErrorBody)
@@ -34,9 +34,10 @@ _ROUTE = "/v1/messages"
 _PING = event({"type": "ping"}, name="ping")
 
 
-@routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent), dependencies=[SESSION_HEADER])
-async def create_message(request: Request, body: MessagesRequest, gateway: GatewayDep) -> Response:
+@routes.post(_ROUTE, responses=answers_with(MessageAnswer, stream=MessageEvent), openapi_extra=SESSION_HEADER)
+async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation in Anthropic's form."""
+    gateway = gateway_of(request)
     chat = as_chat(body)
     reservation = reserve(gateway, chat, prompts=1)
     with named_as_sent():

@@ -27,7 +27,7 @@ from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.responses import ResponseRequest
 from services.gateway.schemas.responses_answers import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut
 from services.gateway.schemas.responses_events import ResponseStreamEvent
-from services.gateway.state import Gateway, GatewayDep
+from services.gateway.state import Gateway, GatewayDep, gateway_of
 
 routes = router("responses")
 
@@ -36,12 +36,13 @@ routes = router("responses")
     "/v1/responses",
     responses=answers_with(ResponseOut, stream=ResponseStreamEvent),
     response_class=Response,
-    dependencies=[SESSION_HEADER],
+    openapi_extra=SESSION_HEADER,
 )
-async def create_response(request: Request, body: ResponseRequest, gateway: GatewayDep) -> Response:
+async def create_response(request: Request, body: ResponseRequest) -> Response:
     """Answers a conversation of items. The response is kept for a while, so that another can continue it, unless
     store=false. With background=true the answer comes at once, and the model goes on without a connection. With
     stream=true the events are named by their type."""
+    gateway = gateway_of(request)
     owner = principal_of(request).id
     prior = await _prior(gateway, owner, body.previous_response_id)
     fields = chat_fields(body, parsed(prior))

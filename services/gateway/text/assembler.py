@@ -47,7 +47,7 @@ class TextAssembler:
         self._stop = tuple(text for text in stop if text)
         self._longest = max(map(len, self._stop), default=0)
         self._min_tokens = min_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = b""  # of a character
         self._held = ""
         self._emitted = 0  # characters given out
         self._search_from = 0  # a match must end after this position of the whole text
@@ -80,22 +80,27 @@ class TextAssembler:
 
         A token that ended the completion (eos) is not ``visible``: it counts, but adds no text and no entry.
         """
-        if self.stopped:
+        if self._stopped_by is not None:
             return
         self._tokens += 1
         if not visible:
             return
         if entry is not None:
             self._entries.append((self.length, entry))
-        raw = self._vocabulary.visible_bytes(token_id)
-        text = self._decoder.decode(raw)
+        text = self._decode(self._vocabulary.visible_bytes(token_id), final=False)
         if text:
             self._held += text
-            self._find_stop(len(text))
+            if self._stop:
+                self._find_stop(len(text))
+
+    def _decode(self, raw: bytes, *, final: bool) -> str:
+        # As the standard library's incremental decoder does it, without its three frames a token.
+        data = self._partial + raw
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._partial = data[used:]
+        return text
 
     def _find_stop(self, added: int) -> None:
-        if not self._stop:
-            return
         if self._tokens <= self._min_tokens:
             self._search_from = self.length
             return
@@ -108,11 +113,13 @@ class TextAssembler:
     def take(self, *, final: bool = False) -> Piece:
         """The text that no later token can change; with ``final`` all that is left."""
         if final and not self.stopped:
-            tail = self._decoder.decode(b"", True)
+            tail = self._decode(b"", final=True)
             self._held += tail
-            self._find_stop(len(tail))
-        end = len(self._held) if final or self.stopped else len(self._held) - self._open_suffix()
-        text, self._held = self._held[:end], self._held[end:]
+            if self._stop:
+                self._find_stop(len(tail))
+        text, self._held = self._held, ""
+        if self._stop and not (final or self.stopped) and (held := self._open_suffix(text)):
+            text, self._held = text[:-held], text[-held:]
         self._emitted += len(text)
         piece = Piece(text)
         last = final and not self.stopped
@@ -122,10 +129,10 @@ class TextAssembler:
             piece.entries.append(entry)
         return piece
 
-    def _open_suffix(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
-        for length in range(min(self._longest - 1, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(text.startswith(tail) for text in self._stop):
+    def _open_suffix(self, text: str) -> int:
+        """Length of its longest end that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
                 return length
         return 0

@@ -20,6 +20,7 @@ class Vocabulary:
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._bytes: dict[int, bytes] = {}
+        self._visible: dict[int, bytes] = {}
         self.markup: Mapping[str, int] = {
             token: number for token in MARKUP if (number := codec.token_id(token)) is not None
         }
@@ -35,7 +36,10 @@ class Vocabulary:
 
     def visible_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text: none for a special token."""
-        return b"" if token_id in self._hidden else self.token_bytes(token_id)
+        known = self._visible.get(token_id)
+        if known is None:
+            known = self._visible[token_id] = b"" if token_id in self._hidden else self.token_bytes(token_id)
+        return known
 
     def token_text(self, token_id: int) -> str:
         """A token on its own, for logprobs; bytes that are not UTF-8 become U+FFFD."""

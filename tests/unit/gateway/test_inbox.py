@@ -9,6 +9,7 @@ import pytest
 from services.common.pb import engine_pb2
 from services.gateway.inbox import EngineLost, Inbox
 from services.gateway.sse import EventTemplate, event
+from services.gateway.turns import Turns
 
 
 def update(token: int, **fields: object) -> engine_pb2.Update:
@@ -16,7 +17,7 @@ def update(token: int, **fields: object) -> engine_pb2.Update:
 
 
 async def test_updates_of_a_request_are_joined_while_they_wait() -> None:
-    inbox = Inbox()
+    inbox = Inbox(Turns())
     inbox.put(0, update(1, adapter="a@1", cached_tokens=3))
     inbox.put(1, update(7))
     inbox.put(0, update(2))
@@ -39,7 +40,7 @@ async def test_updates_of_a_request_are_joined_while_they_wait() -> None:
 
 
 async def test_errors_and_losses_stay_behind_what_came_before() -> None:
-    inbox = Inbox()
+    inbox = Inbox(Turns())
     inbox.put(0, update(1))
     failed = engine_pb2.Update(request_id="r", error=engine_pb2.Error(message="no"))
     inbox.put(0, failed)
@@ -54,7 +55,7 @@ async def test_errors_and_losses_stay_behind_what_came_before() -> None:
 
 
 async def test_a_reader_waits_until_something_comes_or_the_time_is_up() -> None:
-    inbox = Inbox()
+    inbox = Inbox(Turns())
     reading = asyncio.create_task(inbox.get())
     await asyncio.sleep(0)
     inbox.put(0, update(1))
