@@ -9,7 +9,8 @@ that sleeps on another core of a virtual machine costs its writer more than the 
 held      `--connections` streams are kept open, each of `--tokens` tokens at `--rate` tokens a second; who ends is
           followed by a new one. Each of `--engines` engines gives its share of the streams a token at a time, and new
           ones their first token at once. Told are the time to the first byte of streams that began while all were
-          open (all of it is the gateway's, the engine takes none), CPU a streamed token and the most memory.
+          open, how much of it an idle engine takes when it is asked without a gateway, CPU a streamed token and the
+          most memory.
 excess    more streams at once than the admission limit: how many are answered, how many refused, and how.
 scaling   as many streams as keep one gateway busy, on one and on two gateways: tokens a second and core of each.
 """
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from grpc import aio
 
 from benchmarks.environment import environment
 from benchmarks.http import await_ready, child, first_line
@@ -39,6 +41,7 @@ from benchmarks.http_client import Answer, Connection, Load, request_bytes
 from benchmarks.lines import put_line
 from benchmarks.serving import milliseconds
 from cli.ports import free_ports
+from services.common.pb import engine_pb2, engine_pb2_grpc
 
 _VOCABULARY = 2000
 _SAMPLES_A_SECOND = 5
@@ -247,9 +250,42 @@ def _events(answers: Sequence[Answer]) -> int:
     return sum(answer.events for answer in answers)
 
 
+async def _ask_engine(port: int, prompt_tokens: int, rounds: int, *, sleeping: bool) -> list[float]:
+    """Seconds from a request to an engine's first token, one request after the other."""
+    if not sleeping:
+        _poll(asyncio.get_running_loop())
+    seconds = []
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = engine_pb2_grpc.EngineStub(channel).Stream()
+        await call.wait_for_connection()
+        for number in range(rounds):
+            request = engine_pb2.GenerateRequest(
+                request_id=f"direct-{number}",
+                prompt_token_ids=range(prompt_tokens),
+                sampling=engine_pb2.SamplingParams(max_tokens=1),
+            )
+            began = time.perf_counter()
+            await call.write(engine_pb2.ClientFrame(submit=request))
+            await call.read()
+            seconds.append(time.perf_counter() - began)
+            await asyncio.sleep(0.005)
+        call.cancel()
+    return seconds
+
+
+def without_gateway(options: argparse.Namespace) -> list[float]:
+    """Seconds to the first token of an idle engine that is asked directly."""
+    import uvloop
+
+    with child("benchmarks.steady_engine", "--step-ms", "200", "--eager") as engine:
+        port = int(first_line(engine))
+        return uvloop.run(_ask_engine(port, options.prompt, 300, sleeping=options.sleeping))[50:]
+
+
 def held(options: argparse.Namespace) -> dict[str, Any]:
     """Thousands of streams at a time."""
     seconds = options.tokens / options.rate
+    direct = without_gateway(options)
     admit = options.connections + 64
     with gateways(options, 1, step_ms=1e3 / options.rate, eager=True, admit=admit, engines=options.engines) as measured:
         load = _load(measured.ports[0], options, options.tokens)
@@ -275,6 +311,7 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
         "errors": dict(Counter(answer.status[:60] for answer in answers if answer.status)),
         "first_byte_ms": milliseconds(first),
         "first_bytes": len(first),
+        "engine_alone_ms": milliseconds(direct),
         "streamed_tokens": events,
         "tok_s": round(events / span, 1),
         **cpu.figures(events, span),
