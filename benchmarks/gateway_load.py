@@ -6,11 +6,12 @@ them the figures are those of the scheduler of the operating system. With --pin 
 both of its hardware threads, and everything else shares the others. Clients poll instead of sleeping: to wake a process
 that sleeps on another core of a virtual machine costs its writer more than the write (`--sleeping` for that).
 
-held      `--connections` streams are kept open, each of `--tokens` tokens at `--rate` tokens a second; who ends is
-          followed by a new one. Each of `--engines` engines gives its share of the streams a token at a time, and new
-          ones their first token at once. Told are the time to the first byte of streams that began while all were
-          open, how much of it an idle engine takes when it is asked without a gateway, CPU a streamed token and the
-          most memory.
+held      `--connections` streams are open, each of `--tokens` tokens at `--rate` tokens a second. Each of `--engines`
+          engines gives its share of the streams a token at a time, and new ones their first token at once. Once, all
+          begin within a quarter of their time: told is the CPU that a token takes while all are open and none begins
+          or ends. Then who ends is followed by a new one, `--rounds` of them: told are the time to the first byte of
+          those that begin while all are open, how much of it an idle engine takes that is asked without a gateway, the
+          CPU of it all and the most memory.
 excess    more streams at once than the admission limit: how many are answered, how many refused, and how.
 scaling   as many streams as keep one gateway busy, on one and on two gateways: tokens a second and core of each.
 """
@@ -101,22 +102,28 @@ class CpuUse:
         }
 
 
-class MemoryWatch(threading.Thread):
-    """The most resident memory that processes have had, in bytes each."""
+class Watch(threading.Thread):
+    """What gateways use while this runs; a context manager."""
 
-    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+    def __init__(self, measured: Gateways) -> None:
         super().__init__(daemon=True)
-        self._processes = processes
+        self._measured = measured
         self._ended = threading.Event()
-        self.most = [0] * len(processes)
+        self.most = 0
+        """Bytes of resident memory, of all of them together."""
+        self.times: list[tuple[float, tuple[float, float]]] = []
+        """(monotonic(), cpu_seconds())"""
 
     def run(self) -> None:
         while not self._ended.wait(1 / _SAMPLES_A_SECOND):
-            for index, process in enumerate(self._processes):
-                self.most[index] = max(self.most[index], process.memory_info().rss)
+            self.most = max(self.most, sum(process.memory_info().rss for process in self._measured.processes))
+            self.times.append((time.monotonic(), self._measured.cpu_seconds()))
 
-    def end(self) -> None:
-        """Stops watching."""
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self.join()
 
@@ -291,14 +298,13 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
         load = _load(measured.ports[0], options, options.tokens)
         run([replace(load, new_tokens=8)], Schedule(options.clients, 4, 0.1), options)
         idle = measured.processes[0].memory_info().rss
-        watch = MemoryWatch(measured.processes)
-        watch.start()
-        before = measured.cpu_seconds()
-        answers = run(
-            [load], Schedule(options.connections, options.rounds, seconds, pause_seconds=1 / options.rate), options
-        )
-        cpu = CpuUse.since(before, measured)
-        watch.end()
+        with Watch(measured) as watch:
+            steady = steady_cpu(run([load], Schedule(options.connections, 1, seconds / 4), options), watch)
+            before = measured.cpu_seconds()
+            answers = run(
+                [load], Schedule(options.connections, options.rounds, seconds, pause_seconds=1 / options.rate), options
+            )
+            cpu = CpuUse.since(before, measured)
     good = [answer for answer in answers if not answer.status]
     full = min(answer.sent for answer in answers) + seconds
     last = max(answer.sent for answer in good)
@@ -314,25 +320,45 @@ def held(options: argparse.Namespace) -> dict[str, Any]:
         "engine_alone_ms": milliseconds(direct),
         "streamed_tokens": events,
         "tok_s": round(events / span, 1),
-        **cpu.figures(events, span),
+        "steady": steady,
+        "with_beginnings_and_ends": cpu.figures(events, span),
         "rss_idle_mib": round(idle / 2**20, 1),
-        "rss_most_mib": round(watch.most[0] / 2**20, 1),
-        "rss_kib_a_stream": round((watch.most[0] - idle) / options.connections / 2**10, 1),
+        "rss_most_mib": round(watch.most / 2**20, 1),
+        "rss_kib_a_stream": round((watch.most - idle) / options.connections / 2**10, 1),
     }
+
+
+def steady_cpu(answers: Sequence[Answer], watch: Watch) -> dict[str, float]:
+    """What tokens cost between two looks while all streams were open.
+
+    Raises:
+        RuntimeError: streams failed, or were never all open.
+    """
+    if failed := [answer.status for answer in answers if answer.status]:
+        raise RuntimeError(f"{len(failed)} of {len(answers)} streams failed, the first with: {failed[0]}")
+    begin, end = max(answer.first for answer in answers), min(answer.last for answer in answers)
+    looks = [look for look in watch.times if begin <= look[0] <= end]
+    if len(looks) < _SAMPLES_A_SECOND:
+        raise RuntimeError("the streams were not all open for a second: give them more --tokens")
+    (begin, before), (end, after) = looks[0], looks[-1]
+    tokens = sum(begin < when <= end for answer in answers for when in answer.times)
+    figures = CpuUse(after[0] - before[0], after[1] - before[1]).figures(tokens, end - begin)
+    return {"tokens": tokens, "tok_s": round(tokens / (end - begin), 1), **figures}
 
 
 def excess(options: argparse.Namespace) -> dict[str, Any]:
     """A quarter more streams than are admitted, all at once."""
     admit = options.connections
     with gateways(options, 1, step_ms=200, eager=True, admit=admit, engines=options.engines) as measured:
-        load = _load(measured.ports[0], options, options.tokens)
+        load = replace(_load(measured.ports[0], options, options.tokens), usage=True)
         answers = run([load], Schedule(admit + admit // 4, 1, 1.0), options)
+    counted = f'"completion_tokens":{options.tokens},'.encode()
     refused = [answer for answer in answers if answer.status]
     return {
         "admitted": admit,
         "sent": len(answers),
         "answered": len(answers) - len(refused),
-        "complete": sum(answer.events == options.tokens for answer in answers if not answer.status),
+        "complete": sum(counted in answer.end for answer in answers),
         "refused": dict(Counter(answer.status[9:12] for answer in refused)),
         "with_retry_after": sum("retry-after" in answer.status.lower() for answer in refused),
     }

@@ -29,6 +29,8 @@ class Load:
     prompt_tokens: int
     new_tokens: int
     vocab_size: int
+    usage: bool = False
+    """Ask for the counts at the end."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class Answer:
     events: int
     status: str
     """Empty if it went well."""
+    end: bytes = b""
+    """The last of what was read."""
 
     @property
     def first(self) -> float:
@@ -81,6 +85,7 @@ class Connection(asyncio.Protocol):
                 answer.status = (self._head + data)[:400].decode("latin-1")
                 self._finish()
                 return
+        answer.end = (answer.end + data)[-600:]
         text = self._tail + data
         events = text.count(_EVENT)
         if events:
@@ -120,6 +125,7 @@ def request_bytes(load: Load, rng: random.Random) -> bytes:
         "stream": True,
         # A random model samples tokens that are no text; with their ids every token is an event.
         "return_token_ids": True,
+        "stream_options": {"include_usage": load.usage},
     }
     payload = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {load.host}\r\ncontent-type: application/json\r\n"

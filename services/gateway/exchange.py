@@ -118,7 +118,10 @@ class Exchange:
             DeadlineExceeded: the request's time is up.
         """
         while self._open:
-            index, item = await self._receive()
+            try:
+                index, item = await self._inbox.get()
+            except TimeoutError as error:
+                raise self._late() from error
             if index not in self._open:
                 continue
             if isinstance(item, EngineLost):
@@ -147,12 +150,6 @@ class Exchange:
         if self._affinity.session is None:
             return None
         return {"id": self._affinity.session, "engine": self._at[index].id}
-
-    async def _receive(self) -> tuple[int, engine_pb2.Update | EngineLost]:
-        try:
-            return await self._inbox.get()
-        except TimeoutError as error:
-            raise self._late() from error
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"the request was not finished within {self._settings.request_timeout_seconds:g} s")
