@@ -4,7 +4,7 @@
 schema refused before. --cost: decode rates of the same batch with and without a JSON schema, in turn: what a mask a
 token costs. --check: sampling under masks on the GPU beside the reference on the CPU. One JSON line each.
 
-On a GPU: `--model qwen3.5-4b --random`, with a tokenizer as wide as the model's logits.
+On a GPU: `--model qwen3.5-4b`, random weights of that shape with a tokenizer as wide as their logits.
 """
 
 from __future__ import annotations
