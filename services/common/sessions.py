@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_valid
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
+from services.common.integers import JsonIntegers
 from services.common.jobs.base import LoraSettings, Recompute, StrictModel
 from services.common.names import AdapterName, AdapterRef, check_adapter_name
 
@@ -52,7 +53,7 @@ Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
 Seq = Annotated[int, Field(ge=1, le=MAX_SEQ)]
 
 
-class SessionModel(StrictModel):
+class SessionModel(JsonIntegers, StrictModel):
     """Strict, and without coerced types."""
 
     model_config = ConfigDict(strict=True)

@@ -101,9 +101,11 @@ def chat_form(body: ConversationFields) -> dict[str, Any]:
     """The same request as the JSON object of a chat.
 
     Raises:
-        InvalidRequest: calls and results of tools do not match.
+        InvalidRequest: calls and results of tools do not match, or there is nothing in it.
     """
     messages = _messages(body)
+    if not messages:
+        raise InvalidRequest("messages say nothing: send a turn of the user", param="messages")
     form: dict[str, Any] = {"model": body.model, "messages": messages}
     if messages[-1]["role"] == "assistant":
         form |= {"continue_final_message": True, "add_generation_prompt": False}

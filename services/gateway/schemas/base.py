@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from services.common.integers import JsonIntegers
 
 _MOST_FIELDS = 200
 """No model has so many."""
@@ -28,7 +30,7 @@ def contradiction(message: str, param: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
 
-class RequestModel(BaseModel):
+class RequestModel(JsonIntegers):
     """Refuses unknown fields, coerced types, NaN and infinity."""
 
     model_config = ConfigDict(

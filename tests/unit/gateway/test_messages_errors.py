@@ -25,6 +25,7 @@ from tests.unit.gateway.test_messages import BODY, ROUTE, USER, WEATHER, events_
         ({"top_k": -1}, "top_k"),
         ({"n": 2}, "n"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": []}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
