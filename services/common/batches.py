@@ -125,6 +125,18 @@ class Batch(StrictModel):
         return self.state in _ENDS
 
 
+_LOOKED_AT = 1_000
+_OPEN = BATCHES.lua(f"""
+-- KEYS index; ARGV most
+local open, most = 0, tonumber(ARGV[1])
+for _, id in ipairs(redis.call('ZREVRANGE', KEYS[1], 0, {_LOOKED_AT - 1})) do
+  local state = redis.call('HGET', JOBS .. id, 'state')
+  if state == 'queued' or state == 'running' then open = open + 1 end
+  if open >= most then break end
+end
+return open
+""")
+
 ClaimedBatch: TypeAlias = Claimed[Batch, BatchSpec]
 
 # Spelled out, because BatchQueue has a method `list`.
@@ -144,9 +156,14 @@ class BatchQueue(Ledger[Batch]):
         super().__init__(settings, BATCHES)
         self._submit = self._script(scripts.SUBMIT)
         self._cancel = self._script(scripts.CANCEL)
+        self._open = self._redis.register_script(_OPEN)
 
     def record(self, values: Any) -> Batch | None:
         return _batch(values)
+
+    async def unfinished(self, owner: str, *, most: int) -> int:
+        """How many of an owner's latest thousand batches have not ended; counted up to ``most``."""
+        return int(await call_async(lambda: self._open(keys=[_index(owner)], args=[most])))
 
     async def submitted(self, spec: BatchSpec, idempotency_key: str) -> Batch | None:
         """The batch that this request made when it came before under the same key.

@@ -112,6 +112,8 @@ class GatewaySettings(CommonSettings):
     """Of a batch's request that sets none. Users' requests have 0, and lower is served first."""
     batch_max_requests: int = Field(50_000, ge=1)
     """Lines of a batch's input file."""
+    batch_max_unfinished: int = Field(100, ge=1, le=1000)
+    """Batches of one API key that have not ended; more are answered with 429. Without keys, of all together."""
     batch_heartbeat_seconds: float = Field(2.0, gt=0)
     """How often a gateway says that it is still at a batch, and asks whether to cancel it."""
     batch_reclaim_seconds: float = Field(30.0, gt=0)
@@ -150,6 +152,8 @@ class GatewaySettings(CommonSettings):
     """Largest response that is kept, with everything it was given, in bytes of JSON."""
     responses_max_bytes: int = Field(256 * 2**20, ge=0)
     """Of all kept responses together; the oldest make room for new ones. Redis holds the jobs, too. 0: none is kept."""
+    responses_key_max_bytes: int = Field(64 * 2**20, ge=0)
+    """Of the kept responses of one API key; its own oldest make room. Without keys only the sum counts."""
     max_background_responses: int = Field(64, ge=0)
     """Background responses that one gateway runs at a time; more are answered with 503. 0: none."""
     response_beat_seconds: float = Field(1.0, gt=0)

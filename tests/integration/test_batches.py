@@ -111,6 +111,20 @@ async def test_owners_do_not_see_each_other(queue: BatchQueue) -> None:
         await queue.list("me", limit=9, after=theirs.id)
 
 
+async def test_unfinished_batches_are_counted_for_each_owner(queue: BatchQueue, consumers: Consumers) -> None:
+    assert await queue.unfinished("me", most=9) == 0
+    for owner in ("me", "you", "me", "me"):
+        await queue.submit(spec(owner))
+    assert [await queue.unfinished("me", most=most) for most in (9, 2)] == [3, 2]
+    consumer = consumers("c")
+    running = await asyncio.to_thread(consumer.claim, 0.1)
+    assert running is not None
+    assert await queue.unfinished("me", most=9) == 3, "one that runs has not ended"
+    await asyncio.to_thread(consumer.complete, running)
+    assert await queue.unfinished("me", most=9) == 2
+    assert await queue.unfinished("you", most=9) == 1
+
+
 async def test_an_idempotency_key_is_of_its_owner(queue: BatchQueue) -> None:
     first = await queue.submit(spec(), idempotency_key="k")
     assert (await queue.submit(spec(), idempotency_key="k")).id == first.id

@@ -61,6 +61,14 @@ def check_account(raw: redis.Redis) -> int:
     assert set(sizes) == set(raw.zrange(keys.INDEX, 0, -1))
     total = sum(map(int, sizes.values()))
     assert int(raw.get(keys.BYTES) or 0) == total
+    by_owner: dict[str, int] = {}
+    for key, size in sizes.items():
+        owner = key.split(":")[2]
+        if owner:
+            by_owner[owner] = by_owner.get(owner, 0) + int(size)
+            assert raw.zscore(f"{keys.INDEX}:{owner}", key) is not None
+    assert {owner: int(size) for owner, size in raw.hgetall(keys.OWNERS).items()} == by_owner
+    assert len(raw.keys(f"{keys.INDEX}:*")) == len(by_owner)
     return total
 
 
@@ -110,6 +118,35 @@ async def test_bounded_in_bytes(opened: Open, raw: redis.Redis) -> None:
     nothing = opened(responses_max_bytes=0)
     answered = record()
     await Shelf(nothing).keep(Place("", answered.id), answered)
+    assert answered.response["store"] is False
+
+
+async def test_an_owner_pushes_out_its_own_only(opened: Open, raw: redis.Redis) -> None:
+    store = opened(responses_key_max_bytes=12_000, responses_max_bytes=40_000, response_max_bytes=20_000)
+    theirs = [Place("careful", record().id), Place("", record().id)]
+    for place in theirs:
+        kept = record("x" * 3_000)
+        kept.response["id"] = place.id
+        await store.save(place, kept)
+    mine = []
+    for _ in range(6):
+        kept = record("x" * 4_000)
+        mine.append(Place("greedy", kept.id))
+        await store.save(mine[-1], kept)
+        check_account(raw)
+    assert all(raw.exists(place.key) for place in theirs)
+    assert [bool(raw.exists(place.key)) for place in mine] == [False] * 4 + [True] * 2
+    with pytest.raises(PayloadTooLarge) as large:
+        await store.save(Place("greedy", record().id), record("x" * 12_500))
+    assert "12000" in large.value.message
+    everybody = record("x" * 12_500)
+    assert await store.save(Place("", everybody.id), everybody), "without keys only the sum counts"
+    for place in (*theirs, *mine[-2:]):
+        await store.delete(place)
+    check_account(raw)
+    none = opened(responses_key_max_bytes=0)
+    answered = record()
+    await Shelf(none).keep(Place("greedy", answered.id), answered)
     assert answered.response["store"] is False
 
 

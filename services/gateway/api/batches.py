@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import Query, Request
 
-from services.common.errors import InvalidRequest, NotFound
+from services.common.errors import InvalidRequest, NotFound, RateLimited
 from services.gateway.access.principal import principal_of
 from services.gateway.api.routing import router
 from services.gateway.batches.calls import served_endpoints
@@ -39,6 +39,11 @@ async def create_batch(
             raise InvalidRequest(
                 f"{info.id} has the purpose {info.purpose!r}: upload the requests with the purpose 'batch'",
                 param="input_file_id",
+            )
+        most = gateway.settings.batch_max_unfinished
+        if await gateway.batches.unfinished(owner, most=most) >= most:
+            raise RateLimited(
+                f"{most} batches have not ended, which is the limit: wait for one, or cancel one", retry_after=30.0
             )
         batch = await gateway.batches.submit(spec, idempotency_key=idempotency_key)
     return BatchObject.of(batch)

@@ -32,7 +32,7 @@ class Shelf:
         response = record.response
         if not response["store"]:
             return
-        if self._store.largest == 0 or time.monotonic() < self._away_until:
+        if self._store.largest_of(place.owner) == 0 or time.monotonic() < self._away_until:
             response["store"] = False
             return
         try:

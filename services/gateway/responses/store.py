@@ -5,11 +5,13 @@ Keys:
     temper:responses:index          sorted set of these keys by the time at which they expire
     temper:responses:sizes          hash: key → bytes
     temper:responses:bytes          their sum
+    temper:responses:owners         hash: owner → the sum of its own; those without an owner are not counted here
+    temper:responses:index:{owner}  sorted set of an owner's keys
 
 ``owner`` is a digest of who made it, empty without API keys: nobody can name the response of someone else. ``status``
 and ``reason`` are the truth where the body says something else: a response that is cancelled or lost is changed by who
-has not its body. Together the responses have at most so many bytes; the ones nearest to their end make room. Redis
-holds the jobs as well, which are worth more.
+has not its body. Together the responses have at most so many bytes, and those of one owner too, so that nobody pushes
+out what others keep; the ones nearest to their end make room. Redis holds the jobs as well, which are worth more.
 
 A background response that has not ended beats: its gateway says every second that it still runs it, and hears whether
 it still shall. Who finds one without a beat for longer than the lease writes down that it failed. Times are Redis's.
@@ -32,6 +34,7 @@ from services.gateway.settings import GatewaySettings
 INDEX = "temper:responses:index"
 SIZES = "temper:responses:sizes"
 BYTES = "temper:responses:bytes"
+OWNERS = "temper:responses:owners"
 LOST = "the gateway that ran this background response was lost"
 
 _PRELUDE = f"""
@@ -39,13 +42,19 @@ local function now()
   local t = redis.call('TIME')
   return tonumber(t[1]) + tonumber(t[2]) / 1e6
 end
+local function owner_of(key)
+  return string.match(key, '^temper:response:([^:]*):')
+end
 local function drop(key)
-  local size = redis.call('HGET', '{SIZES}', key)
+  local size, owner = redis.call('HGET', '{SIZES}', key), owner_of(key)
   if size then
     redis.call('DECRBY', '{BYTES}', size)
     redis.call('HDEL', '{SIZES}', key)
   end
   redis.call('ZREM', '{INDEX}', key)
+  if owner ~= '' and redis.call('ZREM', '{INDEX}:' .. owner, key) == 1 then
+    if redis.call('HINCRBY', '{OWNERS}', owner, -(size or 0)) <= 0 then redis.call('HDEL', '{OWNERS}', owner) end
+  end
   return redis.call('DEL', key)
 end
 local function active(key)
@@ -61,10 +70,15 @@ end
 _SAVE = (
     _PRELUDE
     + f"""
--- KEYS record; ARGV ttl limit size status body items background only_active
+-- KEYS record; ARGV ttl limit size status body items background only_active owner_limit
 if ARGV[8] == '1' and not active(KEYS[1]) then return 0 end
-local limit, size = tonumber(ARGV[2]), tonumber(ARGV[3])
+local limit, size, owner = tonumber(ARGV[2]), tonumber(ARGV[3]), owner_of(KEYS[1])
 drop(KEYS[1])
+while owner ~= '' and tonumber(redis.call('HGET', '{OWNERS}', owner) or '0') + size > tonumber(ARGV[9]) do
+  local oldest = redis.call('ZRANGE', '{INDEX}:' .. owner, 0, 0)[1]
+  if not oldest then break end
+  drop(oldest)
+end
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', '{INDEX}', '-inf', now(), 'LIMIT', 0, 256)) do drop(key) end
 while tonumber(redis.call('GET', '{BYTES}') or '0') + size > limit do
   local oldest = redis.call('ZRANGE', '{INDEX}', 0, 0)[1]
@@ -73,7 +87,12 @@ while tonumber(redis.call('GET', '{BYTES}') or '0') + size > limit do
 end
 redis.call('HSET', KEYS[1], 'status', ARGV[4], 'body', ARGV[5], 'items', ARGV[6], 'background', ARGV[7], 'beat', now())
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-redis.call('ZADD', '{INDEX}', now() + tonumber(ARGV[1]), KEYS[1])
+local ends = now() + tonumber(ARGV[1])
+redis.call('ZADD', '{INDEX}', ends, KEYS[1])
+if owner ~= '' then
+  redis.call('ZADD', '{INDEX}:' .. owner, ends, KEYS[1])
+  redis.call('HINCRBY', '{OWNERS}', owner, size)
+end
 redis.call('HSET', '{SIZES}', KEYS[1], size)
 redis.call('INCRBY', '{BYTES}', size)
 return 1
@@ -142,10 +161,11 @@ class ResponseStore:
         self._delete = self._redis.register_script(_DELETE)
         self._beat = self._redis.register_script(_BEAT)
 
-    @property
-    def largest(self) -> int:
-        """Bytes of a response that can be kept; 0: none can."""
-        return min(self._settings.response_max_bytes, self._settings.responses_max_bytes)
+    def largest_of(self, owner: str) -> int:
+        """Bytes of an owner's response that can be kept; 0: none can."""
+        settings = self._settings
+        own = settings.responses_key_max_bytes if owner else settings.responses_max_bytes
+        return min(settings.response_max_bytes, settings.responses_max_bytes, own)
 
     async def aclose(self) -> None:
         await self._redis.aclose()
@@ -163,16 +183,17 @@ class ResponseStore:
             PayloadTooLarge: it is over the limit for one response.
         """
         texts = [to_json(part) for part in (record.response, record.items)]
-        size = sum(map(len, texts))
-        if size > self.largest:
+        size, largest = sum(map(len, texts)), self.largest_of(place.owner)
+        if size > largest:
             raise PayloadTooLarge(
-                f"the response and what it was given have {size} bytes, and {self.largest} can be kept: send "
+                f"the response and what it was given have {size} bytes, and {largest} can be kept: send "
                 "store=false and no background, or less",
                 param="input",
             )
         flags = [str(int(bool(record.response["background"]))), str(int(only_active))]
         limits = [str(self._settings.responses_ttl_seconds), str(self._settings.responses_max_bytes), str(size)]
-        args: list[str | bytes] = [*limits, record.status, *texts, *flags]
+        own = str(self._settings.responses_key_max_bytes)
+        args: list[str | bytes] = [*limits, record.status, *texts, *flags, own]
         return bool(await call_async(lambda: self._save(keys=[place.key], args=args)))
 
     async def load(self, place: Place, *, param: str = "response_id") -> Record:

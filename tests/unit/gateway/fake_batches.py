@@ -74,6 +74,10 @@ class MemoryBatches:
             self.keys[spec.owner, idempotency_key] = batch.id
         return batch
 
+    async def unfinished(self, owner: str, *, most: int) -> int:
+        self._check()
+        return min(most, sum(not batch.ended for batch in self.records.values() if batch.spec.owner == owner))
+
     async def owned(self, owner: str, batch_id: str) -> Batch:
         self._check()
         if batch_id not in self.records or self.records[batch_id].spec.owner != owner:

@@ -16,8 +16,10 @@ class MemoryResponses:
     def __init__(self) -> None:
         self.records: dict[str, str] = {}
         self.down = False
-        self.largest = 2**20
         self.calls = 0
+
+    def largest_of(self, owner: str) -> int:
+        return 2**20
 
     def _check(self) -> None:
         self.calls += 1

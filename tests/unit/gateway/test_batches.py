@@ -260,6 +260,19 @@ def test_pages_and_idempotency(running: Running, client: openai.OpenAI) -> None:
     assert client.batches.cancel(first.id).status == "cancelled"
 
 
+def test_unfinished_batches_have_a_limit(start: Starter) -> None:
+    running = start(batch_workers=0, batch_max_unfinished=2)
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        batches = Batches(running, client)
+        first, second = (batches.submit(line("a")) for _ in range(2))
+        with pytest.raises(openai.RateLimitError, match="2 batches have not ended") as refused:
+            batches.submit(line("a"))
+        assert refused.value.response.headers["retry-after"] == "30"
+        client.batches.cancel(first.id)
+        third = batches.submit(line("a"))
+        assert {batch.id for batch in client.batches.list() if batch.status == "validating"} == {second.id, third.id}
+
+
 def test_an_owner_sees_its_own_batches_only(running: Running, client: openai.OpenAI) -> None:
     spec = BatchSpec(owner="key-of-another", input_file_id="file-x", endpoint=CHAT)
     theirs = running.run(running.batches.submit(spec))
