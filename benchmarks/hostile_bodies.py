@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,9 +249,7 @@ def _dump(value: Any) -> str:
         return [mark(item) for item in member] if isinstance(member, list) else member
 
     text = json.dumps(mark(value))
-    for index, piece in enumerate(raw):
-        text = text.replace(f'"@raw{index}@"', piece)
-    return text
+    return re.sub(r'"@raw(\d+)@"', lambda found: raw[int(found[1])], text)
 
 
 def _mutate_value(body: Any, rng: random.Random) -> Any:
