@@ -51,6 +51,15 @@ NAME_SCHEMA: Mapping[str, Any] = {
     "pattern": r"^(?!base$)(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]*$",
 }
 """What ``check_adapter_name`` takes, as JSON Schema says it: for descriptions, the check has the better messages."""
+_FREE = r"(?!base(@|$))(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_NUMBER = r"@0*[1-9][0-9]{0,14}"
+POLICY_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{_FREE}({_NUMBER})?)$"}
+"""The same of "name", "name@n" or "base"."""
+VERSION_SCHEMA: Mapping[str, Any] = {"pattern": f"^{_FREE}{_NUMBER}$"}
+"""The same of "name@n"."""
+SAMPLER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|{_FREE}{_NUMBER})$"}
+"""The same of "name@n" or "base"."""
+TEACHER_SCHEMA: Mapping[str, Any] = {"pattern": f"^(base|checkpoint|{_FREE}{_NUMBER})$"}
 AdapterName = Annotated[str, field_check(check_adapter_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 
 
@@ -90,10 +99,7 @@ def _check_adapter_ref(text: str) -> str:
     return text
 
 
-_REF_SCHEMA = {
-    "type": "string",
-    "pattern": r"^(?!base(@|$))(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[1-9][0-9]{0,14})?$",
-}
+_REF_SCHEMA = {"type": "string", "pattern": f"^{_FREE}({_NUMBER})?$"}
 AdapterRef = Annotated[str, field_check(_check_adapter_ref), WithJsonSchema(_REF_SCHEMA)]
 """"name" or "name@n"."""
 

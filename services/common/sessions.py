@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
 from services.common.integers import JsonIntegers
 from services.common.jobs.base import LoraSettings, Recompute, StrictModel
-from services.common.names import AdapterName, AdapterRef, check_adapter_name
+from services.common.json_rules import (
+    NULL,
+    Rule,
+    at_most_one,
+    both,
+    contains,
+    either,
+    exactly_one,
+    given,
+    has,
+    if_any,
+    items,
+    left_out,
+    true_only_with,
+)
+from services.common.names import NAME_SCHEMA, AdapterName, AdapterRef, check_adapter_name
 
 Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
 MAX_SEQ = 2**53 - 1
@@ -46,7 +61,7 @@ def _checkpoint_name(name: str) -> str:
         raise ValueError(error.message.replace("adapter name", "checkpoint name")) from error
 
 
-CheckpointName = Annotated[str, AfterValidator(_checkpoint_name)]
+CheckpointName = Annotated[str, AfterValidator(_checkpoint_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that sums stay finite."""
@@ -78,6 +93,8 @@ class OpenSession(SessionModel):
     memory."""
     metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
 
+    json_rules: ClassVar[tuple[Rule, ...]] = (at_most_one("adapter", "checkpoint"),)
+
     @model_validator(mode="after")
     def _one_start(self) -> OpenSession:
         if self.adapter is not None and self.checkpoint is not None:
@@ -101,6 +118,12 @@ class Datum(SessionModel):
     advantages: list[Factor] | None = None
     logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """Of the policy that sampled: ``sampling_logprobs`` of a response."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(given("targets"), has(token_ids={"minItems": 2})),
+        either(given("targets"), if_any(weights=either(NULL, {"prefixItems": [{"const": 0}]}))),
+        if_any(weights=either(NULL, contains({"not": {"const": 0}}))),
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Datum:
@@ -171,12 +194,27 @@ class _Call(SessionModel):
     """Place in the session's line, from 1. A repeated number with the same body is the same call."""
 
 
+def _of_loss(loss: Loss) -> Rule:
+    """What a call with this loss has: its settings and no others, and what sampled the data if it needs that."""
+    config = left_out(*sorted(LossConfig.model_fields.keys() - _LOSS_FIELDS[loss]))
+    sampled = ("advantages", "logprobs")
+    if loss == "cross_entropy":  # the default, where there is one
+        return if_any(loss=loss, loss_config=config, data=items(left_out(*sampled)))
+    return both(has(loss=loss, data=items(given(*sampled))), if_any(loss_config=config))
+
+
 class _Scoring(_Call):
     loss: Loss
     data: list[Datum] = Field(min_length=1, max_length=MAX_DATA)
     loss_config: LossConfig = LossConfig()
     temperature: float = Field(1.0, gt=0, le=100)
     """Log-probabilities are those of logits / temperature."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(
+            *(_of_loss(loss) for loss in get_args(Loss)),
+        ),
+    )
 
     @model_validator(mode="after")
     def _of_this_loss(self) -> _Scoring:
@@ -240,6 +278,11 @@ class Save(_Call):
     checkpoint: CheckpointName | None = None
     """Replaces a checkpoint of the same name."""
 
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        exactly_one("name", "checkpoint"),
+        true_only_with("attach", given("name")),
+    )
+
     @model_validator(mode="after")
     def _one_form(self) -> Save:
         if (self.name is None) == (self.checkpoint is None):
@@ -256,6 +299,8 @@ class Load(_Call):
     kind: Literal["load"] = "load"
     adapter: AdapterRef | None = None
     checkpoint: CheckpointName | None = None
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (exactly_one("adapter", "checkpoint"),)
 
     @model_validator(mode="after")
     def _one_form(self) -> Load:

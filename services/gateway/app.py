@@ -39,6 +39,7 @@ from services.gateway.api import (
     tokenize,
     training,
 )
+from services.gateway.api.described import describe_bounds
 from services.gateway.api.examples import describe_examples
 from services.gateway.batches.host import BatchStores, open_batching
 from services.gateway.batches.worker import BatchWorker
@@ -191,6 +192,7 @@ def create_app(
         BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes, is_upload=_is_upload
     )
     rules = RuleBook(metrics_public=settings.metrics_public)
+    describe_bounds(app)
     describe_examples(app)
     describe_keys(app, rules, needed=keys is not None)
     app.add_middleware(Access, keys=keys, quotas=quotas, audit=audit, rules=rules, metrics=metrics)

@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.common.jobs.strict import StrictModel
+from services.common.json_rules import Rule, both, has, only_with
 
 Better: TypeAlias = Literal["lower", "higher"]
 
@@ -31,6 +32,16 @@ class PublishIf(StrictModel):
         """Whether the gain is large enough; never if it is not a finite number."""
         gain = self.gain(before, after, better)
         return math.isfinite(gain) and gain >= self.min_gain
+
+
+def publish_if_rule(measured: Mapping[str, Better], evaluates: Rule) -> Rule:
+    """What ``check_publish_if`` holds a job to.
+
+    Args:
+        measured: the metrics of an evaluation.
+        evaluates: holds of a job that computes one.
+    """
+    return only_with("publish_if", both(has(publish_if=has(metric={"enum": sorted(measured)})), evaluates))
 
 
 def check_publish_if(condition: PublishIf | None, measured: Mapping[str, Better], way_out: str) -> None:

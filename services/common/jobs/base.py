@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from services.common.jobs.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.strict import StrictModel as StrictModel
-from services.common.names import AdapterName
+from services.common.json_rules import SOME, Rule, either, if_any, true_only_with
+from services.common.names import POLICY_SCHEMA, AdapterName
 
+SAYS: Rule = either(SOME, {"type": ["string", "null"]})
+"""A prompt of one or more turns, or a text."""
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -69,7 +72,7 @@ class PublishingJob(StrictModel):
 class JobBase(PublishingJob):
     """Fields of every training job."""
 
-    start_from: str | None = None
+    start_from: str | None = Field(None, json_schema_extra=dict(POLICY_SCHEMA))
     """"name" or "name@n" to continue from. Default: the adapter's own current version if it exists, else a new
     adapter. "base" starts afresh even if the adapter exists."""
     attach: bool = True
@@ -93,6 +96,10 @@ class JobBase(PublishingJob):
     """Shorthand for recompute "full"."""
     publish_if: PublishIf | None = None
     """Publish only if an evaluation improved; otherwise the job fails and nothing changes."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        true_only_with("gradient_checkpointing", if_any(recompute={"enum": ["full", None]})),
+    )
 
     @property
     def eval_metrics(self) -> Mapping[str, Better]:

@@ -8,9 +8,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import Field, model_validator
 
 from services.common.jobs.acceptance import Better
-from services.common.jobs.base import JobBase, Message, StrictModel
+from services.common.jobs.base import SAYS, JobBase, Message, StrictModel
+from services.common.json_rules import SOME, Rule, either, exactly_one, has, if_any
 
 E = TypeVar("E", bound=StrictModel)
+EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
+"""Holds of an ExampleJob that computes evaluations."""
 
 
 class ExampleJob(JobBase, Generic[E]):
@@ -55,6 +58,11 @@ class AskedExample(StrictModel):
     """The conversation that the completions answer, when `prompt` is not given."""
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        exactly_one("prompt", "messages"),
+        if_any(prompt=SAYS, messages=SAYS),
+    )
 
     @model_validator(mode="after")
     def _one_prompt(self) -> AskedExample:

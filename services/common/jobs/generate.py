@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.jobs.base import StrictModel
 from services.common.jobs.prompts import SampledPrompt, as_prompt
 from services.common.jobs.rewards import NumericReward, RewardSpec, answer_number
+from services.common.json_rules import SOME, Rule, has, only_with
 
 
 def _as_text(value: Any) -> Any:
@@ -19,7 +20,7 @@ def _as_text(value: Any) -> Any:
 class RolloutPrompt(SampledPrompt):
     """One prompt, as text, as a conversation or as token ids, and what its rewards compare with."""
 
-    answer: Annotated[str | None, BeforeValidator(_as_text)] = None
+    answer: Annotated[str | None, BeforeValidator(_as_text, json_schema_input_type=str | float | None)] = None
     metadata: dict[str, str] = Field(default_factory=dict)
     """Handed to webhooks as it is."""
 
@@ -28,7 +29,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt)]
+Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt, json_schema_input_type=str | RolloutPrompt)]
+
+
+_Rewards = Annotated[list[RewardSpec], Field(min_length=1, max_length=16)]
 
 
 class GenerateSettings(StrictModel):
@@ -46,12 +50,14 @@ class GenerateSettings(StrictModel):
     temperature: float = Field(1.0, gt=0, le=100)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """End a completion, besides the model's own end tokens."""
-    reward: Annotated[list[RewardSpec], BeforeValidator(_as_list)] = Field(min_length=1, max_length=16)
+    reward: Annotated[_Rewards, BeforeValidator(_as_list, json_schema_input_type=RewardSpec | _Rewards)]
     """One, or several whose weighted scores are added."""
     eval_prompts: list[Prompt] = Field(default_factory=list)
     """Held out: answered greedily and scored before the first round and every eval_every rounds."""
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (only_with("eval_every", has(eval_prompts=SOME)),)
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateSettings:

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import JobBase, Message, StrictModel
+from services.common.jobs.base import SAYS, JobBase, Message, StrictModel
 from services.common.jobs.generate import GenerateSettings
-from services.common.names import BASE, AdapterVersion, field_check, parse_adapter_version
+from services.common.json_rules import (
+    NOT_NULL,
+    NULL,
+    SOME,
+    Rule,
+    at_least_one,
+    at_most_one,
+    both,
+    either,
+    exactly_one,
+    given,
+    has,
+    if_any,
+    items,
+    left_out,
+    never,
+    only_with,
+    true_only_with,
+    where,
+)
+from services.common.names import BASE, SAMPLER_SCHEMA, AdapterVersion, field_check, parse_adapter_version
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""
@@ -49,9 +69,15 @@ class GrpoCompletion(StrictModel):
     temperature: float = Field(1.0, ge=0, le=100)
     truncated: bool = False
     """The completion hit max_tokens: it does not end its turn."""
-    adapter: Annotated[str, field_check(_sampler)] | None = None
+    adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(SAMPLER_SCHEMA))] | None = None
     """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
     reward: Reward
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        exactly_one("completion_id", "token_ids", "text"),
+        if_any(token_ids=either(NULL, SOME)),
+        only_with("logprobs", given("token_ids")),
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> GrpoCompletion:
@@ -74,6 +100,13 @@ class GrpoGroup(StrictModel):
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     completions: list[GrpoCompletion] = Field(min_length=1)
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        at_most_one("prompt", "messages", "prompt_token_ids"),
+        either(at_least_one("prompt", "messages", "prompt_token_ids"), has(completions=items(given("completion_id")))),
+        if_any(prompt=SAYS, messages=SAYS),
+        only_with("tools", left_out("prompt_token_ids")),
+    )
 
     @model_validator(mode="after")
     def _prompt(self) -> GrpoGroup:
@@ -151,6 +184,26 @@ class GrpoJob(JobBase):
     exact_forward: bool = False
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(
+            both(
+                has(prompt=both(NOT_NULL, SAYS), completions=SOME, rewards=SOME),
+                left_out("groups", "rollouts", "generate"),
+            ),
+            both(has(groups=SOME), left_out("prompt", "completions", "rewards", "rollouts", "generate")),
+            both(has(rollouts=SOME), left_out("prompt", "completions", "rewards", "groups", "generate")),
+            both(given("generate"), left_out("prompt", "completions", "rewards", "groups", "rollouts")),
+        ),
+        # What would do nothing has its default.
+        where(has(loss_type="cispo"), if_any(clip_low=0.2, clip_high=0.28)),
+        where(if_any(loss_type={"not": {"const": "cispo"}}), if_any(cispo_max_ratio=5)),
+        only_with("max_completion_length", has(loss_type="dr_grpo")),
+        true_only_with("unbiased_kl", has(beta={"exclusiveMinimum": 0})),
+        where(if_any(mismatch_correction="none"), if_any(mismatch_cap=3)),
+        where(both(given("generate"), has(exact_forward=True)), if_any(mismatch_correction="none")),
+        never(given("publish_if")),
+    )
 
     @model_validator(mode="before")
     @classmethod

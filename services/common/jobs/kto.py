@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.acceptance import Better
-from services.common.jobs.examples import AskedExample, ExampleJob
+from services.common.jobs.acceptance import Better, publish_if_rule
+from services.common.jobs.examples import EVALUATES, AskedExample, ExampleJob
+from services.common.json_rules import Rule, both, contains, either, has, if_any
 
 
 class KtoExample(AskedExample):
@@ -23,6 +24,11 @@ class KtoJob(ExampleJob[KtoExample]):
     """Kahneman-Tversky optimisation: preference learning from thumbs up and thumbs down."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_margin": "higher"}
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        has(examples=both(contains(has(label=True)), contains(has(label=False)))),
+        if_any(eval_examples=either({"maxItems": 0}, {"minItems": 2})),
+        publish_if_rule(evaluated, EVALUATES),
+    )
 
     kind: Literal["kto"] = "kto"
     epochs: int = Field(1, ge=1, le=1000)

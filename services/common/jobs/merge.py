@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import PublishingJob
 from services.common.jobs.strict import StrictModel
+from services.common.json_rules import Rule, both, either, given, has, if_any, left_out
 from services.common.names import AdapterRef
 
 MergeMethod: TypeAlias = Literal["weighted", "svd", "ties", "dare_linear", "dare_ties"]
@@ -22,7 +23,7 @@ class MergeSource(StrictModel):
 
     adapter: AdapterRef
     """"name@n", or "name" for its current version."""
-    weight: float = Field(1.0, ge=-100, le=100)
+    weight: float = Field(1.0, ge=-100, le=100, json_schema_extra={"not": {"const": 0}})
     """Of its delta. Negative: what the adapter does is taken away. Not 0."""
 
     @model_validator(mode="after")
@@ -44,6 +45,14 @@ class MergeSettings(StrictModel):
     """Share of the entries of each parent's delta that is kept: the largest (ties), or random ones (dare_*)."""
     scale: float = Field(1.0, gt=0, le=100)
     """The merged delta times this; lambda in the TIES paper."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(
+            both(if_any(method="weighted"), left_out("density")),
+            both(has(method="svd"), given("rank"), left_out("density")),
+            both(has(method={"enum": sorted(SPARSE_METHODS)}), given("rank", "density")),
+        ),
+    )
 
     @model_validator(mode="after")
     def _goes_together(self) -> MergeSettings:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from services.common.errors import TemperError
-from services.common.jobs.acceptance import Better
+from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.base import JobBase
 from services.common.jobs.prompts import SampledPrompt, TokenIds, as_prompt
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
+from services.common.json_rules import (
+    SOME,
+    Rule,
+    at_least_one,
+    at_most_one,
+    both,
+    either,
+    has,
+    if_any,
+    items,
+    left_out,
+    only_with,
+    where,
+)
+from services.common.names import BASE, TEACHER_SCHEMA, AdapterVersion, parse_adapter_ref, parse_adapter_version
 
 CHECKPOINT = "checkpoint"
 """The teacher that the engine's settings name (TEMPER_TEACHER_MODEL)."""
@@ -33,6 +47,8 @@ class DistillPrompt(SampledPrompt):
     completion_token_ids: TokenIds | None = Field(None, min_length=1)
     """As they are, with the token that ends the turn if that is to be learnt."""
 
+    json_rules: ClassVar[tuple[Rule, ...]] = (at_most_one("completion", "completion_token_ids"),)
+
     @model_validator(mode="after")
     def _one_completion(self) -> DistillPrompt:
         if self.completion is not None and self.completion_token_ids is not None:
@@ -44,7 +60,9 @@ class DistillPrompt(SampledPrompt):
         return self.completion is not None or self.completion_token_ids is not None
 
 
-Prompt = Annotated[DistillPrompt, BeforeValidator(as_prompt)]
+Prompt = Annotated[DistillPrompt, BeforeValidator(as_prompt, json_schema_input_type=str | DistillPrompt)]
+_BARE = left_out("completion", "completion_token_ids")
+_ANSWERED = at_least_one("completion", "completion_token_ids")
 
 
 class OpdJob(JobBase):
@@ -56,7 +74,7 @@ class OpdJob(JobBase):
 
     kind: Literal["opd"] = "opd"
     prompts: list[Prompt] = Field(min_length=1)
-    teacher: str
+    teacher: str = Field(json_schema_extra=dict(TEACHER_SCHEMA))
     """"base" (the model without adapter), "name@n" (a version of an adapter), or "checkpoint" (the second model that
     the engine has loaded, TEMPER_TEACHER_MODEL)."""
     rounds: int = Field(ge=1, le=100_000)
@@ -85,6 +103,19 @@ class OpdJob(JobBase):
     completion gets a greedy one of the policy the job starts from, the same for all evaluations."""
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        only_with("eval_every", has(eval_prompts=SOME)),
+        either(
+            if_any(lmbda=1, prompts=items(_BARE)),
+            both(has(lmbda={"exclusiveMaximum": 1}), if_any(prompts=items(_ANSWERED))),
+        ),
+        where(
+            has(loss="sampled_reverse_kl"),
+            if_any(lmbda=1, sampling_temperature={"exclusiveMinimum": 0}, temperature=1, beta=1),
+        ),
+        publish_if_rule(EVALUATED, has(eval_prompts=SOME)),
+    )
 
     @model_validator(mode="before")
     @classmethod

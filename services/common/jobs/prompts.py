@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.base import Message, StrictModel
+from services.common.jobs.base import SAYS, Message, StrictModel
+from services.common.json_rules import Rule, exactly_one, if_any, left_out, only_with
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
@@ -19,6 +20,12 @@ class SampledPrompt(StrictModel):
     prompt_token_ids: TokenIds | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template; not with prompt_token_ids."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        exactly_one("prompt", "messages", "prompt_token_ids"),
+        if_any(prompt=SAYS, messages=SAYS),
+        only_with("tools", left_out("prompt_token_ids")),
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> SampledPrompt:

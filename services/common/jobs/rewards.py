@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import urllib.parse
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from services.common.jobs.base import StrictModel
+from services.common.json_rules import Rule
 
 MAX_PATTERN = 2000
 ANSWER = "{answer}"
@@ -21,6 +22,9 @@ ANSWER = "{answer}"
 class RewardBase(StrictModel):
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """The completion's reward is the sum of weight times score."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = ({"required": ["type"]},)
+    """In a request: it says which reward it is."""
 
     @property
     def needs_answer(self) -> bool:
@@ -81,7 +85,7 @@ class WebhookReward(RewardBase):
     """The score is what a service of yours answers; see docs/guides/training.md."""
 
     type: Literal["webhook"] = "webhook"
-    url: str = Field(max_length=2000)
+    url: str = Field(max_length=2000, json_schema_extra={"pattern": "^https?://[!-~]+$"})
     """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
 
     @field_validator("url")

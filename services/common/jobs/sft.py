@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.acceptance import Better
-from services.common.jobs.base import Message, StrictModel
-from services.common.jobs.examples import ExampleJob
+from services.common.jobs.acceptance import Better, publish_if_rule
+from services.common.jobs.base import SAYS, Message, StrictModel
+from services.common.jobs.examples import EVALUATES, ExampleJob
+from services.common.json_rules import NULL, Rule, both, contains, either, given, has, if_any, left_out
 
 
 class SftExample(StrictModel):
@@ -22,6 +23,15 @@ class SftExample(StrictModel):
     """Plain text, tokenized as it is; the token that ends a generation is put behind it."""
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(
+            both(given("prompt", "completion"), left_out("messages", "text")),
+            both(given("messages"), left_out("prompt", "completion", "text")),
+            both(given("text"), left_out("prompt", "completion", "messages", "tools")),
+        ),
+        if_any(prompt=SAYS, messages=either(NULL, contains(has(role="assistant")))),
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> SftExample:
@@ -39,6 +49,7 @@ class SftJob(ExampleJob[SftExample]):
     """Supervised fine-tuning."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_token_accuracy": "higher"}
+    json_rules: ClassVar[tuple[Rule, ...]] = (publish_if_rule(evaluated, EVALUATES),)
 
     kind: Literal["sft"] = "sft"
     overlong: Literal["error", "drop", "truncate"] = "error"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
+
+from services.common.json_rules import Ruled
 
 
-class StrictModel(BaseModel):
+class StrictModel(Ruled):
     """Refuses unknown fields, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)

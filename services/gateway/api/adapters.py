@@ -25,8 +25,8 @@ routes = router("adapters")
 _UPLOAD = multipart(
     {
         "name": {"type": "string", **NAME_SCHEMA},
-        WEIGHTS: {"type": "string", "format": "binary"},
-        CONFIG: {"type": "string", "format": "binary"},
+        WEIGHTS: {"type": "string", "format": "binary", "minLength": 1},
+        CONFIG: {"type": "string", "format": "binary", "minLength": 1},
     },
     required=("name", WEIGHTS, CONFIG),
 )

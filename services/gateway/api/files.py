@@ -23,12 +23,13 @@ routes = router("files")
 
 _UPLOAD = multipart(
     {
-        "file": {"type": "string", "format": "binary"},
+        "file": {"type": "string", "format": "binary", "minLength": 1},
         "purpose": {"type": "string", "enum": ["batch"]},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_SECONDS[0], "maximum": EXPIRY_SECONDS[1]},
     },
     required=("file", "purpose"),
+    together=("expires_after[anchor]", "expires_after[seconds]"),
 )
 
 

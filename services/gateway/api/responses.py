@@ -8,6 +8,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
+from services.common.json_rules import NULL
 from services.gateway.access.principal import principal_of
 from services.gateway.api.answers import SESSION_HEADER, answer, json_response
 from services.gateway.api.chat import prepare_chat
@@ -125,10 +126,19 @@ async def get_response(
     request: Request,
     response_id: str,
     gateway: GatewayDep,
-    stream: Annotated[bool | None, Query(description="Only false: poll instead.")] = None,
-    starting_after: Annotated[int | None, Query(description="Refused: stored responses are not streamed.")] = None,
+    stream: Annotated[
+        bool | None, Query(description="Only false: poll instead.", json_schema_extra={"enum": [False, None]})
+    ] = None,
+    starting_after: Annotated[
+        int | None, Query(description="Refused: stored responses are not streamed.", json_schema_extra=dict(NULL))
+    ] = None,
     include: Annotated[
-        list[str] | None, Query(alias="include[]", description="Refused: give it when you create the response.")
+        list[str] | None,
+        Query(
+            alias="include[]",
+            description="Refused: give it when you create the response.",
+            json_schema_extra={"maxItems": 0},
+        ),
     ] = None,
 ) -> Response:
     """A response that is kept; a background one as far as it is known: its output is there when it has ended."""

@@ -67,12 +67,20 @@ def router(tag: str, *, errors: type[BaseModel] = ErrorBody) -> APIRouter:
     return APIRouter(route_class=JsonRoute, tags=[tag], responses=responses)
 
 
-def multipart(properties: Mapping[str, Mapping[str, Any]], required: Sequence[str]) -> dict[str, Any]:
-    """`openapi_extra` of a route that reads a form with these parts itself."""
-    schema = {
+def multipart(
+    properties: Mapping[str, Mapping[str, Any]], required: Sequence[str], together: Sequence[str] = ()
+) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a form with these parts itself.
+
+    Args:
+        together: parts that are all given, or none of them.
+    """
+    schema: dict[str, Any] = {
         "type": "object",
         "properties": properties,
         "required": list(required),
         "additionalProperties": False,
     }
+    if together:
+        schema["dependentRequired"] = {part: [other for other in together if other != part] for part in together}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

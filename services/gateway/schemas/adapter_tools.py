@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from services.common.jobs import MergeSettings
+from services.common.json_rules import Rule, at_least_one
 from services.gateway.schemas.base import RequestModel
 
 
@@ -34,3 +37,5 @@ class PruneRequest(RequestModel):
     """Versions that are younger than this."""
     dry_run: bool = False
     """Only say what would be removed."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (at_least_one("keep", "days"),)

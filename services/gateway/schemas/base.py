@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from services.common.integers import JsonIntegers
+from services.common.json_rules import NULL, Ruled
 
 _MOST_FIELDS = 200
 """No model has so many."""
@@ -30,7 +32,7 @@ def contradiction(message: str, param: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
 
 
-class RequestModel(JsonIntegers):
+class RequestModel(JsonIntegers, Ruled):
     """Refuses unknown fields, coerced types, NaN and infinity."""
 
     model_config = ConfigDict(
@@ -53,6 +55,14 @@ class RequestModel(JsonIntegers):
             if body.get(field) is not None:
                 raise unsupported(f"{field} is not supported: {instead}", field)
         return {key: value for key, value in body.items() if key not in cls.refused}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        described = super().__get_pydantic_json_schema__(core_schema, handler)
+        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
+        for field, instead in cls.refused.items():
+            properties[field] = {**NULL, "description": f"Not supported: {instead}."}
+        return described
 
     @classmethod
     def _unknown(cls, body: dict[str, Any]) -> PydanticCustomError:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
+from services.common.json_rules import SOME, Rule, either, given, has, if_any, only_with, true_only_with, where
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.reasoning import ReasoningFields
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier
@@ -86,6 +87,9 @@ class AssistantMessage(RequestModel):
         "function_call": "use tool_calls, its successor",
         "audio": "this model reads text",
     }
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(given("content"), has(tool_calls=SOME), given("reasoning_content"), given("reasoning")),
+    )
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -123,6 +127,10 @@ _MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)]
 
 
+TOOL_CHOICE_NEEDS_TOOLS = where(has(tool_choice={"not": {"enum": ["none", None]}}), has(tools=SOME))
+CONTINUES_OR_BEGINS = true_only_with("continue_final_message", if_any(add_generation_prompt={"enum": [False, None]}))
+
+
 class ChatRequest(ReasoningFields, SamplingFields):
     """OpenAI's chat completion, with the fields of open models and of reinforcement learning."""
 
@@ -141,11 +149,13 @@ class ChatRequest(ReasoningFields, SamplingFields):
     """false: nothing is put after the last message. Default true, or false with continue_final_message."""
     continue_final_message: bool | None = None
     """true: the last message, an assistant's, is left open and the answer goes on where it ends."""
-    modalities: Annotated[list[str] | None, BeforeValidator(_modalities)] = None
+    modalities: Annotated[list[str] | None, BeforeValidator(_modalities)] = Field(
+        None, json_schema_extra={"enum": [["text"], None]}
+    )
     """Only ["text"]."""
     metadata: Metadata | None = None
     """Up to 16 pairs, keys of 64 and values of 512 characters; returned in the answer."""
-    store: Annotated[bool | None, BeforeValidator(_store)] = None
+    store: Annotated[bool | None, BeforeValidator(_store)] = Field(None, json_schema_extra={"enum": [False, None]})
     """Only false."""
     service_tier: ServiceTier = None
     """Only "auto" or "default"."""
@@ -164,6 +174,11 @@ class ChatRequest(ReasoningFields, SamplingFields):
         "moderation": "check texts before you send them",
         "prompt_cache_options": "use cache_salt for isolation",
     }
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        only_with("top_logprobs", has(logprobs=True)),
+        TOOL_CHOICE_NEEDS_TOOLS,
+        CONTINUES_OR_BEGINS,
+    )
 
     @property
     def token_limit(self) -> int | None:

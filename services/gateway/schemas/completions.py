@@ -7,15 +7,18 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from services.common.json_rules import Rule, has, where
 from services.gateway.schemas.base import TokenId, contradiction
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields
 
 # fail_fast: one error is told, and the errors of a million entries would fill the memory.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+# An empty text is refused behind the tokenizer, with the message that an empty prompt has anywhere.
+Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
 Texts = (
-    str
+    Text
     | TokenIds
-    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 )
 """Text, token ids, or a list of either."""
@@ -46,6 +49,7 @@ class CompletionRequest(SamplingFields):
     refused: ClassVar[Mapping[str, str]] = {
         "suffix": "the model does not fill in the middle; put all context in the prompt"
     }
+    json_rules: ClassVar[tuple[Rule, ...]] = (where(has(max_tokens=0), has(echo=True)),)
 
     @property
     def prompts(self) -> list[str | list[int]]:

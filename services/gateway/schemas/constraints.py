@@ -9,6 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import from_json
 
+from services.common.json_rules import (
+    NOT_NULL,
+    NULL,
+    Rule,
+    at_most_one,
+    either,
+    exactly_one,
+    has,
+    if_any,
+    left_out,
+    where,
+)
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 
 _FOREIGN_FORMATS = ("grammar", "python", "structural_tag")
@@ -82,6 +94,13 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchemaFormat | None = None
     """With type "json_schema"."""
 
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        either(
+            if_any(type={"enum": ["text", "json_object"]}, json_schema=NULL),
+            has(type="json_schema", json_schema=has(schema=NOT_NULL)),
+        ),
+    )
+
     @model_validator(mode="after")
     def _goes_together(self) -> ResponseFormat:
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
@@ -115,6 +134,7 @@ class StructuredOutputs(RequestModel):
         "disable_any_whitespace": "leave it out",
         "disable_additional_properties": "say additionalProperties false in the schema",
     }
+    json_rules: ClassVar[tuple[Rule, ...]] = (exactly_one("json", "json_object", "regex", "choice", "grammar"),)
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -143,6 +163,9 @@ class StructuredOutputs(RequestModel):
         return Wanted("json_schema", _ANY_OBJECT, f"{param}.json_object")
 
 
+_FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
 class ConstraintFields(RequestModel):
     """At most one constraint a request. It holds from the first token, or from the end of the reasoning."""
 
@@ -158,6 +181,11 @@ class ConstraintFields(RequestModel):
     """Older name of structured_outputs.choice."""
     guided_grammar: Grammar | None = None
     """Older name of structured_outputs.grammar."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        at_most_one(*_FIELDS),
+        where(has(response_format=has(type={"enum": ["json_object", "json_schema"]})), left_out(*_FIELDS)),
+    )
 
     @property
     def wanted(self) -> Wanted | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, WithJsonSchema, model_validator
 
+from services.common.json_rules import NULL, SOME, Rule, has, where
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.sampling import MAX_STOP_STRINGS, StopString
 
@@ -47,7 +48,9 @@ class TextBlock(RequestModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: Annotated[list[JsonObject] | None, AfterValidator(_no_citations)] = None
+    citations: Annotated[list[JsonObject] | None, AfterValidator(_no_citations)] = Field(
+        None, json_schema_extra={"maxItems": 0}
+    )
     """Only null or empty."""
 
 
@@ -79,8 +82,8 @@ def _no_toolset(name: str | None) -> str | None:
     return name
 
 
-Caller = Annotated[JsonObject | None, AfterValidator(_direct)]
-Toolset = Annotated[str | None, AfterValidator(_no_toolset)]
+Caller = Annotated[JsonObject | None, AfterValidator(_direct), WithJsonSchema({"enum": [{"type": "direct"}, None]})]
+Toolset = Annotated[str | None, AfterValidator(_no_toolset), WithJsonSchema(dict(NULL))]
 
 
 class ToolUseBlock(RequestModel):
@@ -186,9 +189,13 @@ class ClientTool(RequestModel):
     """As in the chat's tools."""
     eager_input_streaming: bool | None = None
     """Accepted and ignored: an input is streamed as far as it is certain."""
-    allowed_callers: Annotated[list[str] | None, AfterValidator(_model_only)] = None
+    allowed_callers: Annotated[list[str] | None, AfterValidator(_model_only)] = Field(
+        None, json_schema_extra={"enum": [["direct"], None]}
+    )
     """Only ["direct"]."""
-    defer_loading: Annotated[bool | None, AfterValidator(_not_deferred)] = None
+    defer_loading: Annotated[bool | None, AfterValidator(_not_deferred)] = Field(
+        None, json_schema_extra={"enum": [False, None]}
+    )
     """Only false."""
 
     refused: ClassVar[Mapping[str, str]] = {"input_examples": "put examples into the description"}
@@ -331,12 +338,17 @@ class ConversationFields(RequestModel):
     """Without it: disabled."""
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    speed: Annotated[Literal["standard", "fast"] | None, AfterValidator(_standard)] = None
+    speed: Annotated[
+        Literal["standard", "fast"] | None, AfterValidator(_standard), WithJsonSchema({"enum": ["standard", None]})
+    ] = None
     """Only "standard"."""
-    thread: Annotated[JsonObject | None, AfterValidator(_no_thread)] = None
+    thread: Annotated[JsonObject | None, AfterValidator(_no_thread), WithJsonSchema(dict(NULL))] = None
     """Only null."""
 
     refused: ClassVar[Mapping[str, str]] = _ELSEWHERE
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        where(has(tool_choice=has(type={"not": {"const": "none"}})), has(tools=SOME)),
+    )
 
     @model_validator(mode="after")
     def _named_tools(self) -> ConversationFields:

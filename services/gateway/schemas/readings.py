@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.json_rules import Rule, at_most_one, given, only_with
 from services.gateway.schemas.base import JsonObject, contradiction
 from services.gateway.schemas.chat import ChatRequest, Message
 from services.gateway.schemas.completion_answers import Answer, CachedTokens
@@ -62,6 +63,12 @@ class ScoreRequest(ReadingFields):
     """Adds the likeliest tokens in the place of each."""
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and per completion `token_ids`."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        at_most_one("prompt", "messages"),
+        only_with("tools", given("messages")),
+        only_with("chat_template_kwargs", given("messages")),
+    )
 
     @property
     def completions(self) -> list[str | list[int]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from services.common.json_rules import Rule, at_most_one
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -22,6 +23,10 @@ class ReasoningFields(RequestModel):
     """vLLM's name of thinking_budget."""
     chat_template_kwargs: JsonObject | None = None
     """Variables of the chat template, e.g. {"enable_thinking": true}."""
+
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        at_most_one("reasoning_effort", "thinking_budget", "thinking_token_budget"),
+    )
 
     @property
     def budget_field(self) -> str | None:

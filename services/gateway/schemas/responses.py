@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from services.common.json_rules import (
+    Rule,
+    contains,
+    has,
+    if_any,
+    only_with,
+    true_only_with,
+    where,
+)
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.schemas.chat import TOOL_CHOICE_NEEDS_TOOLS
 from services.gateway.schemas.responses_items import MAX_ITEMS, InputItem
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplerFields, ServiceTier
 
@@ -211,6 +221,12 @@ class ResponseRequest(SamplerFields):
         "reasoning_effort": "use reasoning.effort",
         "n": "a response has one answer, send several requests",
     }
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        only_with("stream_options", has(stream=True)),
+        where(has(top_logprobs={"type": "integer", "minimum": 1}), has(include=contains({"const": LOGPROBS}))),
+        true_only_with("background", if_any(store={"enum": [True, None]}, stream={"enum": [False, None]})),
+        TOOL_CHOICE_NEEDS_TOOLS,
+    )
 
     @property
     def stored(self) -> bool:

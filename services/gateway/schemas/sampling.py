@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from services.common.json_rules import Rule, has, if_any, only_with, true_only_with
+from services.common.names import POLICY_SCHEMA
 from services.gateway.schemas.base import RequestModel, TokenId, contradiction, unsupported
 from services.gateway.schemas.constraints import ConstraintFields
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_BIASED = 1024
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -28,8 +31,16 @@ def _token_keys(value: Any) -> Any:
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(_token_keys),
-    Field(max_length=1024),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+    Field(max_length=MAX_BIASED),
+    WithJsonSchema(
+        {
+            "type": "object",
+            # No vocabulary has tokens of more digits.
+            "propertyNames": {"pattern": "^0*[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASED,
+        }
+    ),
 ]
 
 
@@ -49,13 +60,15 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = None
     """Accepted and ignored: chunks are never padded."""
 
+    json_rules: ClassVar[tuple[Rule, ...]] = (true_only_with("continuous_usage_stats", has(include_usage=True)),)
+
 
 class PolicyFields(RequestModel):
     """Which policy a request is for, and how urgently. null is the same as leaving a field out."""
 
     model: str = Field(min_length=1, max_length=256)
     """The base model's name (the attached adapter answers, if one is), an adapter, or "adapter@version"."""
-    adapter: str | None = Field(None, min_length=1, max_length=256)
+    adapter: str | None = Field(None, min_length=1, max_length=256, json_schema_extra=dict(POLICY_SCHEMA))
     """Chooses the policy whatever `model` says: "name", "name@version", or "base" for the model without adapter."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     """Only requests with the same salt share cached prompt state."""
@@ -109,6 +122,11 @@ class SamplingFields(SamplerFields, ConstraintFields):
     user: str | None = None
     """Accepted and ignored."""
 
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        only_with("stream_options", has(stream=True)),
+        only_with("prompt_logprobs", if_any(stream={"enum": [False, None]})),
+    )
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
@@ -142,4 +160,4 @@ class SamplingFields(SamplerFields, ConstraintFields):
         return self
 
 
-ServiceTier = Annotated[str | None, AfterValidator(_only_auto)]
+ServiceTier = Annotated[str | None, AfterValidator(_only_auto), WithJsonSchema({"enum": ["auto", "default", None]})]

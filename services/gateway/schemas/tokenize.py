@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from services.common.json_rules import Rule, exactly_one, given, only_with, true_only_with
 from services.gateway.schemas.base import JsonObject, RequestModel, TokenId, contradiction
-from services.gateway.schemas.chat import Message
+from services.gateway.schemas.chat import CONTINUES_OR_BEGINS, Message
 from services.gateway.schemas.tools import Tool
 
 _CHAT_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -40,6 +41,12 @@ class TokenizeRequest(RequestModel):
         "mm_processor_kwargs": "this model reads text",
         "media_io_kwargs": "this model reads text",
     }
+    json_rules: ClassVar[tuple[Rule, ...]] = (
+        exactly_one("prompt", "messages"),
+        *(only_with(field, given("messages")) for field in _CHAT_ONLY),
+        true_only_with("add_special_tokens", given("prompt")),
+        CONTINUES_OR_BEGINS,
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
