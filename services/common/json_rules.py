@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic import BaseModel, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 Rule = Mapping[str, Any]
+Rules = tuple[Rule, ...]
 
 NULL: Rule = {"type": "null"}
 SOME: Rule = {"type": "array", "minItems": 1}
@@ -91,6 +92,11 @@ def true_only_with(field: str, rule: Rule) -> Rule:
     return where(has(**{field: True}), rule)
 
 
+def only(*values: Any) -> WithJsonSchema:
+    """Annotates a field that takes these values alone, where its validator has a better message than a Literal."""
+    return WithJsonSchema({"enum": list(values)})
+
+
 def items(rule: Rule) -> Rule:
     """Every entry of a list is so."""
     return {"items": rule}
@@ -108,7 +114,7 @@ def _others(field: str, fields: tuple[str, ...]) -> tuple[str, ...]:
 class Ruled(BaseModel):
     """A base of models whose description has rules."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = ()
+    json_rules: ClassVar[Rules] = ()
     """The model's own, in the names of JSON; those of its bases hold as well, as their validators do."""
 
     @classmethod

@@ -10,15 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidRequest
-from services.common.integers import JsonIntegers
-from services.common.jobs.base import LoraSettings, Recompute, StrictModel
+from services.common.jobs.base import LoraSettings, Recompute, SentModel
 from services.common.json_rules import (
     NULL,
     Rule,
+    Rules,
     at_most_one,
     both,
     contains,
@@ -68,13 +68,7 @@ Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
 Seq = Annotated[int, Field(ge=1, le=MAX_SEQ)]
 
 
-class SessionModel(JsonIntegers, StrictModel):
-    """Strict, and without coerced types."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class OpenSession(SessionModel):
+class OpenSession(SentModel):
     """POST /v1/train/sessions: a new adapter, a version to continue, or a checkpoint to take up again."""
 
     adapter: AdapterRef | None = None
@@ -93,7 +87,7 @@ class OpenSession(SessionModel):
     memory."""
     metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (at_most_one("adapter", "checkpoint"),)
+    json_rules: ClassVar[Rules] = (at_most_one("adapter", "checkpoint"),)
 
     @model_validator(mode="after")
     def _one_start(self) -> OpenSession:
@@ -102,7 +96,7 @@ class OpenSession(SessionModel):
         return self
 
 
-class Datum(SessionModel):
+class Datum(SentModel):
     """One sequence and what the loss says about it. All lists have the length of ``token_ids``.
 
     Without ``targets``, entry i of a list belongs to token i: its weight, its advantage, its log-probability given the
@@ -119,7 +113,7 @@ class Datum(SessionModel):
     logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
     """Of the policy that sampled: ``sampling_logprobs`` of a response."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(given("targets"), has(token_ids={"minItems": 2})),
         either(given("targets"), if_any(weights=either(NULL, {"prefixItems": [{"const": 0}]}))),
         if_any(weights=either(NULL, contains({"not": {"const": 0}}))),
@@ -178,7 +172,7 @@ class Datum(SessionModel):
         return values[self.unpredicted :]
 
 
-class LossConfig(SessionModel):
+class LossConfig(SentModel):
     """Settings of a loss; one that the chosen loss does not have is refused."""
 
     clip_low: float | None = Field(None, ge=0, lt=1)
@@ -189,7 +183,7 @@ class LossConfig(SessionModel):
     """cispo: the ratio's weight is at most this. Default 5."""
 
 
-class _Call(SessionModel):
+class _Call(SentModel):
     seq: Seq
     """Place in the session's line, from 1. A repeated number with the same body is the same call."""
 
@@ -210,11 +204,7 @@ class _Scoring(_Call):
     temperature: float = Field(1.0, gt=0, le=100)
     """Log-probabilities are those of logits / temperature."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
-        either(
-            *(_of_loss(loss) for loss in get_args(Loss)),
-        ),
-    )
+    json_rules: ClassVar[Rules] = (either(*map(_of_loss, get_args(Loss))),)
 
     @model_validator(mode="after")
     def _of_this_loss(self) -> _Scoring:
@@ -278,10 +268,7 @@ class Save(_Call):
     checkpoint: CheckpointName | None = None
     """Replaces a checkpoint of the same name."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("name", "checkpoint"),
-        true_only_with("attach", given("name")),
-    )
+    json_rules: ClassVar[Rules] = (exactly_one("name", "checkpoint"), true_only_with("attach", given("name")))
 
     @model_validator(mode="after")
     def _one_form(self) -> Save:
@@ -300,7 +287,7 @@ class Load(_Call):
     adapter: AdapterRef | None = None
     checkpoint: CheckpointName | None = None
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (exactly_one("adapter", "checkpoint"),)
+    json_rules: ClassVar[Rules] = (exactly_one("adapter", "checkpoint"),)
 
     @model_validator(mode="after")
     def _one_form(self) -> Load:

@@ -48,6 +48,7 @@ _NAMES = (
     (re.compile(r"\bthinking_budget\b"), "thinking.budget_tokens"),
     (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
     (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "thinking"),
+    (re.compile(r"\bcontinue_final_message\b"), "messages"),
 )
 """Fields of the chat, as errors name them, and what they are called in a message."""
 _SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k")

@@ -9,13 +9,13 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.common.jobs.strict import StrictModel
+from services.common.jobs.strict import SentModel
 from services.common.json_rules import Rule, both, has, only_with
 
 Better: TypeAlias = Literal["lower", "higher"]
 
 
-class PublishIf(StrictModel):
+class PublishIf(SentModel):
     """A condition on one evaluation metric, measured before the first step and after the last one."""
 
     metric: str = Field(min_length=1, max_length=100)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from services.common.jobs.acceptance import Better, PublishIf, check_publish_if
+from services.common.jobs.strict import SentModel as SentModel
 from services.common.jobs.strict import StrictModel as StrictModel
-from services.common.json_rules import SOME, Rule, either, if_any, true_only_with
+from services.common.json_rules import SOME, Rule, Rules, either, if_any, true_only_with
 from services.common.names import POLICY_SCHEMA, AdapterName
 
 SAYS: Rule = either(SOME, {"type": ["string", "null"]})
@@ -17,7 +18,7 @@ SAYS: Rule = either(SOME, {"type": ["string", "null"]})
 Recompute = Literal["none", "selective", "full"]
 
 
-class Message(StrictModel):
+class Message(SentModel):
     """One chat turn, as the chat template takes it."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -28,7 +29,7 @@ class Message(StrictModel):
     name: str | None = None
 
 
-class LoraSettings(StrictModel):
+class LoraSettings(SentModel):
     """Shape of a new adapter. A job that continues one takes its shape: fields that are given must agree with it."""
 
     rank: int = Field(16, ge=1, le=256)
@@ -44,7 +45,7 @@ class LoraSettings(StrictModel):
         return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
 
-class OptimizerSettings(StrictModel):
+class OptimizerSettings(SentModel):
     """AdamW and its schedule."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1)
@@ -58,7 +59,7 @@ class OptimizerSettings(StrictModel):
     max_grad_norm: float = Field(1.0, gt=0)
 
 
-class PublishingJob(StrictModel):
+class PublishingJob(SentModel):
     """Fields of every job whose result is a version of an adapter."""
 
     adapter: AdapterName
@@ -97,7 +98,7 @@ class JobBase(PublishingJob):
     publish_if: PublishIf | None = None
     """Publish only if an evaluation improved; otherwise the job fails and nothing changes."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         true_only_with("gradient_checkpointing", if_any(recompute={"enum": ["full", None]})),
     )
 

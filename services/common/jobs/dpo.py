@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.examples import EVALUATES, AskedExample, ExampleJob
-from services.common.json_rules import Rule
+from services.common.json_rules import Rules
 
 
 class DpoExample(AskedExample):
@@ -33,7 +33,7 @@ class DpoJob(ExampleJob[DpoExample]):
         "eval_accuracy": "higher",
         "eval_margin": "higher",
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (publish_if_rule(evaluated, EVALUATES),)
+    json_rules: ClassVar[Rules] = (publish_if_rule(evaluated, EVALUATES),)
 
     kind: Literal["dpo"] = "dpo"
     epochs: int = Field(1, ge=1, le=1000)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import Field, model_validator
 
 from services.common.jobs.acceptance import Better
-from services.common.jobs.base import SAYS, JobBase, Message, StrictModel
-from services.common.json_rules import SOME, Rule, either, exactly_one, has, if_any
+from services.common.jobs.base import SAYS, JobBase, Message, SentModel
+from services.common.json_rules import SOME, Rule, Rules, either, exactly_one, has, if_any
 
-E = TypeVar("E", bound=StrictModel)
+E = TypeVar("E", bound=SentModel)
 EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
 """Holds of an ExampleJob that computes evaluations."""
 
@@ -50,7 +50,7 @@ class ExampleJob(JobBase, Generic[E]):
                 yield f"{field}[{index}]", example
 
 
-class AskedExample(StrictModel):
+class AskedExample(SentModel):
     """A prompt that completions answer."""
 
     prompt: str | list[Message] | None = None
@@ -59,10 +59,7 @@ class AskedExample(StrictModel):
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
-        exactly_one("prompt", "messages"),
-        if_any(prompt=SAYS, messages=SAYS),
-    )
+    json_rules: ClassVar[Rules] = (exactly_one("prompt", "messages"), if_any(prompt=SAYS, messages=SAYS))
 
     @model_validator(mode="after")
     def _one_prompt(self) -> AskedExample:

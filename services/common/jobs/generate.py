@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from services.common.jobs.base import StrictModel
+from services.common.jobs.base import SentModel
 from services.common.jobs.prompts import SampledPrompt, as_prompt
 from services.common.jobs.rewards import NumericReward, RewardSpec, answer_number
-from services.common.json_rules import SOME, Rule, has, only_with
+from services.common.json_rules import SOME, Rules, has, only_with
 
 
 def _as_text(value: Any) -> Any:
@@ -35,7 +35,7 @@ Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt, json_schema_input_t
 _Rewards = Annotated[list[RewardSpec], Field(min_length=1, max_length=16)]
 
 
-class GenerateSettings(StrictModel):
+class GenerateSettings(SentModel):
     """Each round: `completions` samples of each of `prompts_per_round` prompts by the policy as it is then, their
     rewards, and the job's optimizer steps on them."""
 
@@ -57,7 +57,7 @@ class GenerateSettings(StrictModel):
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (only_with("eval_every", has(eval_prompts=SOME)),)
+    json_rules: ClassVar[Rules] = (only_with("eval_every", has(eval_prompts=SOME)),)
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateSettings:

@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.base import SAYS, JobBase, Message, StrictModel
+from services.common.jobs.base import SAYS, JobBase, Message, SentModel
 from services.common.jobs.generate import GenerateSettings
 from services.common.json_rules import (
     NOT_NULL,
     NULL,
     SOME,
-    Rule,
+    Rules,
     at_least_one,
     at_most_one,
     both,
@@ -56,7 +56,7 @@ def _sampler(text: str) -> str:
     return text if text == BASE else str(parse_adapter_version(text))
 
 
-class GrpoCompletion(StrictModel):
+class GrpoCompletion(SentModel):
     """One scored rollout: by completion_id, by token ids with their behaviour log-probabilities, or as text."""
 
     completion_id: str | None = None
@@ -73,7 +73,7 @@ class GrpoCompletion(StrictModel):
     """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
     reward: Reward
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         exactly_one("completion_id", "token_ids", "text"),
         if_any(token_ids=either(NULL, SOME)),
         only_with("logprobs", given("token_ids")),
@@ -91,7 +91,7 @@ class GrpoCompletion(StrictModel):
         return self
 
 
-class GrpoGroup(StrictModel):
+class GrpoGroup(SentModel):
     """Completions of one prompt, compared with each other. completion_id rollouts bring their own prompt."""
 
     prompt: str | list[Message] | None = None
@@ -101,7 +101,7 @@ class GrpoGroup(StrictModel):
     """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     completions: list[GrpoCompletion] = Field(min_length=1)
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         at_most_one("prompt", "messages", "prompt_token_ids"),
         either(at_least_one("prompt", "messages", "prompt_token_ids"), has(completions=items(given("completion_id")))),
         if_any(prompt=SAYS, messages=SAYS),
@@ -130,7 +130,7 @@ class GrpoGroup(StrictModel):
         return max(self.rewards) > min(self.rewards)
 
 
-class ScoredCompletion(StrictModel):
+class ScoredCompletion(SentModel):
     """`{completion_id, reward}`: everything else is what the engine remembers."""
 
     completion_id: str
@@ -185,7 +185,7 @@ class GrpoJob(JobBase):
     """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
     the trainer's forward: rollouts are decoded again before each step that did not sample them."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(
             both(
                 has(prompt=both(NOT_NULL, SAYS), completions=SOME, rewards=SOME),

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.examples import EVALUATES, AskedExample, ExampleJob
-from services.common.json_rules import Rule, both, contains, either, has, if_any
+from services.common.json_rules import Rules, both, contains, either, has, if_any
 
 
 class KtoExample(AskedExample):
@@ -24,7 +24,7 @@ class KtoJob(ExampleJob[KtoExample]):
     """Kahneman-Tversky optimisation: preference learning from thumbs up and thumbs down."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_margin": "higher"}
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         has(examples=both(contains(has(label=True)), contains(has(label=False)))),
         if_any(eval_examples=either({"maxItems": 0}, {"minItems": 2})),
         publish_if_rule(evaluated, EVALUATES),

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.jobs.base import PublishingJob
-from services.common.jobs.strict import StrictModel
-from services.common.json_rules import Rule, both, either, given, has, if_any, left_out
+from services.common.jobs.strict import SentModel
+from services.common.json_rules import Rules, both, either, given, has, if_any, left_out
 from services.common.names import AdapterRef
 
 MergeMethod: TypeAlias = Literal["weighted", "svd", "ties", "dare_linear", "dare_ties"]
@@ -18,7 +18,7 @@ SPARSE_METHODS: frozenset[MergeMethod] = frozenset(["ties", "dare_linear", "dare
 MAX_SOURCES = 16
 
 
-class MergeSource(StrictModel):
+class MergeSource(SentModel):
     """One parent of a merge."""
 
     adapter: AdapterRef
@@ -33,7 +33,7 @@ class MergeSource(StrictModel):
         return self
 
 
-class MergeSettings(StrictModel):
+class MergeSettings(SentModel):
     """What is merged, and how."""
 
     sources: list[MergeSource] = Field(min_length=1, max_length=MAX_SOURCES)
@@ -46,7 +46,7 @@ class MergeSettings(StrictModel):
     scale: float = Field(1.0, gt=0, le=100)
     """The merged delta times this; lambda in the TIES paper."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(
             both(if_any(method="weighted"), left_out("density")),
             both(has(method="svd"), given("rank"), left_out("density")),

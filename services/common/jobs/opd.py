@@ -13,7 +13,7 @@ from services.common.jobs.base import JobBase
 from services.common.jobs.prompts import SampledPrompt, TokenIds, as_prompt
 from services.common.json_rules import (
     SOME,
-    Rule,
+    Rules,
     at_least_one,
     at_most_one,
     both,
@@ -47,7 +47,7 @@ class DistillPrompt(SampledPrompt):
     completion_token_ids: TokenIds | None = Field(None, min_length=1)
     """As they are, with the token that ends the turn if that is to be learnt."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (at_most_one("completion", "completion_token_ids"),)
+    json_rules: ClassVar[Rules] = (at_most_one("completion", "completion_token_ids"),)
 
     @model_validator(mode="after")
     def _one_completion(self) -> DistillPrompt:
@@ -104,7 +104,7 @@ class OpdJob(JobBase):
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         only_with("eval_every", has(eval_prompts=SOME)),
         either(
             if_any(lmbda=1, prompts=items(_BARE)),

@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.jobs.base import SAYS, Message, StrictModel
-from services.common.json_rules import Rule, exactly_one, if_any, left_out, only_with
+from services.common.jobs.base import SAYS, Message, SentModel
+from services.common.json_rules import Rules, exactly_one, if_any, left_out, only_with
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
-class SampledPrompt(StrictModel):
+class SampledPrompt(SentModel):
     """One prompt, as text, as a conversation or as token ids."""
 
     prompt: str | list[Message] | None = None
@@ -21,7 +21,7 @@ class SampledPrompt(StrictModel):
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template; not with prompt_token_ids."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         exactly_one("prompt", "messages", "prompt_token_ids"),
         if_any(prompt=SAYS, messages=SAYS),
         only_with("tools", left_out("prompt_token_ids")),

@@ -11,19 +11,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.jobs.base import StrictModel
-from services.common.json_rules import Rule
+from services.common.jobs.base import SentModel
+from services.common.json_rules import Rules
 
 MAX_PATTERN = 2000
 ANSWER = "{answer}"
 """In a pattern: stands for the prompt's answer, taken literally."""
 
 
-class RewardBase(StrictModel):
+class RewardBase(SentModel):
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """The completion's reward is the sum of weight times score."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = ({"required": ["type"]},)
+    json_rules: ClassVar[Rules] = ({"required": ["type"]},)
     """In a request: it says which reward it is."""
 
     @property

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.common.jobs.acceptance import Better, publish_if_rule
-from services.common.jobs.base import SAYS, Message, StrictModel
+from services.common.jobs.base import SAYS, Message, SentModel
 from services.common.jobs.examples import EVALUATES, ExampleJob
-from services.common.json_rules import NULL, Rule, both, contains, either, given, has, if_any, left_out
+from services.common.json_rules import NULL, Rules, both, contains, either, given, has, if_any, left_out
 
 
-class SftExample(StrictModel):
+class SftExample(SentModel):
     """prompt + completion (loss on the completion), messages (loss on the assistant turns), or text (on all of it)."""
 
     prompt: str | list[Message] | None = None
@@ -24,7 +24,7 @@ class SftExample(StrictModel):
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(
             both(given("prompt", "completion"), left_out("messages", "text")),
             both(given("messages"), left_out("prompt", "completion", "text")),
@@ -49,7 +49,7 @@ class SftJob(ExampleJob[SftExample]):
     """Supervised fine-tuning."""
 
     evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_token_accuracy": "higher"}
-    json_rules: ClassVar[tuple[Rule, ...]] = (publish_if_rule(evaluated, EVALUATES),)
+    json_rules: ClassVar[Rules] = (publish_if_rule(evaluated, EVALUATES),)
 
     kind: Literal["sft"] = "sft"
     overlong: Literal["error", "drop", "truncate"] = "error"

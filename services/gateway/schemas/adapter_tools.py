@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from services.common.jobs import MergeSettings
-from services.common.json_rules import Rule, at_least_one
+from services.common.json_rules import Rules, at_least_one
 from services.gateway.schemas.base import RequestModel
 
 
@@ -38,4 +38,4 @@ class PruneRequest(RequestModel):
     dry_run: bool = False
     """Only say what would be removed."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (at_least_one("keep", "days"),)
+    json_rules: ClassVar[Rules] = (at_least_one("keep", "days"),)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
-from services.common.json_rules import SOME, Rule, either, given, has, if_any, only_with, true_only_with, where
+from services.common.json_rules import SOME, Rules, either, given, has, if_any, only, only_with, true_only_with, where
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.reasoning import ReasoningFields
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier
@@ -87,7 +87,7 @@ class AssistantMessage(RequestModel):
         "function_call": "use tool_calls, its successor",
         "audio": "this model reads text",
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(given("content"), has(tool_calls=SOME), given("reasoning_content"), given("reasoning")),
     )
 
@@ -149,13 +149,11 @@ class ChatRequest(ReasoningFields, SamplingFields):
     """false: nothing is put after the last message. Default true, or false with continue_final_message."""
     continue_final_message: bool | None = None
     """true: the last message, an assistant's, is left open and the answer goes on where it ends."""
-    modalities: Annotated[list[str] | None, BeforeValidator(_modalities)] = Field(
-        None, json_schema_extra={"enum": [["text"], None]}
-    )
+    modalities: Annotated[list[str] | None, BeforeValidator(_modalities), only(["text"], None)] = None
     """Only ["text"]."""
     metadata: Metadata | None = None
     """Up to 16 pairs, keys of 64 and values of 512 characters; returned in the answer."""
-    store: Annotated[bool | None, BeforeValidator(_store)] = Field(None, json_schema_extra={"enum": [False, None]})
+    store: Annotated[bool | None, BeforeValidator(_store), only(False, None)] = None
     """Only false."""
     service_tier: ServiceTier = None
     """Only "auto" or "default"."""
@@ -174,7 +172,7 @@ class ChatRequest(ReasoningFields, SamplingFields):
         "moderation": "check texts before you send them",
         "prompt_cache_options": "use cache_salt for isolation",
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         only_with("top_logprobs", has(logprobs=True)),
         TOOL_CHOICE_NEEDS_TOOLS,
         CONTINUES_OR_BEGINS,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.json_rules import Rule, has, where
+from services.common.json_rules import Rules, has, where
 from services.gateway.schemas.base import TokenId, contradiction
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields
 
@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields):
     refused: ClassVar[Mapping[str, str]] = {
         "suffix": "the model does not fill in the middle; put all context in the prompt"
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (where(has(max_tokens=0), has(echo=True)),)
+    json_rules: ClassVar[Rules] = (where(has(max_tokens=0), has(echo=True)),)
 
     @property
     def prompts(self) -> list[str | list[int]]:

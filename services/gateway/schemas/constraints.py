@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from services.common.json_rules import (
     NOT_NULL,
     NULL,
-    Rule,
+    Rules,
     at_most_one,
     either,
     exactly_one,
@@ -94,7 +94,7 @@ class ResponseFormat(RequestModel):
     json_schema: JsonSchemaFormat | None = None
     """With type "json_schema"."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(
             if_any(type={"enum": ["text", "json_object"]}, json_schema=NULL),
             has(type="json_schema", json_schema=has(schema=NOT_NULL)),
@@ -134,7 +134,7 @@ class StructuredOutputs(RequestModel):
         "disable_any_whitespace": "leave it out",
         "disable_additional_properties": "say additionalProperties false in the schema",
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (exactly_one("json", "json_object", "regex", "choice", "grammar"),)
+    json_rules: ClassVar[Rules] = (exactly_one("json", "json_object", "regex", "choice", "grammar"),)
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
@@ -182,7 +182,7 @@ class ConstraintFields(RequestModel):
     guided_grammar: Grammar | None = None
     """Older name of structured_outputs.grammar."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         at_most_one(*_FIELDS),
         where(has(response_format=has(type={"enum": ["json_object", "json_schema"]})), left_out(*_FIELDS)),
     )

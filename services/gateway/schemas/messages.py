@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
-from services.common.json_rules import NULL, SOME, Rule, has, where
+from services.common.json_rules import SOME, Rules, has, only, where
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.sampling import MAX_STOP_STRINGS, StopString
 
@@ -48,9 +48,7 @@ class TextBlock(RequestModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: Annotated[list[JsonObject] | None, AfterValidator(_no_citations)] = Field(
-        None, json_schema_extra={"maxItems": 0}
-    )
+    citations: Annotated[list[JsonObject] | None, AfterValidator(_no_citations), only([], None)] = None
     """Only null or empty."""
 
 
@@ -82,8 +80,8 @@ def _no_toolset(name: str | None) -> str | None:
     return name
 
 
-Caller = Annotated[JsonObject | None, AfterValidator(_direct), WithJsonSchema({"enum": [{"type": "direct"}, None]})]
-Toolset = Annotated[str | None, AfterValidator(_no_toolset), WithJsonSchema(dict(NULL))]
+Caller = Annotated[JsonObject | None, AfterValidator(_direct), only({"type": "direct"}, None)]
+Toolset = Annotated[str | None, AfterValidator(_no_toolset), only(None)]
 
 
 class ToolUseBlock(RequestModel):
@@ -189,13 +187,9 @@ class ClientTool(RequestModel):
     """As in the chat's tools."""
     eager_input_streaming: bool | None = None
     """Accepted and ignored: an input is streamed as far as it is certain."""
-    allowed_callers: Annotated[list[str] | None, AfterValidator(_model_only)] = Field(
-        None, json_schema_extra={"enum": [["direct"], None]}
-    )
+    allowed_callers: Annotated[list[str] | None, AfterValidator(_model_only), only(["direct"], None)] = None
     """Only ["direct"]."""
-    defer_loading: Annotated[bool | None, AfterValidator(_not_deferred)] = Field(
-        None, json_schema_extra={"enum": [False, None]}
-    )
+    defer_loading: Annotated[bool | None, AfterValidator(_not_deferred), only(False, None)] = None
     """Only false."""
 
     refused: ClassVar[Mapping[str, str]] = {"input_examples": "put examples into the description"}
@@ -338,17 +332,13 @@ class ConversationFields(RequestModel):
     """Without it: disabled."""
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    speed: Annotated[
-        Literal["standard", "fast"] | None, AfterValidator(_standard), WithJsonSchema({"enum": ["standard", None]})
-    ] = None
+    speed: Annotated[Literal["standard", "fast"] | None, AfterValidator(_standard), only("standard", None)] = None
     """Only "standard"."""
-    thread: Annotated[JsonObject | None, AfterValidator(_no_thread), WithJsonSchema(dict(NULL))] = None
+    thread: Annotated[JsonObject | None, AfterValidator(_no_thread), only(None)] = None
     """Only null."""
 
     refused: ClassVar[Mapping[str, str]] = _ELSEWHERE
-    json_rules: ClassVar[tuple[Rule, ...]] = (
-        where(has(tool_choice=has(type={"not": {"const": "none"}})), has(tools=SOME)),
-    )
+    json_rules: ClassVar[Rules] = (where(has(tool_choice=has(type={"not": {"const": "none"}})), has(tools=SOME)),)
 
     @model_validator(mode="after")
     def _named_tools(self) -> ConversationFields:

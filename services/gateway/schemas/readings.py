@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.json_rules import Rule, at_most_one, given, only_with
+from services.common.json_rules import Rules, at_most_one, given, only_with
 from services.gateway.schemas.base import JsonObject, contradiction
 from services.gateway.schemas.chat import ChatRequest, Message
 from services.gateway.schemas.completion_answers import Answer, CachedTokens
@@ -64,7 +64,7 @@ class ScoreRequest(ReadingFields):
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and per completion `token_ids`."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         at_most_one("prompt", "messages"),
         only_with("tools", given("messages")),
         only_with("chat_template_kwargs", given("messages")),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.json_rules import Rule, at_most_one
+from services.common.json_rules import Rules, at_most_one
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -24,9 +24,7 @@ class ReasoningFields(RequestModel):
     chat_template_kwargs: JsonObject | None = None
     """Variables of the chat template, e.g. {"enable_thinking": true}."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
-        at_most_one("reasoning_effort", "thinking_budget", "thinking_token_budget"),
-    )
+    json_rules: ClassVar[Rules] = (at_most_one("reasoning_effort", "thinking_budget", "thinking_token_budget"),)
 
     @property
     def budget_field(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.json_rules import (
-    Rule,
+    Rules,
     contains,
     has,
     if_any,
@@ -221,7 +221,7 @@ class ResponseRequest(SamplerFields):
         "reasoning_effort": "use reasoning.effort",
         "n": "a response has one answer, send several requests",
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         only_with("stream_options", has(stream=True)),
         where(has(top_logprobs={"type": "integer", "minimum": 1}), has(include=contains({"const": LOGPROBS}))),
         true_only_with("background", if_any(store={"enum": [True, None]}, stream={"enum": [False, None]})),

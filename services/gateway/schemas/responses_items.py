@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from services.common.json_rules import Rule, either, has, items
+from services.common.json_rules import Rules, either, has, items
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 
 MAX_ITEMS = 4096
@@ -76,7 +76,7 @@ class MessageItem(RequestModel):
     """Accepted and ignored."""
 
     refused: ClassVar[Mapping[str, str]] = {"phase": "leave it out, every message is a final answer"}
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         either(has(role="assistant"), has(content=either({"type": "string"}, items(has(type="input_text"))))),
     )
 

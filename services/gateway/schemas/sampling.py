@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.common.json_rules import Rule, has, if_any, only_with, true_only_with
+from services.common.json_rules import Rules, has, if_any, only, only_with, true_only_with
 from services.common.names import POLICY_SCHEMA
 from services.gateway.schemas.base import RequestModel, TokenId, contradiction, unsupported
 from services.gateway.schemas.constraints import ConstraintFields
@@ -60,7 +60,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = None
     """Accepted and ignored: chunks are never padded."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (true_only_with("continuous_usage_stats", has(include_usage=True)),)
+    json_rules: ClassVar[Rules] = (true_only_with("continuous_usage_stats", has(include_usage=True)),)
 
 
 class PolicyFields(RequestModel):
@@ -122,7 +122,7 @@ class SamplingFields(SamplerFields, ConstraintFields):
     user: str | None = None
     """Accepted and ignored."""
 
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         only_with("stream_options", has(stream=True)),
         only_with("prompt_logprobs", if_any(stream={"enum": [False, None]})),
     )
@@ -160,4 +160,4 @@ class SamplingFields(SamplerFields, ConstraintFields):
         return self
 
 
-ServiceTier = Annotated[str | None, AfterValidator(_only_auto), WithJsonSchema({"enum": ["auto", "default", None]})]
+ServiceTier = Annotated[str | None, AfterValidator(_only_auto), only("auto", "default", None)]

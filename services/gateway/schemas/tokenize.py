@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.common.json_rules import Rule, exactly_one, given, only_with, true_only_with
+from services.common.json_rules import Rules, exactly_one, given, only_with, true_only_with
 from services.gateway.schemas.base import JsonObject, RequestModel, TokenId, contradiction
 from services.gateway.schemas.chat import CONTINUES_OR_BEGINS, Message
 from services.gateway.schemas.tools import Tool
@@ -41,7 +41,7 @@ class TokenizeRequest(RequestModel):
         "mm_processor_kwargs": "this model reads text",
         "media_io_kwargs": "this model reads text",
     }
-    json_rules: ClassVar[tuple[Rule, ...]] = (
+    json_rules: ClassVar[Rules] = (
         exactly_one("prompt", "messages"),
         *(only_with(field, given("messages")) for field in _CHAT_ONLY),
         true_only_with("add_special_tokens", given("prompt")),

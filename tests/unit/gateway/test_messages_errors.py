@@ -167,3 +167,12 @@ def test_an_engine_that_refuses_late_names_the_messages_fields(running: Running,
     )
     last = events_of(http.post(ROUTE, json=BODY | {"stream": True}))[-1]["error"]
     assert (last["message"], last["details"]["param"]) == ("output_config.format is bad", "output_config.format")
+
+
+def test_an_unfinished_thought_that_the_template_hides(http: httpx.Client) -> None:
+    """The refusal speaks of messages, not of the chat's field that continues one."""
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]}
+    answer = http.post(ROUTE, json=BODY | {"messages": [*USER, thought]})
+    error = AnthropicErrorBody.model_validate(answer.json()).error
+    assert error.message == "messages: the chat template does not show the end of the last message"
+    assert error.details.param == "messages"
