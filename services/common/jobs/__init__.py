@@ -8,7 +8,7 @@ method; `spec` lists them.
 from __future__ import annotations
 
 from services.common.jobs.acceptance import Better, PublishIf
-from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, PublishingJob, StrictModel
+from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, PublishingJob, SentModel
 from services.common.jobs.dpo import DpoExample, DpoJob
 from services.common.jobs.examples import AskedExample, ExampleJob
 from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
@@ -55,10 +55,10 @@ __all__ = [
     "Reward",
     "SampledPrompt",
     "ScoredCompletion",
+    "SentModel",
     "SftExample",
     "SftJob",
     "Spec",
-    "StrictModel",
     "TrainingSpec",
     "check_spread",
 ]

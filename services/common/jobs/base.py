@@ -9,7 +9,6 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from services.common.jobs.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.strict import SentModel as SentModel
-from services.common.jobs.strict import StrictModel as StrictModel
 from services.common.json_rules import SOME, Rule, Rules, either, if_any, true_only_with
 from services.common.names import POLICY_SCHEMA, AdapterName
 

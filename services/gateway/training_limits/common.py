@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, StrictModel
+from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, SentModel
 from services.gateway.engines import ServedModel
 from services.gateway.schemas.base import check_finite
 
-E = TypeVar("E", bound=StrictModel)
+E = TypeVar("E", bound=SentModel)
 
 
 def check_examples(

@@ -7,12 +7,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from services.common.jobs import ExampleJob, StrictModel
+from services.common.jobs import ExampleJob, SentModel
 from services.trainer.data import Document, largest_microbatch, shuffled, split_evaluation
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 
-E = TypeVar("E", bound=StrictModel)
+E = TypeVar("E", bound=SentModel)
 Numbered = list[tuple[int, E]]
 """Examples with their index in the field of the job they come from."""
 
