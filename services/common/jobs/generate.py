@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.jobs.base import SentModel
 from services.common.jobs.prompts import SampledPrompt, as_prompt
-from services.common.jobs.rewards import NumericReward, RewardSpec, answer_number
-from services.common.json_rules import SOME, Rules, has, only_with
+from services.common.jobs.rewards import ANSWER, NumericReward, RewardSpec, answer_number
+from services.common.json_rules import SOME, Rules, contains, either, given, has, if_any, items, only_with, where
 
 
 def _as_text(value: Any) -> Any:
@@ -35,6 +36,10 @@ Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt, json_schema_input_t
 _Rewards = Annotated[list[RewardSpec], Field(min_length=1, max_length=16)]
 
 
+_COMPARES = either(has(type={"enum": ["exact", "numeric"]}), has(type="regex", pattern={"pattern": re.escape(ANSWER)}))
+"""A reward that needs an answer."""
+
+
 class GenerateSettings(SentModel):
     """Each round: `completions` samples of each of `prompts_per_round` prompts by the policy as it is then, their
     rewards, and the job's optimizer steps on them."""
@@ -57,7 +62,13 @@ class GenerateSettings(SentModel):
     eval_every: int | None = Field(None, ge=1)
     """Rounds; None: after the last one only."""
 
-    json_rules: ClassVar[Rules] = (only_with("eval_every", has(eval_prompts=SOME)),)
+    json_rules: ClassVar[Rules] = (
+        only_with("eval_every", has(eval_prompts=SOME)),
+        where(
+            has(reward=either(_COMPARES, contains(_COMPARES))),
+            if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
+        ),
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateSettings:

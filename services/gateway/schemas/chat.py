@@ -7,8 +7,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
-from services.common.json_rules import SOME, Rules, either, given, has, if_any, only, only_with, true_only_with, where
+from services.common.json_rules import (
+    SOME,
+    Rules,
+    both,
+    either,
+    given,
+    has,
+    if_any,
+    only,
+    only_with,
+    true_only_with,
+    where,
+)
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.schemas.constraints import OPEN, SCHEMA_AT_MOST
 from services.gateway.schemas.reasoning import ReasoningFields
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier
 from services.gateway.schemas.tools import AllowedToolsChoice, FunctionSpec, NamedTool, Tool, ToolChoice
@@ -128,6 +141,9 @@ Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)]
 
 
 TOOL_CHOICE_NEEDS_TOOLS = where(has(tool_choice={"not": {"enum": ["none", None]}}), has(tools=SOME))
+_FORCED = either(
+    {"const": "required"}, has(type="function"), has(type="allowed_tools", allowed_tools=has(mode="required"))
+)
 CONTINUES_OR_BEGINS = true_only_with("continue_final_message", if_any(add_generation_prompt={"enum": [False, None]}))
 
 
@@ -176,6 +192,9 @@ class ChatRequest(ReasoningFields, SamplingFields):
         only_with("top_logprobs", has(logprobs=True)),
         TOOL_CHOICE_NEEDS_TOOLS,
         CONTINUES_OR_BEGINS,
+        # Held by constraints.check_chat.
+        where(has(tool_choice=_FORCED), OPEN),
+        where(both(has(tools=SOME), if_any(tool_choice={"not": {"const": "none"}})), SCHEMA_AT_MOST),
     )
 
     @property

@@ -12,13 +12,16 @@ from pydantic_core import from_json
 from services.common.json_rules import (
     NOT_NULL,
     NULL,
+    Rule,
     Rules,
     at_most_one,
+    both,
     either,
     exactly_one,
     has,
     if_any,
     left_out,
+    never,
     where,
 )
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
@@ -164,6 +167,16 @@ class StructuredOutputs(RequestModel):
 
 
 _FIELDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FORMED = has(type={"enum": ["json_object", "json_schema"]})
+OPEN: Rule = left_out(*_FIELDS)
+"""No field constrains a whole output."""
+UNCONSTRAINED: Rule = both(OPEN, never(has(response_format=_FORMED)))
+"""No field constrains the answer."""
+SCHEMA_AT_MOST: Rule = both(
+    left_out("guided_regex", "guided_choice", "guided_grammar"),
+    if_any(structured_outputs=left_out("regex", "choice", "grammar")),
+)
+"""No field constrains the answer by anything but a schema."""
 
 
 class ConstraintFields(RequestModel):
@@ -184,7 +197,7 @@ class ConstraintFields(RequestModel):
 
     json_rules: ClassVar[Rules] = (
         at_most_one(*_FIELDS),
-        where(has(response_format=has(type={"enum": ["json_object", "json_schema"]})), left_out(*_FIELDS)),
+        where(has(response_format=_FORMED), OPEN),
     )
 
     @property

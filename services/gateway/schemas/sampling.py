@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.common.json_rules import Rules, has, if_any, only, only_with, true_only_with
+from services.common.json_rules import Rules, has, if_any, only, only_with, true_only_with, where
 from services.common.names import POLICY_SCHEMA
 from services.gateway.schemas.base import RequestModel, TokenId, contradiction, unsupported
-from services.gateway.schemas.constraints import ConstraintFields
+from services.gateway.schemas.constraints import UNCONSTRAINED, ConstraintFields
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
@@ -124,6 +124,8 @@ class SamplingFields(SamplerFields, ConstraintFields):
 
     json_rules: ClassVar[Rules] = (
         only_with("stream_options", has(stream=True)),
+        where(has(ignore_eos=True), UNCONSTRAINED),
+        where(has(min_tokens={"type": "integer", "minimum": 1}), UNCONSTRAINED),
         only_with("prompt_logprobs", if_any(stream={"enum": [False, None]})),
     )
 

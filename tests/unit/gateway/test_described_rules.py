@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,7 @@ from services.gateway.schemas.messages import MessagesRequest
 from services.gateway.schemas.readings import ScoreRequest
 from services.gateway.schemas.responses import ResponseRequest
 from services.gateway.schemas.tokenize import TokenizeRequest
+from tests.unit.gateway.conftest import MODEL
 
 USER = {"role": "user", "content": "a"}
 ASSISTANT = {"role": "assistant", "content": "b"}
@@ -32,6 +34,7 @@ PAIR = {"chosen": "a", "rejected": "b"}
 GOOD, BAD = ({"prompt": "p", "completion": "c", "label": label} for label in (True, False))
 ROLLOUTS = {"adapter": "a", "rollouts": [{"completion_id": "c", "reward": 1}]}
 REWARD = {"type": "numeric"}
+REGEX = {"type": "regex", "pattern": "a"}
 GENERATE = {"prompts": [{"prompt": "p", "answer": 5}], "rounds": 1, "max_tokens": 9, "reward": REWARD}
 OPD = {"adapter": "a", "prompts": ["p"], "teacher": "t@1", "rounds": 1, "max_tokens": 9}
 SCORED = {"token_ids": [1, 2], "advantages": [0, 1], "logprobs": [0, -1]}
@@ -219,7 +222,7 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             ROLLOUTS,
             {"adapter": "a", "prompt": "p", "completions": ["a"], "rewards": [1]},
             {"adapter": "a", "generate": GENERATE},
-            {"adapter": "a", "generate": GENERATE | {"prompts": ["p"], "reward": [{"type": "regex", "pattern": "a"}]}},
+            {"adapter": "a", "generate": GENERATE | {"prompts": ["p"], "reward": [REGEX]}},
             _group({"token_ids": [1], "logprobs": [-1.0], "adapter": "base"}, prompt="p"),
             _group({"completion_id": "c"}),
             ROLLOUTS | {"loss_type": "cispo", "cispo_max_ratio": 2},
@@ -235,6 +238,9 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             {"adapter": "a", "prompt": "p", "completions": [], "rewards": []},
             {"adapter": "a", "generate": GENERATE | {"eval_every": 1}},
             {"adapter": "a", "generate": GENERATE | {"reward": {}}},
+            {"adapter": "a", "generate": GENERATE | {"prompts": ["p"]}},
+            {"adapter": "a", "generate": GENERATE | {"eval_prompts": [{"prompt": "p"}], "reward": [{"type": "exact"}]}},
+            {"adapter": "a", "generate": GENERATE | {"prompts": ["p"], "reward": REGEX | {"pattern": "a{answer}"}}},
             _group({"text": "a"}),
             _group({"text": "a", "completion_id": "c"}, prompt="p"),
             _group({"text": "a", "logprobs": [-1.0]}, prompt="p"),
@@ -321,3 +327,41 @@ def test_described_as_validated(
         with pytest.raises(ValidationError):
             model.model_validate(body)
         assert not described.is_valid(body), body
+
+
+CHAT_DESCRIBED = jsonschema_rs.validator_for(ChatRequest.model_json_schema())
+CALLS = CHAT | {"tools": [TOOL]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"guided_regex": "a", "ignore_eos": True},
+        CHAT | {"response_format": {"type": "json_object"}, "min_tokens": 1},
+        CALLS | {"tool_choice": "required", "guided_json": {}},
+        CALLS | {"tool_choice": TOOL, "structured_outputs": {"json_object": True}},
+        CALLS
+        | {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}}}
+        | {"guided_choice": ["a"]},
+        CALLS | {"guided_choice": ["a"]},
+        CALLS | {"tool_choice": "auto", "structured_outputs": {"regex": "a"}},
+    ],
+)
+def test_described_as_refused_behind_the_validators(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert http.post("/v1/chat/completions", json=body | {"model": MODEL}).status_code == 400
+    assert not CHAT_DESCRIBED.is_valid(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"guided_regex": "a", "ignore_eos": False, "min_tokens": 0},
+        CHAT | {"response_format": {"type": "text"}, "min_tokens": 1},
+        CALLS | {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        CALLS | {"tool_choice": "none", "guided_choice": ["a"]},
+        CALLS | {"guided_json": {}},
+    ],
+)
+def test_described_as_accepted_behind_the_validators(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert http.post("/v1/chat/completions", json=body | {"model": MODEL}).status_code == 200
+    assert CHAT_DESCRIBED.is_valid(body)

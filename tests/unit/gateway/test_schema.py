@@ -29,9 +29,9 @@ OPERATIONS = [
 BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     # What the served model and its engines are.
     r"the vocabulary (has|ends at)": "the size of the vocabulary",
-    r"tokens and the model's context is": "the context",
+    r"the model's context (is|of)": "the context",
     r"but this model's vectors have": "how wide its hidden states are",
-    r"and the limit for training is": "the engines' limit",
+    r"the limit for training (is|of)": "the engines' limit",
     r"lora\.rank is \d+ and the engines take at most": "the engines' limit",
     r"the engines have no second model loaded": "which models are loaded",
     r"the chat template refuses these messages": "the model's template",
@@ -46,6 +46,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"has \d+ entries and (token_ids|rewards) \d+: one": "lists of equal length",
     r"must have one entry per token id": "lists of equal length",
     r"all rewards are equal": "values that differ",
+    r"best_of must equal n": "values that are equal",
     r"chosen and rejected are the same": "values that differ",
     r"name different sessions": "a field against a header",
     # Unique names, and names that refer to each other.
@@ -60,6 +61,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     # The order of lists, and their end.
     r"text of a turn comes after its tool_result blocks": "an order",
     r"the prompt must end with the turn": "the end of a list",
+    r"continue_final_message cannot go on": "the end of a list",
     r"an answer whose beginning is given": "the end of a list",
     # What stands inside of strings and files, or is a schema itself.
     r"must be a JSON object[:,] ": "JSON in a text",
