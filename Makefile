@@ -46,8 +46,8 @@ lint: setup ## style, types, generated code
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/python proto/generate.py --check
 
-# Three processes for two cores: two have the tests of a whole Temper at first (tests/conftest.py), the third the rest, of
-# which those of a real server mostly wait for it. One thread in each, or threads would wait for each other.
+# Three processes for two cores: one has all tests of a whole Temper (tests/conftest.py), the others the rest, of which
+# those of a real server mostly wait for it. One thread in each, or threads would wait for each other.
 test: lint ## lint, then all tests; 12 to 18 minutes on 2 cores
 	@scratch=$$(mktemp -d) && \
 	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --basetemp="$$scratch/test" $(ARGS); \

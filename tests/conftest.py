@@ -60,17 +60,16 @@ ORDER = (*WHOLE, "tests/parity/", "tests/integration/", "tests/kernels/", "tests
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
-    """With `pytest -n`, tests of a whole Temper, whose processes compute as well, run one after the other: a directory
-    of them in one worker, where they share a stack. The other workers take the rest, file by file: what a file sets up
-    is set up once."""
+    """With `pytest -n`, tests of a whole Temper, whose processes compute on all cores, run one after the other in one
+    worker and share a stack; the other workers take the rest, file by file: what a file sets up is set up once."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class WholesInLine(LoadScopeScheduling):
+    class OneWholeAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((whole for whole in WHOLE if nodeid.startswith(whole)), nodeid.partition("::")[0])
+            return "whole" if nodeid.startswith(WHOLE) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False  # the order is that of the collection: see ORDER
-    return WholesInLine(config, log)
+    return OneWholeAtATime(config, log)
 
 
 def _place(item: pytest.Item) -> int:
