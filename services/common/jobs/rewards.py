@@ -85,7 +85,10 @@ class WebhookReward(RewardBase):
     """The score is what a service of yours answers; see docs/guides/training.md."""
 
     type: Literal["webhook"] = "webhook"
-    url: str = Field(max_length=2000, json_schema_extra={"pattern": "^https?://[!-~]+$"})
+    url: str = Field(
+        max_length=2000,
+        json_schema_extra={"pattern": r"^https?://[a-z0-9]+(\.[a-z0-9]+)*(:[1-9][0-9]{0,3})?(/[a-zA-Z0-9._~/-]*)?$"},
+    )
     """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
 
     @field_validator("url")

@@ -11,6 +11,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
+from hypothesis.internal.cache import LRUCache
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from services.gateway.app import create_app
@@ -71,6 +74,13 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
 }
 """What a refusal of an allowed request says, and what of it cannot be described. That nothing has a name is a 404, and
 that a key was used before a 409, which the check takes for what they are."""
+
+
+@pytest.fixture(autouse=True)
+def equal_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hypothesis draws constants of whatever modules of ours are imported at the moment: other ones in each worker."""
+    monkeypatch.setattr(providers, "_get_local_constants", lambda: Constants())
+    monkeypatch.setattr(providers, "CONSTANTS_CACHE", LRUCache(1024))
 
 
 def beyond_json_schema(answer: schemathesis.Response) -> bool:
