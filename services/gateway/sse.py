@@ -152,10 +152,11 @@ class _Ticker:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if now - self._last >= self._seconds and (self._sending is None or self._sending.done()):
-            self._sending = asyncio.ensure_future(self._send_comment())
-            self._last = now
-        self._timer = self._loop.call_at(max(self._last + self._seconds, now), self._tick)
+        if now - self._last >= self._seconds:
+            if self._sending is None or self._sending.done():
+                self._sending = asyncio.ensure_future(self._send_comment())
+            self._last = now  # also where the comment before still waits for a client that takes nothing
+        self._timer = self._loop.call_at(self._last + self._seconds, self._tick)
 
     async def _send_comment(self) -> None:
         await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
