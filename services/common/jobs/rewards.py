@@ -15,6 +15,8 @@ from services.common.jobs.base import SentModel
 from services.common.json_rules import Rules
 
 MAX_PATTERN = 2000
+_URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
+"""What ``webhook_parts`` takes, as far as a pattern can say it."""
 ANSWER = "{answer}"
 """In a pattern: stands for the prompt's answer, taken literally."""
 
@@ -85,10 +87,7 @@ class WebhookReward(RewardBase):
     """The score is what a service of yours answers; see docs/guides/training.md."""
 
     type: Literal["webhook"] = "webhook"
-    url: str = Field(
-        max_length=2000,
-        json_schema_extra={"pattern": r"^https?://[a-z0-9]+(\.[a-z0-9]+)*(:[1-9][0-9]{0,3})?(/[a-zA-Z0-9._~/-]*)?$"},
-    )
+    url: str = Field(max_length=2000, json_schema_extra={"pattern": _URL})
     """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
 
     @field_validator("url")

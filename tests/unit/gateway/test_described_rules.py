@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
+from services.common.jobs.rewards import WebhookReward
 from services.common.sessions import Forward, ForwardBackward, Load, OpenSession, Save
 from services.gateway.schemas.adapter_tools import MergeRequest
 from services.gateway.schemas.chat import ChatRequest
@@ -306,6 +307,26 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
         Save,
         [{"seq": 1, "name": "a", "attach": True}, {"seq": 1, "checkpoint": "c", "name": None}],
         [{"seq": 1}, {"seq": 1, "name": "a", "checkpoint": "c"}, {"seq": 1, "checkpoint": "c", "attach": True}],
+    ),
+    (
+        WebhookReward,
+        [
+            {"type": "webhook", "url": url}
+            for url in (
+                "http://a",
+                "https://My-Grader.team_1.svc.cluster.local:18080/v1/score/?a=1&b=%20@x",
+                "http://127.0.0.1:65535/",
+                "https://[::1]:8443/x",
+                "http://a?b=c",
+            )
+        ],
+        [
+            {"type": "webhook", "url": url}
+            for url in (
+                *("", "a", "ftp://a", "http://", "http:///x", "https://:80/", "http://u@a/", "http://a/#f"),
+                *("http://a/b c", "http://a/b\\c", "http://\u00e4/", "http://a:x/"),
+            )
+        ],
     ),
     (
         Load,
