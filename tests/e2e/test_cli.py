@@ -131,15 +131,18 @@ def test_corrupt_upload_is_refused(stack: Stack, tmp_path: Path) -> None:
 
 
 EXAMPLE = re.compile(r"<!-- test: (sh|python) -->\n```\1\n(.*?)```", re.DOTALL)
-EXAMPLES = EXAMPLE.findall((ROOT / "README.md").read_text())
+PAGES = ("README.md", "docs/guides/ci.md")
+EXAMPLES = [(page, *found) for page in PAGES for found in EXAMPLE.findall((ROOT / page).read_text())]
 
 
-def test_readme_has_examples() -> None:
-    assert [language for language, _ in EXAMPLES] == ["sh", "python", "sh", "python", "sh"]
+def test_pages_have_examples() -> None:
+    assert [language for _, language, _ in EXAMPLES] == ["sh", "python", "sh", "python", "sh", "sh"]
 
 
-@pytest.mark.parametrize(("language", "code"), EXAMPLES, ids=[f"{n}-{one[0]}" for n, one in enumerate(EXAMPLES)])
-def test_readme_examples_run_as_written(stack: Stack, tmp_path: Path, language: str, code: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "language", "code"), EXAMPLES, ids=[f"{n}-{page}" for n, (page, *_) in enumerate(EXAMPLES)]
+)
+def test_examples_run_as_written(stack: Stack, tmp_path: Path, page: str, language: str, code: str) -> None:
     code = code.replace("http://localhost:8420", stack.url)
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
