@@ -7,6 +7,7 @@ memory before any of our code has seen it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 
 import structlog
@@ -39,10 +40,16 @@ class HttpProtocol(HttpToolsProtocol):
     """Bytes that were to be sent when the client was last looked at."""
     _watch: asyncio.TimerHandle | None = None
 
+    _LINGER_SECONDS = 1
+    """How long a client may still send a request over a connection whose last answer did not say that it closes."""
+
+    draining: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether answers close their connection, so that its client comes back through a balancer."""
+
     @classmethod
-    def with_write_timeout(cls, seconds: float) -> type[HttpProtocol]:
-        """The protocol with another limit: uvicorn makes its instances itself."""
-        return type(cls.__name__, (cls,), {"write_timeout": seconds})
+    def of(cls, write_timeout: float, draining: Callable[[], bool]) -> type[HttpProtocol]:
+        """The protocol of one server: uvicorn makes its instances itself."""
+        return type(cls.__name__, (cls,), {"write_timeout": write_timeout, "draining": staticmethod(draining)})
 
     # While more is to be sent than the transport takes, uvicorn's senders wait, so the rest can only become less. A
     # client that reads nothing is noticed by that it does not; one timer, and none for clients that keep up.
@@ -54,6 +61,15 @@ class HttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_watching()
         super().resume_writing()
+
+    def shutdown(self) -> None:
+        """Called once the listener is closed. A client whose answer began before the drain was told that it may send
+        another request here: closing right behind that answer would meet this request on its way."""
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete and cycle.keep_alive:
+            self.timeout_keep_alive = self._LINGER_SECONDS
+        else:
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
@@ -104,6 +120,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._finished = True
         super().on_headers_complete()
+        if self.draining() and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._finished = True
