@@ -39,17 +39,15 @@ def python_components(site: Path) -> tuple[list[Component], dict[str, list[str]]
             "version": item.version,
             "purl": reference,
         }
-        if summary := item.metadata.get("Summary"):
-            component["description"] = " ".join(summary.split())
+        if "Summary" in item.metadata:
+            component["description"] = " ".join(item.metadata["Summary"].split())
         if licence := _licence(item.metadata):
             component["licenses"] = [licence]
         components.append(component)
-        # Extras that were not asked for are not installed, or are there because of somebody else.
-        names = {canonical(match[0]) for line in item.requires or [] if (match := _REQUIREMENT.match(line))}
-        unconditional = {canonical(_REQUIREMENT.match(line)[0]) for line in item.requires or [] if "extra ==" not in line}  # type: ignore[index]
-        needs[reference] = sorted(
-            f"pkg:pypi/{other}@{quote(found[other].version)}" for other in names & unconditional & found.keys()
-        )
+        # What only an extra wants is not there because of it.
+        plain = (_REQUIREMENT.match(line) for line in item.requires or [] if "extra ==" not in line)
+        others = {canonical(match[0]) for match in plain if match} & found.keys()
+        needs[reference] = sorted(f"pkg:pypi/{other}@{quote(found[other].version)}" for other in others)
     return components, needs
 
 
@@ -111,5 +109,7 @@ def _licence(metadata: Any) -> dict[str, Any] | None:
     text = metadata.get("License")
     if text and "\n" not in text.strip() and len(text) < 100:
         return {"license": {"name": text.strip()}}
-    names = [line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
+    names = [
+        line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")
+    ]
     return {"license": {"name": ", ".join(names)}} if names else None
