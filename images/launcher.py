@@ -2,15 +2,14 @@
 
 Before its first launch Triton compiles ``driver.c`` of its NVIDIA backend into the module ``cuda_utils`` (3.7:
 triton/backends/nvidia/driver.py, the only caller of compile_module_from_src; kernels themselves go through LLVM and the
-ptxas that is in Triton's wheel). It runs whatever CC names, so the image's CC is `images/prebuilt_cc.py`, which gives
-back what was built here. `python -m images.launcher DIRECTORY`
+ptxas that is in Triton's wheel). It runs whatever CC names (triton/runtime/build.py), so the image's CC is
+`images/prebuilt_cc.py`, which gives back what was built here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,9 +20,8 @@ LIBCUDA = "libcuda.so.1"
 
 
 def build(directory: Path) -> None:
-    """Leaves ``cuda_utils.so`` and ``cuda_utils.sha256``, the digest of its source, in a directory."""
+    """Leaves ``cuda_utils.so`` and ``cuda_utils.sha256``, the digest of its source, in an existing directory."""
     source = (Path(driver.dirname) / "driver.c").read_text()
-    directory.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         # The real one comes with the node's driver, when a container starts. To link against, its name is enough.
         subprocess.run(
@@ -43,7 +41,3 @@ def build(directory: Path) -> None:
         )
         (directory / "cuda_utils.so").write_bytes(Path(built).read_bytes())
     (directory / "cuda_utils.sha256").write_text(hashlib.sha256(source.encode()).hexdigest())
-
-
-if __name__ == "__main__":
-    build(Path(sys.argv[1]))

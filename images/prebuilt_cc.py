@@ -17,10 +17,11 @@ def main(arguments: Sequence[str], prebuilt: Path) -> int:
     """Args: the command line that Triton gives a compiler: its source first, ``-o`` before its output."""
     source = Path(next((text for text in arguments if text.endswith(".c")), ""))
     digest = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
-    if digest != (prebuilt / "cuda_utils.sha256").read_text().strip() or "-o" not in arguments[:-1]:
+    built = prebuilt / "cuda_utils.sha256"
+    if not built.is_file() or digest != built.read_text().strip() or "-o" not in arguments[:-1]:
         sys.stderr.write(
-            f"this image has no C compiler: only Triton's launcher was compiled when it was built, and {source} is "
-            "something else; build the image anew with this Triton, or set CC to a compiler\n"
+            "this image has no C compiler: what was compiled when it was built is Triton's launcher (VARIANT=cuda), "
+            f"and {source} is something else; build the image anew with this Triton, or set CC to a compiler\n"
         )
         return 1
     shutil.copyfile(prebuilt / "cuda_utils.so", arguments[arguments.index("-o") + 1])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("services", "kernels", "cli", "models", "benchmarks", "tests", "proto")
+OURS = ("services", "kernels", "cli", "models", "benchmarks", "tests", "proto", "images")
 
 # Package → what of ours it may import besides itself. Longest prefix wins.
 ALLOWED: dict[str, tuple[str, ...]] = {
