@@ -170,6 +170,19 @@ class TestS3:
         assert fetch(wanted) == DIGEST
         assert len(good) < line.passed < len(good) + 200_000
 
+    def test_what_the_source_no_longer_has_is_not_part_of_the_checkpoint(
+        self, of_s3: Make, bucket: Minio, settings: CommonSettings
+    ) -> None:
+        key = "models/tiny/model-9.safetensors"
+        bucket.put_object(settings.s3_bucket, key, io.BytesIO(b"x"), 1)
+        wanted = of_s3()
+        message = refusal(wanted)
+        assert message.startswith("TEMPER_MODEL_SOURCE (engine.model.source): s3://")
+        assert "has no good checkpoint" in message
+        bucket.remove_object(settings.s3_bucket, key)
+        assert fetch(wanted) == DIGEST
+        assert present(wanted.model) == WANTED
+
     def test_weights_of_another_sharding_are_removed_with_the_checkpoint_they_belong_to(self, of_s3: Make) -> None:
         settings = of_s3()
         settings.model.mkdir(parents=True)
