@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from pydantic import ValidationError
 
@@ -18,7 +20,11 @@ from services.model_source.settings import ModelSourceSettings
 
 
 def main() -> int:
-    """Returns the exit status: 0 when the checkpoint is there, 1 with one line on stderr when it is not."""
+    """Returns the exit status: 0 when the checkpoint is there, 1 with one line on stderr when it is not.
+
+    Raises:
+        SystemExit: with status 143 at SIGTERM; what was fetched stays for the next time.
+    """
     parser = argparse.ArgumentParser(prog="python -m services.model_source", description=__doc__)
     parser.add_argument(
         "--digest", type=Path, metavar="DIR", help="print the digest of a checkpoint directory and stop"
@@ -30,6 +36,8 @@ def main() -> int:
             return 0
         settings = ModelSourceSettings()
         configure_logging(settings, service="model-source")
+        # Process 1 of a container ignores a signal that it has no handler for.
+        signal.signal(signal.SIGTERM, _stop)
         fetch(settings)
     except ValidationError as error:
         problems = [
@@ -42,6 +50,10 @@ def main() -> int:
         sys.stderr.write(f"temper model: {error.message}\n")
         return 1
     return 0
+
+
+def _stop(signal_number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -344,3 +345,19 @@ class TestCommand:
         assert done.returncode == 1
         assert done.stderr.startswith("temper model: TEMPER_MODEL_DIGEST (engine.model.digest): Value error, must be")
         assert len(done.stderr.splitlines()) == 1
+
+    def test_ends_at_sigterm_with_a_source_that_is_silent(self, tmp_path: Path) -> None:
+        """In a container it is process 1, which a signal without a handler does not end."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            silent.settimeout(30.0)
+            env = os.environ | {
+                "TEMPER_MODEL": str(tmp_path),
+                "TEMPER_MODEL_SOURCE": f"hf://{REPOSITORY}",
+                "TEMPER_MODEL_DIGEST": DIGEST,
+                "TEMPER_HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            }
+            with subprocess.Popen([sys.executable, "-m", "services.model_source"], env=env, cwd=ROOT) as process:
+                connection, _ = silent.accept()
+                with connection:
+                    process.terminate()
+                    assert process.wait(10.0) == 143
