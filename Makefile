@@ -15,10 +15,29 @@ export PYTHONUNBUFFERED := 1
 # Otherwise each of the many processes that the tests start would compile all of Temper again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup up demo test lint proto bench clean
+# Images: `make images TAG=1.2.3 REGISTRY=registry.example.com/ IMAGE_ARGS="--build-arg VARIANT=cpu"`, docs/guides/images.md.
+IMAGES := gateway engine
+REGISTRY ?=
+IMAGE_ARGS ?=
+IMAGE_SOURCE ?= unknown
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+TAG ?= $(VERSION)
+REVISION = $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
+CREATED = $(shell TZ=UTC0 git log -1 --date=format-local:%Y-%m-%dT%H:%M:%SZ --format=%cd 2>/dev/null || echo unknown)
+SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
+DOCKER ?= $(shell command -v docker >/dev/null 2>&1 && docker info >/dev/null 2>&1 && echo docker || echo buildah)
+BUILD_docker = docker build
+BUILD_buildah = buildah build --isolation chroot --format docker --timestamp $(SOURCE_DATE_EPOCH)
+# pip's variables go along where they are set; its configuration file goes as a secret, for it may have a password.
+PIP_ARGS = $(foreach v,PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX,$(if $($v),--build-arg $v)) \
+	$(if $(PIP_CONFIG_FILE),--secret id=pip.conf$(comma)src=$(PIP_CONFIG_FILE)) \
+	$(if $(WHEELS),--build-context wheels=$(WHEELS))
+comma := ,
+
+.PHONY: help setup up demo test lint proto bench clean images images-check
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## create .venv with everything pinned in constraints.txt
 
@@ -58,6 +77,17 @@ proto: setup ## regenerate the protobuf stubs
 
 bench: setup ## speed on this machine, written to benchmarks/results
 	$(BIN)/python -m benchmarks.bench
+
+images: ## build the images temper/gateway and temper/engine with docker or buildah
+	@set -e; for name in $(IMAGES); do \
+		SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) $(BUILD_$(DOCKER)) $(PIP_ARGS) \
+			--build-arg VERSION=$(VERSION) --build-arg REVISION=$(REVISION) --build-arg CREATED=$(CREATED) \
+			--build-arg SOURCE=$(IMAGE_SOURCE) --build-arg SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) $(IMAGE_ARGS) \
+			--tag $(REGISTRY)temper/$$name:$(TAG) --file services/$$name/Dockerfile .; \
+	done
+
+images-check: setup ## build images on a bootstrapped Debian, look into them, run them (root; ENGINE=1: the engine, too)
+	$(BIN)/python -m images.check $(if $(ENGINE),--engine)
 
 clean: ## remove .venv and local data
 	rm -rf .venv .temper build *.egg-info

@@ -22,6 +22,7 @@ from cli.settings import CliSettings, UpSettings
 from services.common.settings import CommonSettings
 from services.engine.settings import EngineSettings
 from services.gateway.settings import GatewaySettings
+from services.model_source.settings import ModelSourceSettings
 from services.trainer.settings import TrainerSettings
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "configuration.md"
@@ -41,6 +42,12 @@ SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], 
     ("Gateway", GatewaySettings, CommonSettings, "`python -m services.gateway`"),
     ("Engine", EngineSettings, CommonSettings, "`python -m services.pod`"),
     ("Trainer", TrainerSettings, CommonSettings, "The trainer thread of `python -m services.pod`."),
+    (
+        "Model source",
+        ModelSourceSettings,
+        CommonSettings,
+        "`python -m services.model_source`, before an engine starts.",
+    ),
     ("`temper up`", UpSettings, None, "Read by the supervisor, besides its options."),
     ("Client commands", CliSettings, None, "`temper chat`, `temper train`, `temper adapters`, `temper batch`."),
 )

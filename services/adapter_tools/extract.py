@@ -21,8 +21,8 @@ from torch import Tensor
 from services.adapter_tools.output import whole_directory
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
 from services.common.manifest import CONFIG, WEIGHTS
+from services.engine.model.checkpoint import canonical_name, checkpoint_digest, raw_tensors, shard_files
 from services.engine.model.config import ModelConfig
-from services.engine.model.loader import canonical_name, checkpoint_digest, raw_tensors, shard_files
 from services.engine.model.lora_binding import BoundAdapter, BoundTarget, bind_adapter
 
 Progress: TypeAlias = Callable[[str, int, int], None]

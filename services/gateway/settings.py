@@ -10,17 +10,15 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from services.common.api_keys import MAX_PER_MINUTE
 from services.common.settings import CommonSettings
 from services.gateway.discovery import EngineTarget
+from services.gateway.listen import ListenSettings
 from services.gateway.quotas.decision import Limits
 
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
 
 
-class GatewaySettings(CommonSettings):
+class GatewaySettings(ListenSettings, CommonSettings):
     """Environment: `TEMPER_` + the field name in capitals."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(8420, ge=0, le=65535)
-    """On Kubernetes a service called "temper" sets TEMPER_PORT to a URL, so the pod needs enableServiceLinks: false."""
     engines: str = "127.0.0.1:50051"
     """The engines, separated by commas: host:port is one, dns:///name:port stands for all addresses of a name (a
     headless service), which is looked up again and again."""

@@ -26,8 +26,8 @@ from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
+from services.engine.model.checkpoint import checkpoint_digest
 from services.engine.model.config import ModelConfig
-from services.engine.model.loader import checkpoint_digest
 from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
 from services.engine.ports import EngineObserver, NoObserver

@@ -15,7 +15,7 @@ from models.tiny.recipe.train_mtp import Mtp
 from services.common.errors import CheckpointRejected
 from services.engine.guesser import Guesser
 from services.engine.limits import Counts
-from services.engine.model.loader import checkpoint_digest
+from services.engine.model.checkpoint import checkpoint_digest
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.plan import Chunk
 from services.engine.request import AdapterPin, Request, SamplingParams

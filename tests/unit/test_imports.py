@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("services", "kernels", "cli", "models", "benchmarks", "tests", "proto")
+OURS = ("services", "kernels", "cli", "models", "benchmarks", "tests", "proto", "images")
 
 # Package → what of ours it may import besides itself. Longest prefix wins.
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -21,6 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "services.engine": ("kernels", "services.common"),
     "services.adapter_tools": ("services.engine.model", "services.common"),
     "services.trainer": ("services.adapter_tools", "services.engine.model", "kernels", "services.common"),
+    "services.model_source": ("services.engine.model.checkpoint", "services.common"),
     "services.pod": ("services.engine", "services.trainer", "services.common"),
     "cli": ("services.common",),
     "proto": (),
@@ -38,13 +39,21 @@ NO_TORCH = (
     "services.engine.request",
     "services.engine.settings",
     "services.engine.memory",
+    "services.engine.model.checkpoint",
+    "services.engine.model.config",
+    "services.model_source",
 )
 # The CLI renders settings of every service into the configuration guide without running any of them.
 # The demo draws its questions from the recipe of the tiny model, and scores the answers with it.
 EXTRA: dict[str, tuple[str, ...]] = {
     "cli.demo": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
     "cli.demo_api": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
-    "cli.settings_docs": ("services.gateway.settings", "services.engine.settings", "services.trainer.settings"),
+    "cli.settings_docs": (
+        "services.gateway.settings",
+        "services.engine.settings",
+        "services.trainer.settings",
+        "services.model_source.settings",
+    ),
 }
 
 
@@ -121,7 +130,9 @@ def test_no_torch_where_none_belongs(module: str, path: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", ["services.gateway.app", "services.engine.scheduler", "cli.main", "cli.up"])
+@pytest.mark.parametrize(
+    "module", ["services.gateway.app", "services.engine.scheduler", "services.model_source.fetch", "cli.main", "cli.up"]
+)
 def test_nothing_loads_torch_behind_our_back(module: str) -> None:
     """Also through third parties: what counts is what is in memory after the import."""
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])"

@@ -1,16 +1,9 @@
-"""From a checkpoint directory to weights: sharded safetensors by mmap, strict about every tensor, and its digest."""
+"""From a checkpoint directory to weights: sharded safetensors by mmap, strict about every tensor."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import mmap
-import os
-import struct
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.common.errors import CheckpointRejected
+from services.engine.model.checkpoint import MTP_PREFIX, canonical_name, shard_files
 from services.engine.model.config import LayerType, ModelConfig
 from services.engine.model.footprint import PLAIN, Storage
 from services.engine.model.matrix import Matrix, quantize
@@ -28,14 +22,9 @@ from services.engine.model.weights import AttentionWeights, DeltaNetWeights, Lay
 if TYPE_CHECKING:
     from kernels.gpu.skinny import SplitWorkspace
 
-_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""Multimodal class, its older spelling, text class."""
-_MTP = "mtp."
-_SKIPPED = (_MTP, "model.visual.", "visual.", "model.language_model.rotary_emb.", "model.rotary_emb.")
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _HEAD_COPY_BYTES = 64 * 2**20
 """A tied head up to this size gets a copy in the faster memory order; a larger one is not worth the memory."""
-_MAX_HEADER = 100 * 2**20
 
 
 class _Shard(Protocol):
@@ -44,18 +33,6 @@ class _Shard(Protocol):
     def keys(self) -> list[str]: ...
     def get_slice(self, name: str) -> Any: ...
     def get_tensor(self, name: str) -> Tensor: ...
-
-
-def canonical_name(name: str) -> str | None:
-    """A tensor's name without its class prefix, or None if it is not part of the text model (vision, mtp)."""
-    if name.startswith(_SKIPPED):
-        return None
-    if name in ("lm_head.weight", "language_model.lm_head.weight"):
-        return "lm_head.weight"
-    for prefix in _PREFIXES:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
 
 
 def query_row_order(config: ModelConfig) -> Tensor:
@@ -112,7 +89,7 @@ class _Builder:
         self._uploader = Uploader(device) if device.type == "cuda" else None
         self._workspace = _split_workspace(device) if device.type == "cuda" else None
         self._shapes = expected = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
-        if mtp and not any(name.startswith(_MTP) for name in shards):
+        if mtp and not any(name.startswith(MTP_PREFIX) for name in shards):
             raise CheckpointRejected("the checkpoint has no mtp layer, which TEMPER_SPECULATIVE=mtp needs: use none")
         for name in expected:
             if name not in shards:
@@ -250,28 +227,6 @@ def _in_memory_order(matrix: Tensor) -> Tensor:
     return matrix.t().contiguous().t() if matrix.device.type == "cpu" else matrix
 
 
-def shard_files(path: Path) -> list[Path]:
-    """A checkpoint's weights: the files of the index if there is one, else every safetensors file.
-
-    Raises:
-        CheckpointRejected: no files, or the index names one that is not there.
-    """
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise CheckpointRejected(f"{path} has no *.safetensors file")
-        return files
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointRejected(f"{index} has no readable weight_map: {error!r}") from error
-    for name in names:
-        if not isinstance(name, str) or os.path.basename(name) != name or not (path / name).is_file():
-            raise CheckpointRejected(f"{index} names the shard {name!r}, which is not in {path}")
-    return [path / name for name in names]
-
-
 def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shard]]:
     """Canonical name → (name in the file, open shard); names of the mtp layer stay as they are."""
     found: dict[str, tuple[str, _Shard]] = {}
@@ -282,59 +237,10 @@ def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shar
         except (OSError, SafetensorError) as error:
             raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error
         for full_name in names:
-            name = full_name if mtp and full_name.startswith(_MTP) else canonical_name(full_name)
+            name = full_name if mtp and full_name.startswith(MTP_PREFIX) else canonical_name(full_name)
             if name is None:
                 continue
             if name in found:
                 raise CheckpointRejected(f"tensor {full_name} is in the checkpoint twice (also as {found[name][0]})")
             found[name] = (full_name, shard)
     return found
-
-
-def checkpoint_digest(path: str | Path) -> str:
-    """sha256 (hex) of the text model: its ModelConfig and each tensor's name, dtype, shape and bytes, in name order.
-
-    Neither sharding nor the class prefix nor vision weights nor the mtp layer change it. Tensors are hashed on several
-    threads.
-
-    Raises:
-        CheckpointRejected: a file that cannot be read.
-    """
-    directory = Path(path)
-    config = ModelConfig.from_directory(directory)
-    numbers = {key: value for key, value in asdict(config).items() if key != "module_prefix"}
-    total = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
-    with ExitStack() as stack, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        tensors: dict[str, tuple[str, memoryview]] = {}
-        for file in shard_files(directory):
-            for full_name, header, data in raw_tensors(file, stack):
-                name = canonical_name(full_name)
-                if name is not None and not (name == "lm_head.weight" and config.tie_word_embeddings):
-                    tensors[name] = (f"{name}\0{header['dtype']}\0{header['shape']}", data)
-        ordered = [tensors[name] for name in sorted(tensors)]
-        digests = list(pool.map(lambda item: hashlib.sha256(item[1]).digest(), ordered))
-        for (description, _), digest in zip(ordered, digests, strict=True):
-            total.update(description.encode() + b"\0" + digest)
-    return total.hexdigest()
-
-
-def raw_tensors(file: Path, stack: ExitStack) -> Iterator[tuple[str, dict[str, Any], memoryview]]:
-    """Each tensor's name, header entry and bytes; format: 8 bytes little-endian header size, JSON header, data
-    (https://huggingface.co/docs/safetensors)."""
-    try:
-        handle = stack.enter_context(file.open("rb"))
-        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        (size,) = struct.unpack("<Q", mapped[:8])
-        if size > min(_MAX_HEADER, len(mapped) - 8):
-            raise ValueError("the header is longer than the file")
-        header = json.loads(mapped[8 : 8 + size])
-        whole = memoryview(mapped)  # keeps the mapping alive until the last slice is gone
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= len(mapped) - 8 - size:
-                raise ValueError(f"tensor {name} lies outside the file")
-            yield name, entry, whole[8 + size + begin : 8 + size + end]
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error

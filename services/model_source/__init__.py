@@ -1,0 +1,1 @@
+"""Fetches a checkpoint into a directory before the engine starts."""

@@ -1,0 +1,60 @@
+"""`python -m services.model_source`: fetches the checkpoint that TEMPER_MODEL_SOURCE names into TEMPER_MODEL.
+`python -m services.model_source --digest DIR`: prints what TEMPER_MODEL_DIGEST has to be for a good copy."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from pydantic import ValidationError
+
+from services.common.errors import TemperError
+from services.common.telemetry import configure_logging
+from services.engine.model.checkpoint import checkpoint_digest
+from services.model_source.errors import named
+from services.model_source.fetch import fetch
+from services.model_source.settings import ModelSourceSettings
+
+
+def main() -> int:
+    """Returns the exit status: 0 when the checkpoint is there, 1 with one line on stderr when it is not.
+
+    Raises:
+        SystemExit: with status 143 at SIGTERM; what was fetched stays for the next time.
+    """
+    parser = argparse.ArgumentParser(prog="python -m services.model_source", description=__doc__)
+    parser.add_argument(
+        "--digest", type=Path, metavar="DIR", help="print the digest of a checkpoint directory and stop"
+    )
+    directory = parser.parse_args().digest
+    try:
+        if directory is not None:
+            sys.stdout.write(f"{checkpoint_digest(directory)}\n")
+            return 0
+        settings = ModelSourceSettings()
+        configure_logging(settings, service="model-source")
+        # Process 1 of a container ignores a signal that it has no handler for.
+        signal.signal(signal.SIGTERM, _stop)
+        fetch(settings)
+    except ValidationError as error:
+        problems = [
+            f"{named('TEMPER_' + '_'.join(map(str, e['loc'])).upper())}: {e['msg']}"
+            for e in error.errors(include_input=False, include_url=False)
+        ]
+        sys.stderr.write(f"temper model: {'; '.join(problems)}\n")
+        return 1
+    except TemperError as error:
+        sys.stderr.write(f"temper model: {error.message}\n")
+        return 1
+    return 0
+
+
+def _stop(signal_number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
