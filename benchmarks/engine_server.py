@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.serving import Case, measure
-from services.engine.health import HealthReporter
+from services.engine.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server import Serving, bind, make_server
 from services.pod.preflight import use_kernel_cache
 
@@ -27,7 +27,9 @@ def _print(line: dict[str, Any]) -> None:
 async def serve(engine: InProcessEngine) -> None:
     """Serves until the process is ended."""
     loop = engine.engine.loop
-    health = HealthReporter(alive=lambda: loop.alive, ready=lambda: loop.healthy)
+    state = ProcessHealth()
+    state.serving(Vitals.of(loop))
+    health = HealthReporter(state)
     built = engine.engine
     serving = Serving(
         loop, built.adapters, built.bind, built.constraints, built.codec, built.description, 4096, lambda: ""

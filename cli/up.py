@@ -26,6 +26,8 @@ from cli.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, 
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
 ROOT = Path(__file__).resolve().parent.parent
+_PLAINTEXT = {f"TEMPER_GRPC_TLS_{part}": "" for part in ("CERT", "KEY", "CA", "SERVER_NAME")}
+"""Between two processes of one machine, whatever the environment says for others."""
 DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
 
@@ -167,6 +169,7 @@ def _engine(
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
             "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),
+            **_PLAINTEXT,
         },
         cwd=ROOT,
         after=stores,
@@ -195,6 +198,7 @@ def _gateway(
             "TEMPER_HOST": options.host,
             "TEMPER_PORT": str(options.port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
+            **_PLAINTEXT,
             **_files(settings),
         },
         cwd=ROOT,

@@ -137,6 +137,10 @@ class Unavailable(TemperError):
         self.retry_after = retry_after
 
 
+class Refused(Unavailable):
+    """Something Temper depends on is there and refuses the credentials of the settings: waiting does not help."""
+
+
 class DeadlineExceeded(TemperError):
     """The request's deadline passed."""
 

@@ -3,9 +3,10 @@ environment. Variables are `TEMPER_` + the field name in capitals."""
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -30,3 +31,23 @@ class CommonSettings(BaseSettings):
     log_format: Literal["json", "console"] = "json"
     metrics_port: int = Field(0, ge=0, le=65535)
     """Prometheus port of a process that has no HTTP of its own; 0: off."""
+    grpc_tls_cert: Path | None = None
+    """PEM file: this service's certificate for gRPC between gateway and engine, intermediates behind it. With it both
+    sides demand each other's. Set all three files or none; they are read again when they change."""
+    grpc_tls_key: Path | None = None
+    """PEM file: the key of grpc_tls_cert, without a password."""
+    grpc_tls_ca: Path | None = None
+    """PEM file: the CA that signed the certificates of both sides."""
+
+    @field_validator("grpc_tls_cert", "grpc_tls_key", "grpc_tls_ca", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> CommonSettings:
+        files = {name: getattr(self, name) for name in ("grpc_tls_cert", "grpc_tls_key", "grpc_tls_ca")}
+        missing = [f"TEMPER_{name.upper()}" for name, path in files.items() if path is None]
+        if 0 < len(missing) < len(files):
+            raise ValueError(f"TLS needs all three files, and {' and '.join(missing)} is not set: set it, or none")
+        return self

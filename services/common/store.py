@@ -17,7 +17,7 @@ import urllib3
 from minio import Minio
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
-from services.common.errors import Conflict, NotFound, TemperError, Unavailable
+from services.common.errors import Conflict, NotFound, Refused, TemperError, Unavailable
 from services.common.settings import CommonSettings
 
 CONNECT_SECONDS = 2.0
@@ -35,6 +35,7 @@ _MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _REFUSED = frozenset(
     {"AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId", "AuthorizationHeaderMalformed", "NoSuchBucket"}
 )
+_MET = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 _OWNED = frozenset({"BucketAlreadyOwnedByYou", "BucketAlreadyExists"})
 
 T = TypeVar("T")
@@ -235,7 +236,7 @@ class ObjectStore:
         if error.code == "PreconditionFailed":
             return PreconditionFailed(f"condition does not hold ({what})")
         if error.code in _REFUSED:
-            return Unavailable(
+            return Refused(
                 f"S3 at {self._endpoint} refused {what}: {error.code}; check TEMPER_S3_ACCESS_KEY, "
                 "TEMPER_S3_SECRET_KEY and TEMPER_S3_BUCKET"
             )
@@ -244,8 +245,8 @@ class ObjectStore:
 
 def _transient(error: BaseException) -> bool:
     if isinstance(error, S3Error):
-        # 409 ConditionalRequestConflict: two conditional writes met, and one of them is to be repeated.
-        return error.code == "ConditionalRequestConflict" or error.response.status >= 500
+        # 409: two conditional writes met, or two that make the bucket at a first start; one of them is to be repeated.
+        return error.code in _MET or error.response.status >= 500
     return isinstance(error, urllib3.exceptions.HTTPError | ServerError | InvalidResponseError | OSError)
 
 

@@ -89,6 +89,9 @@ class EngineLoop:
         self._status = LoopStatus(self._pipeline.scheduler.counts(), 0, True, True, 0, 0)
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
+        self._busy_since: float | None = None
+        """When the loop thread began what it does now; None: it waits for work. Written by that thread only."""
+
         # Of the loop thread alone.
         self._seen = 0
         """Submissions that came in since _status was published."""
@@ -164,6 +167,12 @@ class EngineLoop:
         return self._thread.is_alive()
 
     @property
+    def stuck_seconds(self) -> float:
+        """For how long the loop thread has been at one iteration; 0: it waits for work."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
+
+    @property
     def healthy(self) -> bool:
         """Whether the loop is alive and its steps succeed; what readiness asks."""
         return self._status.healthy and self._thread.is_alive()
@@ -210,6 +219,7 @@ class EngineLoop:
             self._close()
 
     def _iterate(self) -> None:
+        self._busy_since = self._clock()
         if not self._pipeline.busy:
             self._idle()
         self._take_commands()
@@ -228,6 +238,7 @@ class EngineLoop:
         patience = self._desk.patience()
         if patience is not None:
             timeout = max(0.0, patience if timeout is None else min(timeout, patience))
+        self._busy_since = None
         try:
             command = self._commands.get(timeout=timeout)
         except Empty:
@@ -236,6 +247,7 @@ class EngineLoop:
                 self._checked = True
             return
         self._checked = False
+        self._busy_since = self._clock()
         command()
 
     def _take_commands(self) -> None:

@@ -21,6 +21,7 @@ from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.text.tokenizer import TextCodec
+from services.common.tls import Certificates
 from services.engine.adapters import AdapterManager
 from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.errors import INTERNAL_MESSAGE, status_code, to_message
@@ -335,14 +336,17 @@ def make_server(serving: Serving, health: health_pb2_grpc.HealthServicer, max_me
     return server
 
 
-def bind(server: aio.Server, host: str, port: int) -> int:
-    """Listens; returns the port.
+def bind(server: aio.Server, host: str, port: int, certificates: Certificates | None = None) -> int:
+    """Listens, with TLS if there are ``certificates``; returns the port.
 
     Raises:
         Unavailable: the port is taken or the address is not ours.
     """
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if certificates is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", certificates.server_credentials())
     except RuntimeError as error:
         raise Unavailable(
             f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's; "

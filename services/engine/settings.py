@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ByteSize, Field, model_validator
 
 from services.common.settings import CommonSettings
+from services.common.shutdown import CLOSE_SECONDS
 from services.engine.plan import MOST_VERIFIED
 
 _GIB = 1024**3
@@ -120,6 +121,15 @@ class EngineSettings(CommonSettings):
     grpc_host: str = "127.0.0.1"
     grpc_port: int = Field(50051, ge=0, le=65535)
     """0: any free port (it is logged)."""
+    health_port: int = Field(0, ge=0, le=65535)
+    """Port of grpc.health.v1 alone, in plaintext, from the start of the process on (the services' own port has it from
+    when they serve); 0: none. On grpc_host."""
+    startup_wait_seconds: float = Field(0.0, ge=0)
+    """How long to wait for Redis and the object store at start; 0: their absence is an error at once. A password that
+    is refused always is."""
+    watchdog_seconds: float = Field(300.0, ge=0)
+    """One step, or the event loop, that goes on for so long counts as hung, and liveness is off; 0: never. It is not
+    looked at before the engine serves, so compiling and capturing at the start do not count."""
     max_message_bytes: int = Field(64 * 1024 * 1024, ge=1024 * 1024)
     """Longest gRPC message in either direction."""
     drain_seconds: float = Field(30.0, ge=0)
@@ -170,6 +180,10 @@ class EngineSettings(CommonSettings):
                 "mixed_prefill_tokens": self.mixed_prefill_tokens or (3840 if cuda else budget),
             }
         )
+
+    def termination_seconds(self, trainer_drain_seconds: float) -> float:
+        """SIGTERM to exit, at most: what Kubernetes' terminationGracePeriodSeconds has to allow."""
+        return max(self.drain_seconds, trainer_drain_seconds) + CLOSE_SECONDS
 
     @property
     def kernel_cache_dir(self) -> Path:

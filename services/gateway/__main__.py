@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import socket
-from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
 from pydantic import ValidationError
 
+from services.common.shutdown import end_on_signals
 from services.common.telemetry import configure_logging
 from services.gateway.app import BadSetting, create_app
-from services.gateway.collection import QuietCollector
+from services.gateway.drain import LAST_WORDS_SECONDS, Server, is_draining
 from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
-from services.gateway.state import Gateway
-
-
-class Server(uvicorn.Server):
-    """Tells the gateway about a signal at once: uvicorn's lifespan hears of it only when all responses are over."""
-
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
-        super().__init__(config)
-        self._app = app
-        self._collector: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """From here on the process collects its garbage in quiet moments."""
-        await super().startup(sockets)
-        gateway = getattr(self._app.state, "gateway", None)
-        if isinstance(gateway, Gateway):
-            collector = QuietCollector(lambda: gateway.admission.taken > 0)
-            self._collector = asyncio.create_task(collector.run())
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Readiness goes off and event followers end, then uvicorn drains."""
-        gateway = getattr(self._app.state, "gateway", None)
-        if isinstance(gateway, Gateway):
-            gateway.stopping.set()
-        super().handle_exit(sig, frame)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -75,6 +48,7 @@ def main() -> None:
         variable = f"TEMPER_{'_'.join(map(str, first['loc'])).upper()}: " if first["loc"] else ""
         raise SystemExit(f"temper gateway: {variable}{first['msg']}") from error
     configure_logging(settings, service="gateway")
+    end_on_signals()
     listener = bind(settings.host, settings.port)
     try:
         app = create_app(settings)
@@ -84,16 +58,16 @@ def main() -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=HttpProtocol.with_write_timeout(settings.write_timeout_seconds),
+        http=HttpProtocol.of(settings.write_timeout_seconds, lambda: is_draining(app)),
         ws="none",
         access_log=False,
         log_config=None,
         lifespan="on",
         server_header=False,
-        timeout_graceful_shutdown=settings.shutdown_grace_seconds,
+        timeout_graceful_shutdown=settings.shutdown_grace_seconds + LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
     )
-    Server(config, app).run(sockets=[listener])
+    Server(config, app, settings).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from services.common.errors import InvalidRequest
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
+from services.common.tls import Certificates, TlsFiles
 from services.gateway.access.audit import AuditLog
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.middleware import TIMEOUT_HEADER, Access
@@ -118,13 +119,20 @@ def create_app(
     keys = _key_ring(settings, metrics)
     audit = _audit_log(settings, metrics)
     quotas = Quotas(settings, metrics)
+    certificates = _certificates(settings, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, queue = stores(settings)
         batch_stores = batching(settings)
         gateway = Gateway(
-            settings, EnginePool(settings, metrics), registry, queue, metrics, keep_responses(settings), batch_stores
+            settings,
+            EnginePool(settings, metrics, certificates=certificates),
+            registry,
+            queue,
+            metrics,
+            keep_responses(settings),
+            batch_stores,
         )
         app.state.gateway = gateway
         gateway.engines.start()
@@ -138,6 +146,7 @@ def create_app(
             yield
         finally:
             gateway.stopping.set()
+            gateway.closing.set()
             await worker.stop()
             if following is not None:
                 await cancel(following)
@@ -226,6 +235,18 @@ def _key_ring(settings: GatewaySettings, metrics: GatewayMetrics) -> KeyRing | N
         return KeyRing(Path(settings.api_keys_file), settings.key_limits, metrics)
     except InvalidRequest as error:
         raise BadSetting(error.message, param="api_keys_file") from None
+
+
+def _certificates(settings: GatewaySettings, metrics: GatewayMetrics) -> Certificates | None:
+    files = TlsFiles.of(settings)
+    if files is None:
+        return None
+    try:
+        certificates = Certificates(files)
+    except InvalidRequest as error:
+        raise BadSetting(error.message, param=error.param) from None
+    certificates.export(metrics.registry)
+    return certificates
 
 
 def _audit_log(settings: GatewaySettings, metrics: GatewayMetrics) -> AuditLog:

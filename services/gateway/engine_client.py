@@ -14,6 +14,7 @@ from grpc import aio
 from services.common.errors import AdapterRejected, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
 from services.gateway.breaker import BreakerPolicy, CircuitBreaker
+from services.gateway.channels import Channels
 from services.gateway.errors import engine_error
 from services.gateway.inbox import EngineLost, Inbox
 from services.gateway.outstanding import Outstanding, Sent
@@ -22,17 +23,6 @@ from services.gateway.routing import TOKENS_PER_REQUEST, Candidate, Route, named
 
 log = structlog.get_logger(__name__)
 
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),
-)
 _CHUNK = 2**20
 _ROLLOUTS = 64
 """Asked for at once: a rollout may have a whole context of tokens."""
@@ -56,6 +46,7 @@ class EngineClient:
         on_model: awaited with the model's facts before the engine gets requests. It sets ``model``; an exception keeps
             the engine out.
         on_change: called when readiness or load may have changed.
+        channels: opens the connection.
     """
 
     def __init__(
@@ -68,6 +59,7 @@ class EngineClient:
         breaker: BreakerPolicy,
         on_model: ModelHandler,
         on_change: Callable[[], None],
+        channels: Channels,
     ) -> None:
         self.address = address
         self.id = "engine-" + blake2b(address.encode(), digest_size=4).hexdigest()
@@ -91,7 +83,10 @@ class EngineClient:
         self._others = 0
         """Requests of other gateways there, when its status was read."""
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
+        self._channels = channels
         self._channel: aio.Channel | None = None
+        self._opened_with = ""
+        """The fingerprint of the certificates that the channel was opened with."""
 
     # -- state
 
@@ -110,6 +105,11 @@ class EngineClient:
     def idle(self) -> bool:
         """Nothing that was begun there would be lost with the connection."""
         return not len(self._requests) and (self.status is None or not self.status.sessions_open)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests there that have not ended."""
+        return len(self._requests)
 
     @property
     def load(self) -> float:
@@ -157,6 +157,11 @@ class EngineClient:
         if (known or keep_tokens) and self._outgoing is not None:
             abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=keep_tokens)
             self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
+
+    def end_requests(self, reason: str) -> None:
+        """Ends all requests of this gateway there with an error: it is about to exit."""
+        for sent in self._requests.take_all():
+            sent.inbox.put(sent.index, EngineLost(reason, final=True))
 
     # -- calls
 
@@ -242,9 +247,9 @@ class EngineClient:
                 try:
                     await self._session()
                 except* aio.AioRpcError as group:
-                    self.last_error = _describe(group)
+                    self.last_error = self._describe(group)
                 except* TemperError as group:
-                    if (reason := _describe(group)) != self.last_error:
+                    if (reason := self._describe(group)) != self.last_error:
                         log.warning("engine refused", engine=self.address, error=reason)
                     self.last_error = reason
                 except* Exception as group:
@@ -256,14 +261,21 @@ class EngineClient:
                     pause = 0.1
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(1.0, pause * 1.5)
+                if self._opened_with != self._channels.fingerprint:  # the next one takes the certificates as they are
+                    await self._close_channel()
         finally:
-            if self._channel is not None:
-                await self._channel.close()
+            await self._close_channel()
 
     def _open_channel(self) -> aio.Channel:
         if self._channel is None:
-            self._channel = aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+            self._opened_with = self._channels.fingerprint
+            self._channel = self._channels.open(self.address)
         return self._channel
+
+    async def _close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
     async def _session(self) -> None:
         stub = engine_pb2_grpc.EngineStub(self._open_channel())
@@ -364,11 +376,8 @@ class EngineClient:
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))
         self._on_change()
 
-
-def _describe(group: BaseExceptionGroup[BaseException]) -> str:
-    first: BaseException = group
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    if isinstance(first, aio.AioRpcError):
-        return f"{first.code().name}: {first.details()}"
-    return str(first)
+    def _describe(self, group: BaseExceptionGroup[BaseException]) -> str:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        return self._channels.explain(first) if isinstance(first, aio.AioRpcError) else str(first)

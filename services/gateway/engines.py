@@ -12,11 +12,14 @@ import structlog
 from services.common.errors import CheckpointRejected, Unavailable
 from services.common.pb import adapters_pb2, engine_pb2
 from services.common.text.tokenizer import TextCodec
+from services.common.tls import Certificates
 from services.gateway.breaker import BreakerPolicy
+from services.gateway.channels import Channels
 from services.gateway.discovery import Discovery, Resolve, resolve
 from services.gateway.engine_client import EngineClient
 from services.gateway.exchange import Exchange
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.renewal import Renewal
 from services.gateway.routing import Affinity, Route, choose
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.vocabulary import Vocabulary
@@ -49,9 +52,16 @@ class EnginePool:
         settings: addresses, intervals and limits.
         metrics: where routing is counted.
         ask: the resolver.
+        certificates: for TLS to the engines; None: plaintext.
     """
 
-    def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics, ask: Resolve = resolve) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        ask: Resolve = resolve,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._settings = settings
         self._metrics = metrics
         self.created = int(time.time())
@@ -67,14 +77,20 @@ class EnginePool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: dict[str, asyncio.Task[None]] = {}
         self._last_ready = float("-inf")
+        self._ending: str | None = None
+        """Why no request is sent any more; None: requests are."""
         self._waiters: set[asyncio.Future[None]] = set()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         """The address that each client's session is at, least recently used first."""
         self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
+        self._channels = Channels(certificates, settings.grpc_tls_server_name)
         # In the order given: the dictionary keeps it.
         self._clients = {
             target.address: self._new_client(target.address) for target in settings.engine_targets if not target.dns
         }
+        self._renewal: Renewal | None = None
+        if certificates is not None:
+            self._renewal = Renewal(certificates, self._clients, self._connections, self._new_client)
 
     @property
     def clients(self) -> tuple[EngineClient, ...]:
@@ -89,6 +105,8 @@ class EnginePool:
             self._connect(client)
         for work, name in ((self._discovery.run(), "discovery"), (self._reap(), "reaper")):
             self._tasks.add(asyncio.create_task(work, name=name))
+        if self._renewal is not None:
+            self._tasks.add(asyncio.create_task(self._renewal.run(), name="renewal"))
 
     async def stop(self) -> None:
         """Closes all connections; requests that still run are aborted by their engines."""
@@ -106,6 +124,7 @@ class EnginePool:
             breaker=self._breaker,
             on_model=self._accept_model,
             on_change=self._wake,
+            channels=self._channels,
         )
 
     def _connect(self, client: EngineClient) -> None:
@@ -221,6 +240,8 @@ class EnginePool:
         """
         loop = asyncio.get_running_loop()
         while True:
+            if self._ending is not None:
+                raise Unavailable(self._ending, retry_after=1.0)
             usable = self._usable()
             if usable:
                 return self._choose([c for c in usable if c not in avoid] or usable, route, affinity)
@@ -260,6 +281,14 @@ class EnginePool:
             while len(self._sessions) > self._settings.sticky_sessions:
                 self._sessions.popitem(last=False)
         return client
+
+    def end_requests(self, reason: str) -> None:
+        """Ends all requests with an error that says why, and sends no more: the gateway exits."""
+        self._ending = reason
+        retired = () if self._renewal is None else self._renewal.retired
+        for client in (*self.clients, *retired):
+            client.end_requests(reason)
+        self._wake()
 
     def untried(self, tried: frozenset[EngineClient]) -> bool:
         """Whether an engine that takes requests is not among ``tried``."""

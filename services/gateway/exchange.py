@@ -125,7 +125,7 @@ class Exchange:
             if index not in self._open:
                 continue
             if isinstance(item, EngineLost):
-                await self._lost(index, item.reason)
+                await self._lost(index, item)
                 continue
             if item.HasField("error"):
                 await self._failed(index, item.error)
@@ -170,7 +170,10 @@ class Exchange:
         self._at[index] = client
         client.submit(self._requests[index], index, self._inbox, route)
 
-    async def _lost(self, index: int, reason: str) -> None:
+    async def _lost(self, index: int, lost: EngineLost) -> None:
+        reason = lost.reason
+        if lost.final:
+            raise Unavailable(reason, retry_after=1.0)
         if index in self._begun:
             raise Unavailable(f"the engine was lost while it answered ({reason})", retry_after=1.0)
         if self._attempts[index] >= self._settings.engine_attempts:

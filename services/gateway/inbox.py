@@ -15,6 +15,8 @@ class EngineLost:
     """The stream that carried a request is gone."""
 
     reason: str
+    final: bool = False
+    """The gateway itself ends: no other engine is asked."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ memory before any of our code has seen it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 
 import structlog
@@ -39,10 +40,13 @@ class HttpProtocol(HttpToolsProtocol):
     """Bytes that were to be sent when the client was last looked at."""
     _watch: asyncio.TimerHandle | None = None
 
+    draining: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether answers close their connection, so that its client comes back through a balancer."""
+
     @classmethod
-    def with_write_timeout(cls, seconds: float) -> type[HttpProtocol]:
-        """The protocol with another limit: uvicorn makes its instances itself."""
-        return type(cls.__name__, (cls,), {"write_timeout": seconds})
+    def of(cls, write_timeout: float, draining: Callable[[], bool]) -> type[HttpProtocol]:
+        """The protocol of one server: uvicorn makes its instances itself."""
+        return type(cls.__name__, (cls,), {"write_timeout": write_timeout, "draining": staticmethod(draining)})
 
     # While more is to be sent than the transport takes, uvicorn's senders wait, so the rest can only become less. A
     # client that reads nothing is noticed by that it does not; one timer, and none for clients that keep up.
@@ -104,6 +108,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._finished = True
         super().on_headers_complete()
+        if self.draining() and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._finished = True

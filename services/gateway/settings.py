@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from services.common.api_keys import MAX_PER_MINUTE
 from services.common.settings import CommonSettings
+from services.common.shutdown import CLOSE_SECONDS
 from services.gateway.discovery import EngineTarget
 from services.gateway.listen import ListenSettings
 from services.gateway.quotas.decision import Limits
@@ -24,6 +25,9 @@ class GatewaySettings(ListenSettings, CommonSettings):
     headless service), which is looked up again and again."""
     engines_dns_seconds: float = Field(5.0, gt=0)
     """Pause between two look-ups of a name in `engines`. While it has no answer, the engines known stay."""
+    grpc_tls_server_name: str = ""
+    """The DNS name in the engines' certificates, where they are dialled by address, as those of a headless service are;
+    empty: the host in `engines`. Only with TEMPER_GRPC_TLS_CERT."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Largest JSON body; more is answered with 413."""
     max_upload_bytes: int = Field(2 * 2**30, ge=1024)
@@ -118,8 +122,11 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Silence after which a batch's gateway counts as dead and another goes on; several heartbeats."""
     batch_max_attempts: int = Field(3, ge=1)
     """Deaths of gateways within a batch, without a result in between, after which it fails."""
+    drain_delay_seconds: float = Field(0.0, ge=0)
+    """After SIGTERM the gateway says at once that it is not ready, but accepts connections for so long: those who send
+    requests hear of it a little later. Put it above the time that takes; Kubernetes needs about 5."""
     shutdown_grace_seconds: int = Field(30, ge=0)
-    """How long running responses may go on after SIGTERM."""
+    """How long running responses may go on once no connection is accepted any more; then they end with an error."""
     api_keys_file: str = ""
     """File of API keys, as `temper keys` writes it. Empty: no keys, everybody may do everything."""
     api_keys_poll_seconds: float = Field(2.0, gt=0)
@@ -202,7 +209,14 @@ class GatewaySettings(ListenSettings, CommonSettings):
                 f"breaker_open_seconds ({self.breaker_open_seconds:g}) must be at most breaker_open_max_seconds "
                 f"({self.breaker_open_max_seconds:g})"
             )
+        if self.grpc_tls_server_name and self.grpc_tls_cert is None:
+            raise ValueError("TEMPER_GRPC_TLS_SERVER_NAME does nothing without TEMPER_GRPC_TLS_CERT, _KEY and _CA")
         return self
+
+    @property
+    def termination_seconds(self) -> float:
+        """SIGTERM to exit, at most: what Kubernetes' terminationGracePeriodSeconds has to allow."""
+        return self.drain_delay_seconds + self.shutdown_grace_seconds + CLOSE_SECONDS
 
     @property
     def engine_targets(self) -> tuple[EngineTarget, ...]:

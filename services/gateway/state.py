@@ -72,8 +72,10 @@ class Gateway:
         self.idempotency = Idempotency(RedisRecords(settings))
         """Answers to requests with an Idempotency-Key."""
         self.stopping = asyncio.Event()
-        """Set by SIGTERM: readiness is off and followers of job events are sent home."""
-        self.background = BackgroundResponses(responses, settings, self.stopping)
+        """Set by SIGTERM: readiness is off and batches are handed back. New requests are still answered."""
+        self.closing = asyncio.Event()
+        """Set when no connection is accepted any more: followers of job events are sent home."""
+        self.background = BackgroundResponses(responses, settings, self.closing)
         # Threads of their own: while the store hangs, tokenizing must not wait behind it.
         self._threads = ThreadPoolExecutor(_STORE_THREADS, "store")
         self._store_calls = 0

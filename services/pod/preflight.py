@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import urllib.parse
+from collections.abc import Callable
 
 import redis
+import structlog
 from pydantic import ValidationError
 
-from services.common.errors import CheckpointRejected, InvalidRequest, Unavailable
+from services.common.errors import CheckpointRejected, InvalidRequest, Refused, Unavailable
 from services.common.store import ObjectStore
+from services.common.tls import Certificates, TlsFiles
 from services.engine.settings import EngineSettings
 from services.trainer.settings import TrainerSettings
 
 _REDIS_SECONDS = 3.0
+_PAUSE_SECONDS = 1.0
+_SAY_SECONDS = 10.0
+"""Between two lines of the log about what is waited for."""
+
+log = structlog.get_logger(__name__)
 
 
 def read_settings() -> tuple[EngineSettings, TrainerSettings]:
@@ -44,8 +53,53 @@ def check_all(settings: EngineSettings) -> None:
     """
     check_model_directory(settings)
     check_port(settings)
-    check_redis(settings)
-    check_store(settings)
+    deadline = time.monotonic() + settings.startup_wait_seconds
+    _wait_for(lambda: check_redis(settings), "Redis", settings, deadline)
+    _wait_for(lambda: check_store(settings), "the object store", settings, deadline)
+
+
+def _wait_for(check: Callable[[], None], what: str, settings: EngineSettings, deadline: float) -> None:
+    """Repeats a check while its server is away, until the deadline: on a first install all start at once, and an engine
+    that crashes meanwhile waits ever longer for its next start. What a server refuses is refused at once."""
+    said = float("-inf")
+    began = time.monotonic()
+    while True:
+        try:
+            check()
+        except Refused:
+            raise
+        except Unavailable as error:
+            now = time.monotonic()
+            if now >= deadline:
+                if settings.startup_wait_seconds:
+                    raise Unavailable(
+                        f"{error.message} (waited {now - began:.0f} s, TEMPER_STARTUP_WAIT_SECONDS is "
+                        f"{settings.startup_wait_seconds:g})"
+                    ) from error
+                raise
+            if now - said >= _SAY_SECONDS:
+                said = now
+                log.warning(f"waiting for {what}", reason=error.message, seconds_left=round(deadline - now))
+            time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - now)))
+        else:
+            if said > 0:
+                log.info(f"{what} is there", waited=round(time.monotonic() - began, 1))
+            return
+
+
+def check_tls(settings: EngineSettings) -> Certificates | None:
+    """The certificates that the settings name, None if they name none.
+
+    Raises:
+        InvalidRequest: they cannot be used; the message names the variable and the file.
+    """
+    files = TlsFiles.of(settings)
+    if files is None:
+        return None
+    try:
+        return Certificates(files)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"TEMPER_{str(error.param).upper()}: {error.message}", param=error.param) from error
 
 
 def check_model_directory(settings: EngineSettings) -> None:
@@ -90,7 +144,7 @@ def check_port(settings: EngineSettings) -> None:
 
 
 def check_redis(settings: EngineSettings) -> None:
-    """Raises Unavailable, naming the URL without its password, if Redis does not answer."""
+    """Raises Unavailable, naming the URL without its password, if Redis does not answer; Refused if it refuses us."""
     url = settings.redis_url.get_secret_value()
     try:
         client = redis.Redis.from_url(
@@ -100,17 +154,31 @@ def check_redis(settings: EngineSettings) -> None:
             client.ping()
         finally:
             client.close()
-    except (redis.RedisError, OSError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise Refused(
+            f"Redis at {without_password(url)} refuses user and password: {_first_line(error)}; check the ones in "
+            "TEMPER_REDIS_URL (redis://user:password@host:port/0)"
+        ) from error
+    except ValueError as error:
+        raise InvalidRequest(f"TEMPER_REDIS_URL={without_password(url)}: {_first_line(error)}") from error
+    except (redis.RedisError, OSError) as error:
+        reason = _first_line(error)
         raise Unavailable(f"Redis at {without_password(url)} (TEMPER_REDIS_URL) does not answer: {reason}") from error
 
 
 def check_store(settings: EngineSettings) -> None:
-    """Raises Unavailable if the object store does not answer, StoreRejected if it has no conditional writes."""
+    """Raises Unavailable if the object store does not answer, Refused if it refuses the credentials, StoreRejected if
+    it has no conditional writes."""
     try:
         ObjectStore(settings).check()
+    except Refused:
+        raise
     except Unavailable as error:
         raise Unavailable(f"{error.message}; TEMPER_S3_ENDPOINT says where it is") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def without_password(url: str) -> str:

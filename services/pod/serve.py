@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -16,9 +18,11 @@ from services.common.errors import Unavailable
 from services.common.events import AdapterEvents
 from services.common.pb import sessions_pb2_grpc
 from services.common.registry import AdapterRegistry
+from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
 from services.common.telemetry import start_metrics_server
-from services.engine.health import HealthReporter
+from services.common.tls import FOLLOW_SECONDS, Certificates
+from services.engine.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.metrics import EngineMetrics, StateCollector
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
@@ -30,15 +34,22 @@ from services.trainer.settings import TrainerSettings
 _WATCH_SECONDS = 0.5
 _CLOSE_SECONDS = 0.5
 """After draining: for the last frames to leave."""
-_SECOND_SIGNAL_SECONDS = 2.0
-"""A signal this soon after the first is the same wish: a terminal's Ctrl-C reaches the whole process group, and the
-supervisor passes it on."""
 
 log = structlog.get_logger(__name__)
 
 
-async def serve(settings: EngineSettings, trainer: TrainerSettings, stop: asyncio.Event) -> None:
+async def serve(
+    settings: EngineSettings,
+    trainer: TrainerSettings,
+    stop: asyncio.Event,
+    health: ProcessHealth,
+    certificates: Certificates | None,
+) -> None:
     """Runs a pod until ``stop`` is set, then drains it.
+
+    Args:
+        health: told how it goes.
+        certificates: for TLS; None: plaintext.
 
     Raises:
         TemperError: it cannot start, or its loop died; one line says why.
@@ -50,12 +61,15 @@ async def serve(settings: EngineSettings, trainer: TrainerSettings, stop: asynci
     metrics = EngineMetrics(CollectorRegistry())
     use_threads(settings)
     nudges = AdapterEvents(settings)
-    engine = await asyncio.to_thread(build_engine, settings, registry, nudges, metrics)
+    if certificates is not None:
+        certificates.export(metrics.registry)
+    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, metrics))
+    engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry)
     settle()
     try:
         await asyncio.to_thread(engine.start)
-        await _serve(settings, engine, training, metrics, stop, parent, started)
+        await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates)
     finally:
         await asyncio.to_thread(training.drain)
         # The adapters' event thread would otherwise wait on for as long as a poll takes.
@@ -71,12 +85,11 @@ async def _serve(
     stop: asyncio.Event,
     parent: int,
     started: float,
+    health: ProcessHealth,
+    certificates: Certificates | None,
 ) -> None:
     loop = engine.loop
-    health = HealthReporter(
-        alive=lambda: loop.alive,
-        ready=lambda: not stop.is_set() and loop.healthy and loop.status().accepting,
-    )
+    reporter = HealthReporter(health)
     serving = Serving(
         loop,
         engine.adapters,
@@ -88,10 +101,10 @@ async def _serve(
         training.job_id,
         training.session_counts,
     )
-    server = make_server(serving, health.servicer, settings.max_message_bytes)
+    server = make_server(serving, reporter.servicer, settings.max_message_bytes)
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
-    port = bind(server, settings.grpc_host, settings.grpc_port)
+    port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     metrics.registry.register(
         StateCollector(
             settings.served_model_name,
@@ -104,9 +117,12 @@ async def _serve(
     if settings.metrics_port:
         _serve_metrics(settings.metrics_port, metrics.registry)
     training.start()
-    await health.publish()
+    health.serving(Vitals.of(loop))
+    await reporter.publish()
     await server.start()
-    reporter = asyncio.create_task(health.run())
+    beside = [asyncio.create_task(reporter.run())]
+    if certificates is not None:
+        beside.append(asyncio.create_task(_follow(certificates)))
     log.info(
         "ready",
         address=f"{settings.grpc_host}:{port}",
@@ -118,14 +134,36 @@ async def _serve(
         died = await _watch(stop, lambda: not loop.alive, settings.exit_with_parent, parent)
         if died:
             raise Unavailable("the engine loop died; its log has the reason")
-        await health.publish()
+        health.drain()
+        await reporter.publish()
         await _drain(settings, engine, training)
     finally:
-        reporter.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reporter
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         await asyncio.to_thread(loop.stop)
         await server.stop(_CLOSE_SECONDS)
+
+
+async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) -> Engine:
+    """What was loaded. Asked to stop before that, the process ends at once: nothing has been begun, and a thread that
+    loads cannot be told."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        log.info("asked to stop while loading")
+        for child in multiprocessing.active_children():  # those that compile kernels
+            child.terminate()
+        sys.stderr.flush()
+        os._exit(0)
+    stopped.cancel()
+    return await loading
+
+
+async def _follow(certificates: Certificates) -> None:
+    while True:
+        await asyncio.sleep(FOLLOW_SECONDS)
+        await asyncio.to_thread(certificates.refresh)
 
 
 def _serve_metrics(port: int, registry: CollectorRegistry) -> None:
@@ -162,18 +200,15 @@ async def _drain(settings: EngineSettings, engine: Engine, training: Training) -
         log.warning("requests left after drain_seconds are ended", seconds=settings.drain_seconds)
 
 
-def stop_on_signals(stop: asyncio.Event) -> None:
+def stop_on_signals(stop: asyncio.Event, health: ProcessHealth) -> None:
     """SIGTERM and SIGINT drain; another one later ends the process at once."""
-    events = asyncio.get_running_loop()
-    first: list[float] = []
+    wishes = Wishes()
 
-    def handle() -> None:
-        first.append(events.time())
-        if first[-1] - first[0] > _SECOND_SIGNAL_SECONDS:
-            log.warning("asked to stop again, ending now")
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def handle(number: int) -> None:
+        if wishes.again():
+            end_now(number)
+        health.drain()
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        events.add_signal_handler(number, handle)
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)

@@ -112,7 +112,7 @@ async def load(session_id: str, body: Load, gateway: GatewayDep) -> Response:
 @routes.get("/v1/train/futures/{future_id}", response_class=Response)
 async def get_future(future_id: str, gateway: GatewayDep, wait: Annotated[float, Query(ge=0, le=60)] = 0.0) -> Response:
     """A call: at once, or as soon as it has ended but after `wait` seconds at most."""
-    found = await gateway.sessions.wait(future_id, wait, gateway.stopping)
+    found = await gateway.sessions.wait(future_id, wait, gateway.closing)
     return Response(_future_body(found), media_type="application/json")
 
 

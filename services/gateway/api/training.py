@@ -153,7 +153,7 @@ async def follow_job(
 
 
 async def _follow(gateway: Gateway, events: AsyncIterator[JobEvent]) -> AsyncGenerator[bytes, None]:
-    stopping = asyncio.ensure_future(gateway.stopping.wait())
+    stopping = asyncio.ensure_future(gateway.closing.wait())
     upcoming: asyncio.Future[JobEvent | None] | None = None
     try:
         while True:

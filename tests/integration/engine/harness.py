@@ -19,7 +19,7 @@ from services.common.names import AdapterVersion
 from services.common.pb import adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
-from services.engine.health import HealthReporter
+from services.engine.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.model.lora import LoraParams
 from services.engine.server import Serving, bind, make_server
 from services.pod.engine import Engine
@@ -151,7 +151,9 @@ class EngineUnderTest:
         serving = Serving(
             loop, engine.adapters, engine.bind, engine.constraints, engine.codec, engine.description, 64, lambda: ""
         )
-        self.health = HealthReporter(lambda: loop.alive, lambda: loop.healthy and loop.status().accepting)
+        state = ProcessHealth()
+        state.serving(Vitals.of(loop))
+        self.health = HealthReporter(state)
         await self.health.publish()
         self.server = make_server(serving, self.health.servicer, 64 * 1024 * 1024)
         self.port = bind(self.server, "127.0.0.1", 0)

@@ -104,7 +104,7 @@ class Running:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        protocol = HttpProtocol.with_write_timeout(settings.write_timeout_seconds)
+        protocol = HttpProtocol.of(settings.write_timeout_seconds, lambda: False)
         config = uvicorn.Config(self.app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

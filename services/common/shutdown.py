@@ -1,0 +1,54 @@
+"""Being asked to stop: by SIGTERM or Ctrl-C, once or twice.
+
+A service that is process 1 of a container gets no default action for SIGTERM: the kernel drops a signal that it has no
+handler for (man 7 pid_namespaces). So every way out here is a handler's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+import structlog
+
+CLOSE_SECONDS = 10
+"""What a service may need beyond the times that its settings give to others: see docs/guides/operations.md."""
+_SAME_WISH_SECONDS = 2.0
+"""A signal this soon after the first is the same wish: a terminal's Ctrl-C reaches the whole process group, and the
+supervisor passes it on."""
+
+log = structlog.get_logger(__name__)
+
+
+class Wishes:
+    """Counts the signals that ask for the end."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def again(self) -> bool:
+        """Notes one; whether it is another wish than the first, which means: at once."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        return now - self._first > _SAME_WISH_SECONDS
+
+
+def end_now(number: int) -> None:
+    """Ends the process without waiting for anything, with the status that a shell gives to who dies of a signal."""
+    log.warning("asked to stop again, ending now")
+    sys.stderr.flush()
+    os._exit(128 + number)
+
+
+def end_on_signals() -> None:
+    """Until a service has handlers of its own, SIGTERM and Ctrl-C end it with status 0: nothing has begun yet."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as the signal module calls it
+    raise SystemExit(0)
