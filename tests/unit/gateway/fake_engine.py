@@ -84,6 +84,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     """One engine. Everything is used from its event loop, except that tests read the lists and set the fields."""
 
     behaviour: Behaviour = field(default_factory=lambda: says("Hello, world"))
+    credentials: grpc.ServerCredentials | None = None
+    """For TLS."""
     max_model_len: int = 512
     max_train_tokens: int = 256
     attached: str = ""
@@ -115,7 +117,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdaptersServicer_to_server(self, self._server)
         sessions_pb2_grpc.add_SessionsServicer_to_server(self.sessions, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        listen = f"127.0.0.1:{port}"
+        if self.credentials is None:
+            self.port = self._server.add_insecure_port(listen)
+        else:
+            self.port = self._server.add_secure_port(listen, self.credentials)
         await self._server.start()
 
     async def stop(self) -> None:

@@ -1,0 +1,87 @@
+"""What an engine process says of itself to probes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from grpc_health.v1 import health_pb2
+from structlog.testing import capture_logs
+
+from services.engine.health import LIVENESS, READINESS, STARTUP, ProcessHealth, Vitals
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@dataclass
+class Loop:
+    alive: bool = True
+    accepting: bool = True
+    stuck: float = 0.0
+
+    @property
+    def vitals(self) -> Vitals:
+        return Vitals(lambda: self.alive, lambda: self.accepting, lambda: self.stuck)
+
+
+def said(health: ProcessHealth) -> tuple[bool, bool, bool]:
+    """Liveness, readiness, startup; every name of one says the same."""
+    found = health.statuses()
+    answers = [{found[name] for name in names} for names in (LIVENESS, READINESS, STARTUP)]
+    assert all(len(answer) == 1 for answer in answers)
+    return answers[0] == {SERVING}, answers[1] == {SERVING}, answers[2] == {SERVING}
+
+
+def test_the_course_of_a_process() -> None:
+    loop, health = Loop(), ProcessHealth(watchdog_seconds=5)
+    assert said(health) == (True, False, False), "loading"
+    health.serving(loop.vitals)
+    assert said(health) == (True, True, True)
+    loop.accepting = False
+    assert said(health) == (True, False, True), "its steps fail, or it is told to take nothing"
+    loop.accepting = True
+    health.drain()
+    assert said(health) == (True, False, True)
+    loop.alive = False
+    assert said(health) == (True, False, True), "a loop that ended in a drain is no reason to kill the process"
+
+
+def test_a_loop_that_died_is_a_reason_to_restart() -> None:
+    loop, health = Loop(), ProcessHealth()
+    health.serving(loop.vitals)
+    loop.alive = False
+    assert said(health) == (False, False, True)
+
+
+def test_a_step_that_hangs() -> None:
+    loop, health = Loop(stuck=100.0), ProcessHealth(watchdog_seconds=60)
+    assert said(health) == (True, False, False), "compiling and capturing at the start may take as long as they take"
+    loop.stuck = 0.0
+    health.serving(loop.vitals)
+    loop.stuck = 59.0
+    assert said(health) == (True, True, True)
+    loop.stuck = 61.0
+    with capture_logs() as logs:
+        assert said(health) == (False, False, True)
+        assert said(health) == (False, False, True)
+    assert [line["log_level"] for line in logs] == ["critical"], "once"
+    assert logs[0]["limit"] == "TEMPER_WATCHDOG_SECONDS=60"
+    loop.stuck = 0.0
+    assert said(health) == (True, True, True)
+
+
+def test_an_event_loop_that_hangs() -> None:
+    loop, health = Loop(), ProcessHealth(watchdog_seconds=0.05)
+    health.serving(loop.vitals)
+    assert said(health)[0]
+    time.sleep(0.1)
+    assert said(health) == (False, False, True)
+    health.beat()
+    assert said(health) == (True, True, True)
+
+
+def test_without_a_watchdog_nothing_hangs() -> None:
+    loop, health = Loop(), ProcessHealth(watchdog_seconds=0)
+    health.serving(loop.vitals)
+    loop.stuck = 1e9
+    assert said(health) == (True, True, True)
