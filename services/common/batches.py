@@ -21,6 +21,7 @@ from services.common.jobs.record import JobState
 from services.common.jobs.strict import StrictModel
 from services.common.ledger import Ledger
 from services.common.redis_client import call_async
+from services.common.schema_versions import BATCH
 from services.common.settings import CommonSettings
 
 BATCHES = scripts.Space(
@@ -29,6 +30,7 @@ BATCHES = scripts.Space(
     "temper:batch:",
     "temper:batch-line:",
     "temper:batch-idempotency:",
+    BATCH,
     settled_by_owner=True,
 )
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -64,6 +66,7 @@ _FIELDS = (
     "output_file_id",
     "error_file_id",
     "reason",
+    "schema",
 )
 
 
@@ -282,6 +285,7 @@ def _batch(values: Any) -> Batch | None:
     field = dict(zip(_FIELDS, values, strict=True))
     if field["id"] is None or field["state"] is None:
         return None
+    BATCH.check(field["schema"], f"batch {field['id']}")
 
     def number(name: str, kind: Callable[[str], Any]) -> Any:
         return kind(field[name]) if field[name] else None

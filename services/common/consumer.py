@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from services.common import scripts
 from services.common.delivery import Claimed, Delivery, JobLost, first_error
+from services.common.errors import NewerSchema
 from services.common.job_records import (
     FIELDS,
     SPEC,
@@ -26,6 +27,7 @@ from services.common.job_records import (
 from services.common.jobs import Job, JobProgress, JobState, Spec
 from services.common.names import AdapterVersion
 from services.common.redis_client import call
+from services.common.schema_versions import JOB
 from services.common.settings import CommonSettings
 
 __all__ = ["ClaimedJob", "EventKind", "JobConsumer", "JobLost"]
@@ -108,7 +110,12 @@ class JobConsumer(Delivery[Job, Spec]):
                 self._bury(entry, f"the entry has the fields {named} and needs spec: the job as JSON", "")
             return None
         try:
+            JOB.check(fields.get("schema"), "the entry")
             spec = SPEC.validate_json(text)
+        except NewerSchema as error:
+            if not waiting:
+                self._bury(entry, error.message, text)
+            return None
         except ValidationError as error:
             if not waiting:
                 self._bury(entry, f"invalid spec: {first_error(error)}", text)

@@ -19,6 +19,7 @@ from redis.commands.core import Script
 
 from services.common import scripts
 from services.common.errors import TemperError
+from services.common.job_records import text_sha
 from services.common.jobs.record import JobState
 from services.common.redis_client import BLOCK_SECONDS, call, connect
 from services.common.settings import CommonSettings
@@ -54,6 +55,8 @@ class Claimed(Generic[Record, Spec]):
     attempt: int
     """From 1."""
     entry: str
+    spec_sha: str
+    """Lower-case hex SHA-256 of the spec as it is stored: the same for a release that reads it with more fields."""
 
     @property
     def id(self) -> str:
@@ -242,6 +245,9 @@ class Delivery(ABC, Generic[Record, Spec]):
         args = [self._space.group, entry, job_id, secrets.token_hex(8), self._owner, str(self._max_attempts)]
         args.append(self._space.settles)
         outcome = self._run(scripts.BEGIN, keys, args)
+        if outcome[0] == "newer":
+            self._log.warning("queue.newer", job=job_id, schema=outcome[1], known=self._space.schema.version)
+            return None
         if outcome[0] != "claimed":
             self._log.info(f"queue.{outcome[0]}", job=job_id, entry=entry)
             return None
@@ -258,7 +264,9 @@ class Delivery(ABC, Generic[Record, Spec]):
                 scripts.FINISH, [job_key, self._space.events_key(job_id), self._space.stream, self._space.dead], finish
             )
             return None
-        return Claimed(job=job, spec=spec, fence=outcome[1], attempt=int(outcome[2]), entry=entry)
+        return Claimed(
+            job=job, spec=spec, fence=outcome[1], attempt=int(outcome[2]), entry=entry, spec_sha=text_sha(text)
+        )
 
     def _adopt(self, entry: str, fields: Mapping[str, str]) -> str | None:
         """The id of a job made of an entry that names none; None, and a dead letter, if there can be none."""

@@ -141,6 +141,12 @@ class Refused(Unavailable):
     """Something Temper depends on is there and refuses the credentials of the settings: waiting does not help."""
 
 
+class NewerSchema(TemperError):
+    """A record was written by a later release; another instance may be able to read it."""
+
+    code = "newer_schema"
+
+
 class DeadlineExceeded(TemperError):
     """The request's deadline passed."""
 

@@ -13,6 +13,7 @@ Objects:
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from typing import Literal, TypeAlias
 from services.common.errors import NotFound, Unavailable
 from services.common.ids import PATTERN, key_of, ulid
 from services.common.jobs.strict import StrictModel
+from services.common.schema_versions import FILE
 from services.common.store import ObjectNotFound, ObjectStore
 
 PIECE_BYTES = 4 * 2**20
@@ -110,7 +112,7 @@ class FileStore:
                 sha256=digest.hexdigest(),
                 pieces=pieces,
             )
-            self._store.put(f"{prefix}file.json", info.model_dump_json().encode())
+            self._store.put(f"{prefix}file.json", json.dumps(FILE.stamped(info.model_dump())).encode())
         except Unavailable:
             raise  # the store is away: the guard is there for what was written
         except Exception:
@@ -125,7 +127,7 @@ class FileStore:
         if _ID.fullmatch(file_id) is None:
             raise _missing(file_id)
         try:
-            info = FileInfo.model_validate_json(self._store.get(f"{self._prefix(owner, file_id)}file.json").data)
+            info = self._info(self._prefix(owner, file_id))
         except ObjectNotFound as error:
             raise _missing(file_id) from error
         if info.expires_at is not None and info.expires_at <= time.time():
@@ -164,10 +166,15 @@ class FileStore:
 
     def _is_over(self, prefix: str) -> bool:
         try:
-            info = FileInfo.model_validate_json(self._store.get(f"{prefix}file.json").data)
+            info = self._info(prefix)
         except ObjectNotFound:
             return True
         return info.expires_at is not None and info.expires_at <= time.time()
+
+    def _info(self, prefix: str) -> FileInfo:
+        """Raises ObjectNotFound, NewerSchema."""
+        key = f"{prefix}file.json"
+        return FileInfo.model_validate(FILE.unstamped(json.loads(self._store.get(key).data), key))
 
     def _remove(self, prefix: str) -> None:
         self._store.delete(f"{prefix}file.json")

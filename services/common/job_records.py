@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequest
 from services.common.ids import ulid, ulid_of
 from services.common.jobs import Job, JobEvent, JobProgress, JobSpec, Spec
 from services.common.names import AdapterVersion, parse_adapter_version
+from services.common.schema_versions import JOB
 
 SPEC: TypeAdapter[Spec] = TypeAdapter(JobSpec)
 """Parses and validates a spec of any kind."""
@@ -33,6 +34,7 @@ FIELDS = (
     "metrics",
     "result_adapter",
     "metadata",
+    "schema",
 )
 """What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
 
@@ -66,10 +68,11 @@ def text_sha(text: str) -> str:
 
 
 def job_from_fields(values: Sequence[str | None]) -> Job | None:
-    """A Job from HMGET of FIELDS; None if the hash is gone."""
+    """A Job from HMGET of FIELDS; None if the hash is gone. Raises NewerSchema."""
     field = dict(zip(FIELDS, values, strict=True))
     if field["id"] is None or field["state"] is None:
         return None
+    JOB.check(field["schema"], f"job {field['id']}")
     return Job.model_validate(
         {
             "id": field["id"],

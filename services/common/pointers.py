@@ -14,6 +14,7 @@ from services.common.adapter_keys import attachment_key, current_key, removing_p
 from services.common.errors import Conflict, ModelNotFound, Unavailable
 from services.common.manifest import Manifest
 from services.common.names import AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.schema_versions import FIELD, POINTER
 from services.common.store import ObjectNotFound, ObjectStore, PreconditionFailed
 
 RACES = 64
@@ -199,7 +200,7 @@ class AdapterPointers(ABC):
     ) -> AdapterVersion | None:
         """Attaches the version if that is ``wanted`` instead of what is attached; returns what is attached then."""
         self._check_kept(version)
-        data = json.dumps({"adapter": str(version)}).encode()
+        data = json.dumps(POINTER.stamped({"adapter": str(version)})).encode()
         for _ in range(RACES):
             pointer = self._read_json(self._attachment)
             attached = _parse_attachment(pointer[0]) if pointer is not None else None
@@ -213,7 +214,7 @@ class AdapterPointers(ABC):
 
     def detach(self) -> None:
         """Plain requests for the base model are answered by the base model."""
-        self._store.put(self._attachment, json.dumps({"adapter": None}).encode())
+        self._store.put(self._attachment, json.dumps(POINTER.stamped({"adapter": None})).encode())
 
     # Parts.
 
@@ -222,9 +223,10 @@ class AdapterPointers(ABC):
         for _ in range(RACES):
             pointer = self._read_json(current_key(name))
             before = pointer[0] if pointer is not None else {}
-            moved = target(before)
-            if moved is None:
+            target_now = target(before)
+            if target_now is None:
                 return None
+            moved = POINTER.stamped(target_now)
             if self._swap(current_key(name), pointer, json.dumps(moved).encode()):
                 return before, moved
         raise Unavailable(f"the pointer of adapter {name!r} kept moving; retry")
@@ -258,12 +260,14 @@ class AdapterPointers(ABC):
         return True
 
     def _read_json(self, key: str) -> tuple[dict[str, Any], str] | None:
-        """The object's JSON and its etag."""
+        """The object's JSON and its etag. Raises NewerSchema."""
         try:
             stored = self._store.get(key)
         except ObjectNotFound:
             return None
-        return json.loads(stored.data), stored.etag
+        pointer: _Pointer = json.loads(stored.data)
+        POINTER.check(pointer.get(FIELD), key)
+        return pointer, stored.etag
 
 
 def _newest_of(pointer: Mapping[str, Any]) -> int:

@@ -37,6 +37,7 @@ from services.common.manifest import Manifest as Manifest
 from services.common.names import AdapterVersion, check_adapter_name
 from services.common.pointers import RACES, AdapterPointers
 from services.common.pointers import Pointers as Pointers
+from services.common.schema_versions import MANIFEST, POINTER
 from services.common.store import ObjectNotFound, ObjectStore, PreconditionFailed
 
 
@@ -172,7 +173,7 @@ class AdapterRegistry(AdapterPointers):
         if attached is not None and attached.name == name:
             raise Conflict(f"adapter {attached} is attached to the base model; detach it first", param="adapter")
         newest = self._newest(name)
-        self._store.put(f"deleted/{name}", json.dumps({"newest": newest}).encode())
+        self._store.put(f"deleted/{name}", json.dumps(POINTER.stamped({"newest": newest})).encode())
         self._store.delete(current_key(name))
         keys = self._store.list(f"adapters/{name}/")
         for key in sorted(keys, key=lambda key: not key.endswith("/manifest.json")):
@@ -199,7 +200,7 @@ class AdapterRegistry(AdapterPointers):
             raise Unavailable(f"too many concurrent publishers of adapter {name!r}; retry")
         if job_id is not None:
             try:
-                self._store.put(record, json.dumps({"version": number}).encode(), if_absent=True)
+                self._store.put(record, json.dumps(POINTER.stamped({"version": number})).encode(), if_absent=True)
             except PreconditionFailed:  # a twin of this job was quicker: its number counts, ours stays empty
                 return self._claim(name, job_id)
         return AdapterVersion(name, number)
@@ -221,7 +222,8 @@ class AdapterRegistry(AdapterPointers):
 
     def _put_manifest(self, version: AdapterVersion, manifest: Manifest) -> Manifest:
         try:
-            self._store.put(manifest_key(version), manifest.model_dump_json(indent=1).encode(), if_absent=True)
+            data = json.dumps(MANIFEST.stamped(manifest.model_dump(mode="json")), indent=1).encode()
+            self._store.put(manifest_key(version), data, if_absent=True)
         except PreconditionFailed:
             return self.manifest(version)
         return manifest
@@ -232,6 +234,8 @@ class AdapterRegistry(AdapterPointers):
         except ObjectNotFound:
             return None
         try:
-            return Manifest.model_validate_json(data)
+            return Manifest.model_validate(MANIFEST.unstamped(json.loads(data), f"the manifest of {version}"))
         except ValidationError as error:
             raise AdapterRejected(f"{version}: manifest.json is malformed: {error.error_count()} errors") from error
+        except (ValueError, AttributeError) as error:
+            raise AdapterRejected(f"{version}: manifest.json is no JSON object") from error

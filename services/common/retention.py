@@ -26,6 +26,7 @@ from services.common.errors import InvalidRequest, TemperError
 from services.common.manifest import Manifest
 from services.common.names import AdapterVersion, parse_adapter_ref
 from services.common.registry import AdapterRegistry
+from services.common.schema_versions import POINTER
 from services.common.store import ObjectNotFound, ObjectStore
 
 _REMOVAL_SECONDS = 60.0
@@ -116,9 +117,10 @@ def _pointed_at(registry: AdapterRegistry, version: AdapterVersion) -> str | Non
         return "current"
     for key in registry.store.list(ATTACHED):
         try:
-            ref = json.loads(registry.store.get(key).data).get("adapter")
+            pointer = POINTER.unstamped(json.loads(registry.store.get(key).data), key)
         except ObjectNotFound:
             continue
+        ref = pointer.get("adapter")
         if ref is not None and parse_adapter_ref(str(ref)) == (version.name, version.version):
             return "attached"
     return None

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.schema_versions import JOB, Schema
+
 JOB_TTL = 30 * 86400
 """Seconds that a terminal job stays visible."""
 EVENTS_TTL = 7 * 86400
@@ -41,6 +43,7 @@ class Space:
         stream: of work; index and dead letters are beside it.
         group: the consumers'.
         jobs, lines, keys: what the names of jobs, lines and idempotency keys begin with.
+        schema: of the jobs' hashes.
         settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
             delivered even then, for its owner to end it.
     """
@@ -50,6 +53,7 @@ class Space:
     jobs: str
     lines: str
     keys: str
+    schema: Schema
     settled_by_owner: bool = False
 
     @property
@@ -79,10 +83,10 @@ class Space:
 
     def lua(self, script: str) -> str:
         """A script of this module for this queue."""
-        return f"local JOBS, LINES = '{self.jobs}', '{self.lines}'\n{script}"
+        return f"local JOBS, LINES, SCHEMA = '{self.jobs}', '{self.lines}', {self.schema.version}\n{script}"
 
 
-TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:")
+TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB)
 STREAM, GROUP, INDEX, DEAD = TRAINING.stream, TRAINING.group, TRAINING.index, TRAINING.dead
 
 
@@ -174,7 +178,7 @@ local entry = ARGV[8]
 if entry == '' then entry = redis.call('XADD', KEYS[1], '*', 'job', ARGV[1]) end
 local created = now()
 redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'adapter', ARGV[5], 'metadata',
-  ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0')
+  ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0', 'schema', SCHEMA)
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 redis.call('RPUSH', KEYS[6], ARGV[1])
 emit(KEYS[4], 'state', '{{"state":"queued"}}')
@@ -187,13 +191,15 @@ BEGIN = (
     + """
 -- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner
 local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
-  'adapter')
+  'adapter', 'schema')
 local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
 if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
   redis.call('XDEL', KEYS[1], ARGV[2])
   return {'dropped'}
 end
+-- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
+if (tonumber(job[9] or '1') or 0) > SCHEMA then return {'newer', job[9]} end
 if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
 if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
   finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')

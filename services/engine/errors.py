@@ -18,6 +18,8 @@ _KINDS: tuple[tuple[type[errors.TemperError], pb.ErrorCode.ValueType, grpc.Statu
     (errors.ModelNotFound, pb.ERROR_CODE_MODEL_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     (errors.NotFound, pb.ERROR_CODE_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
     (errors.AdapterRejected, pb.ERROR_CODE_ADAPTER_REJECTED, grpc.StatusCode.FAILED_PRECONDITION),
+    # Another engine may be newer: the gateway asks it.
+    (errors.NewerSchema, pb.ERROR_CODE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
     (errors.Overloaded, pb.ERROR_CODE_OVERLOADED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.Unavailable, pb.ERROR_CODE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded, pb.ERROR_CODE_DEADLINE_EXCEEDED, grpc.StatusCode.DEADLINE_EXCEEDED),

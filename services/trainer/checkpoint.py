@@ -22,6 +22,7 @@ import structlog
 from safetensors import SafetensorError
 
 from services.common.errors import TemperError, Unavailable
+from services.common.schema_versions import CHECKPOINT, FIELD
 from services.common.store import ObjectNotFound, ObjectStore
 from services.trainer.jobs.base import RunState
 
@@ -81,6 +82,7 @@ class CheckpointStore:
 
         Raises:
             Unavailable: the object store is away and the local disk has none.
+            NewerSchema: the newest one was written by a later release.
         """
         local = self._first_valid(job_id, spec_sha, self._local_steps(job_id), self._read_local)
         try:
@@ -245,19 +247,20 @@ def _encode(spec_sha: str, checkpoint: Checkpoint) -> dict[str, bytes]:
     }
     digests = {filename: hashlib.sha256(data).hexdigest() for filename, data in files.items()}
     manifest = {"step": checkpoint.step, "spec_sha": spec_sha, "sha256": digests, "created_at": time.time()}
-    return {**files, MANIFEST: json.dumps(manifest).encode()}
+    return {**files, MANIFEST: json.dumps(CHECKPOINT.stamped(manifest)).encode()}
 
 
 def _decode(spec_sha: str, step: int, files: Mapping[str, bytes | None]) -> Checkpoint | None:
-    """None if anything is missing, torn or of another spec."""
+    """None if anything is missing, torn or of another spec. Raises NewerSchema."""
     manifest, tensors, data = files[MANIFEST], files[TENSORS], files[DATA]
     if manifest is None or tensors is None or data is None:
         return None
     try:
         header = json.loads(manifest)
+        CHECKPOINT.check(header.get(FIELD), f"the checkpoint after step {step}")
         digests = {TENSORS: hashlib.sha256(tensors).hexdigest(), DATA: hashlib.sha256(data).hexdigest()}
         if (header["step"], header["spec_sha"], header["sha256"]) != (step, spec_sha, digests):
             return None
         return Checkpoint(step, RunState(tensors=safetensors.torch.load(tensors), data=json.loads(data)))
-    except (ValueError, KeyError, TypeError, SafetensorError):
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None

@@ -19,9 +19,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from services.common.consumer import ClaimedJob, JobConsumer, JobLost
-from services.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, TemperError, Unavailable
+from services.common.errors import DeadlineExceeded, InvalidRequest, NewerSchema, Overloaded, TemperError, Unavailable
 from services.common.events import AdapterEvents
-from services.common.job_records import spec_sha
 from services.common.jobs import JobProgress, MergeJob, Spec
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest
@@ -268,9 +267,13 @@ class TrainerWorker:
         elsewhere = sampled_elsewhere(claimed.spec, origins)
         for note in [*run.notes, *([elsewhere] if elsewhere else [])]:
             session.event("log", {"message": note})
-        sha = spec_sha(claimed.spec)
+        sha = claimed.spec_sha
         start = 0
-        checkpoint = self._until_back(session, lambda: self._checkpoints.newest(claimed.id, sha))
+        checkpoint = None
+        try:
+            checkpoint = self._until_back(session, lambda: self._checkpoints.newest(claimed.id, sha))
+        except NewerSchema as error:
+            session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
         if checkpoint is not None:
             try:
                 acceptance.restore(checkpoint.state)

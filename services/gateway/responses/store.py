@@ -1,7 +1,7 @@
 """Where responses are kept: Redis, so that every gateway finds them and a restart loses none.
 
 Keys:
-    temper:response:{owner}:{id}    hash: status, body, items, background, reason, beat
+    temper:response:{owner}:{id}    hash: status, body, items, background, reason, beat, schema
     temper:responses:index          sorted set of these keys by the time at which they expire
     temper:responses:sizes          hash: key → bytes
     temper:responses:bytes          their sum
@@ -28,6 +28,7 @@ from pydantic_core import from_json, to_json
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
 from services.common.redis_client import call_async, connect_async
+from services.common.schema_versions import RESPONSE
 from services.gateway.responses.record import Record, missing
 from services.gateway.settings import GatewaySettings
 
@@ -85,7 +86,8 @@ while tonumber(redis.call('GET', '{BYTES}') or '0') + size > limit do
   if not oldest then break end
   drop(oldest)
 end
-redis.call('HSET', KEYS[1], 'status', ARGV[4], 'body', ARGV[5], 'items', ARGV[6], 'background', ARGV[7], 'beat', now())
+redis.call('HSET', KEYS[1], 'status', ARGV[4], 'body', ARGV[5], 'items', ARGV[6], 'background', ARGV[7], 'beat', now(),
+  'schema', {RESPONSE.version})
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 local ends = now() + tonumber(ARGV[1])
 redis.call('ZADD', '{INDEX}', ends, KEYS[1])
@@ -103,7 +105,7 @@ _LOAD = (
     + """
 -- KEYS record; ARGV lease
 lose(KEYS[1], tonumber(ARGV[1]))
-return redis.call('HMGET', KEYS[1], 'status', 'body', 'items', 'reason')
+return redis.call('HMGET', KEYS[1], 'status', 'body', 'items', 'reason', 'schema')
 """
 )
 _CANCEL = (
@@ -200,9 +202,10 @@ class ResponseStore:
         """Raises NotFound; it names ``param``."""
         lease = str(self._settings.response_lease_seconds)
         reply: Any = await call_async(lambda: self._load(keys=[place.key], args=[lease]))
-        status, body, items, reason = reply
+        status, body, items, reason, schema = reply
         if body is None:
             raise missing(place.id, param=param)
+        RESPONSE.check(schema, f"response {place.id}")
         response = from_json(cast(str, body))
         response["status"] = status
         if reason is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from services.common.errors import AdapterRejected, NotFound
 from services.common.names import AdapterVersion, parse_adapter_ref, parse_adapter_version
 from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
+from services.common.schema_versions import FIELD, SESSION_CHECKPOINT
 from services.common.store import ObjectNotFound, ObjectStore
 from services.trainer.publish import Publisher
 
@@ -89,7 +90,7 @@ class SessionStorage:
         tensors = {_ADAPTER + key: tensor for key, tensor in adapter.items()}
         tensors |= {_OPTIMIZER + key: tensor.contiguous() for key, tensor in snapshot.optimizer.items()}
         about = {
-            "format": 1,
+            FIELD: SESSION_CHECKPOINT.version,
             "base_digest": self._base_digest,
             "config": json.loads(snapshot.files[CONFIG]),
             "steps": snapshot.steps,
@@ -104,6 +105,7 @@ class SessionStorage:
 
         Raises:
             NotFound: there is none of this name.
+            NewerSchema: a later release wrote it.
             AdapterRejected: it is damaged or belongs to another base model.
             Unavailable: the object store is away.
         """
@@ -115,6 +117,7 @@ class SessionStorage:
             tensors = safetensors.torch.load(data)
             length = int.from_bytes(data[:8], "little")
             about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
+            SESSION_CHECKPOINT.check(about.get(FIELD), f"checkpoint {name!r}")
             adapter = {
                 key.removeprefix(_ADAPTER): tensor for key, tensor in tensors.items() if key.startswith(_ADAPTER)
             }
@@ -126,7 +129,7 @@ class SessionStorage:
                 CONFIG: json.dumps(about["config"], indent=2, sort_keys=True).encode(),
             }
             steps, base_digest = int(about["steps"]), str(about["base_digest"])
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise AdapterRejected(f"checkpoint {name!r} is damaged: {error}", param="checkpoint") from error
         self._check_base(f"checkpoint {name!r}", base_digest)
         optimizer = {

@@ -1,0 +1,65 @@
+"""Version numbers of what is kept in Redis and in the object store (docs/decisions/schema-versions.md).
+
+Each kind of record carries the number of its schema, under the name `schema`. What has none was written by the first
+release and is 1. A number that this release does not know is refused: nothing is read as what it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from services.common.errors import NewerSchema
+
+FIELD: Final = "schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A kind of record and the number that this release writes; it reads all up to that."""
+
+    kind: str
+    version: int
+
+    def check(self, found: object, what: str) -> None:
+        """Accepts what this release can read.
+
+        Args:
+            found: the number in the record; None or "": there is none.
+            what: the record, in the message.
+
+        Raises:
+            NewerSchema: a later release wrote it.
+        """
+        try:
+            number = 1 if found is None or found == "" else int(str(found))
+        except ValueError:
+            number = 0
+        if not 1 <= number <= self.version:
+            raise NewerSchema(
+                f"{what} has schema {str(found)[:20]} of {self.kind}, and this release knows up to {self.version}: it "
+                "was written by a later release; upgrade this service, engines before gateways"
+            )
+
+    def stamped(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The record with its number."""
+        return {FIELD: self.version, **{name: value for name, value in record.items() if name != FIELD}}
+
+    def unstamped(self, record: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """The record without its number, which is checked. Raises NewerSchema."""
+        self.check(record.get(FIELD), what)
+        return {name: value for name, value in record.items() if name != FIELD}
+
+
+JOB: Final = Schema("jobs", 1)
+"""The hash of a training job with its spec and its events; also a spec added straight to the stream."""
+BATCH: Final = Schema("batches", 1)
+"""The hash of a batch, and its parts in the object store."""
+MANIFEST: Final = Schema("adapter manifests", 1)
+POINTER: Final = Schema("adapter pointers", 1)
+"""CURRENT, attached/…, deleted/… and which number a job publishes as."""
+CHECKPOINT: Final = Schema("job checkpoints", 1)
+SESSION_CHECKPOINT: Final = Schema("session checkpoints", 1)
+FILE: Final = Schema("files", 1)
+RESPONSE: Final = Schema("stored responses", 1)
