@@ -40,6 +40,9 @@ class HttpProtocol(HttpToolsProtocol):
     """Bytes that were to be sent when the client was last looked at."""
     _watch: asyncio.TimerHandle | None = None
 
+    _LINGER_SECONDS = 1
+    """How long a client may still send a request over a connection whose last answer did not say that it closes."""
+
     draining: Callable[[], bool] = staticmethod(lambda: False)
     """Whether answers close their connection, so that its client comes back through a balancer."""
 
@@ -58,6 +61,15 @@ class HttpProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._stop_watching()
         super().resume_writing()
+
+    def shutdown(self) -> None:
+        """Called once the listener is closed. A client whose answer began before the drain was told that it may send
+        another request here: closing right behind that answer would meet this request on its way."""
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete and cycle.keep_alive:
+            self.timeout_keep_alive = self._LINGER_SECONDS
+        else:
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()

@@ -54,7 +54,7 @@ def statuses(stub: health_pb2_grpc.HealthStub) -> dict[str, int]:
 def test_from_the_start_of_the_process_to_its_drain(
     environment: dict[str, str], health_port: ClaimedPort, stub: health_pb2_grpc.HealthStub
 ) -> None:
-    process = spawn(environment, health_port)
+    process = spawn(environment, health_port, TEMPER_DRAIN_SECONDS="1.5")
     try:
         assert statuses(stub) == {"liveness": SERVING, "": SERVING, "startup": NOT_SERVING} | dict.fromkeys(
             READINESS, NOT_SERVING
@@ -79,17 +79,23 @@ def test_from_the_start_of_the_process_to_its_drain(
         with grpc.insecure_channel(f"127.0.0.1:{environment['TEMPER_GRPC_PORT']}") as channel:
             on_main_port = health_pb2_grpc.HealthStub(channel)
             assert set(statuses(on_main_port).values()) == {SERVING}
-            running = engine_pb2_grpc.EngineStub(channel).Generate(request(max_tokens=600))
-            tokens = len(next(iter(running)).token_ids)
+            engine = engine_pb2_grpc.EngineStub(channel)
+            short, long = (engine.Generate(request(max_tokens=tokens)) for tokens in (20, 4000))
+            tokens = len(next(iter(short)).token_ids)
+            next(iter(long))
             process.send_signal(signal.SIGTERM)
             assert next(seen) == NOT_SERVING
-            # Readiness is off while the stream still runs; nobody may kill or restart the process for it.
+            # Readiness is off while streams still run; nobody may kill or restart the process for it.
             drained = statuses(stub)
             assert drained == {"liveness": SERVING, "": SERVING, "startup": SERVING} | dict.fromkeys(
                 READINESS, NOT_SERVING
             )
-            tokens += sum(len(update.token_ids) for update in running)
-            assert tokens == 600
+            tokens += sum(len(update.token_ids) for update in short)
+            assert tokens == 20
+            with pytest.raises(grpc.RpcError) as ended:
+                list(long)
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert ended.value.details() == "the engine is shutting down"
         assert process.wait(30) == 0
     finally:
         process.kill()

@@ -17,9 +17,7 @@ def test_what_this_release_knows(found: object) -> None:
 
 @pytest.mark.parametrize("found", [3, "3", 0, -1, "two", 1.5, [2]])
 def test_what_it_does_not_know(found: object) -> None:
-    with pytest.raises(
-        NewerSchema, match=r"^thing 7 has schema .* of things, .* up to 2: .*upgrade"
-    ):
+    with pytest.raises(NewerSchema, match=r"^thing 7 has schema .* of things, .* up to 2: .*upgrade"):
         THINGS.check(found, "thing 7")
 
 
