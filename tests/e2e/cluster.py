@@ -1,4 +1,4 @@
-"""Several engine processes behind one gateway process, on the stores of a running Temper."""
+"""Several engine processes behind one gateway process or more, on the stores of a running Temper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stack import ROOT, Stack, clean_environment
 
 
 class Cluster:
-    """Engines without trainers; all start at once.
+    """Engines, without trainers by default; all start at once.
 
     Args:
         stack: whose stores and model they use.
@@ -119,6 +119,13 @@ class Cluster:
         """What the gateway knows of each engine, by address."""
         engines = httpx.get(f"{self.url}/healthz", timeout=10).json()["engines"]
         return {engine["address"]: engine for engine in engines}
+
+    def start_gateway(self, name: str, port: int, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Another gateway of the same engines; it ends with the cluster."""
+        self.processes[name] = self._spawn(
+            name, "services.gateway", {**self._gateway_env, "TEMPER_PORT": str(port), **(env or {})}
+        )
+        return self.processes[name]
 
     def status(self, address: str, *, timeout: float = 10.0) -> engine_pb2.EngineStatus:
         """What an engine says of itself."""
