@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import torch
 
-from services.common.errors import DoesNotFit
+from services.common.errors import DoesNotFit, InvalidRequest
 from services.engine.memory.plan import Footprint, MemoryPlan, plan_memory
 from services.engine.model.config import ModelConfig
 from services.engine.model.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
@@ -16,6 +17,7 @@ from services.engine.model.lora import LoraSlots
 from services.engine.plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
+from services.pod.way_out import way_out
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOGIT_COPIES = 4
@@ -191,8 +193,22 @@ def plan(
         The settings with every 0 filled in, and the plan.
 
     Raises:
-        DoesNotFit: the settings ask for more than there is; the message has the numbers.
+        DoesNotFit: the settings ask for more than there is; the message has the numbers and what to change.
     """
+    try:
+        return _fitted(config, settings, dtype, device, available, teacher)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error.message}\n{_way_out(config, settings, dtype, device, available)}") from error
+
+
+def _fitted(
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: Device,
+    available: int,
+    teacher: ModelConfig | None,
+) -> tuple[EngineSettings, MemoryPlan]:
     if settings.max_num_seqs or device.kind == "cpu":
         chosen = settings.for_device(device.kind)
         return chosen, _plan(config, chosen, dtype, device, available, teacher)
@@ -210,6 +226,24 @@ def plan(
         most = count
     chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
     return chosen, _plan(config, chosen, dtype, device, available, teacher)
+
+
+def _way_out(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int) -> str:
+    chosen = settings.model_copy(update={"max_num_seqs": settings.max_num_seqs or _SEQUENCES[-1]})
+    chosen = chosen.for_device(device.kind)
+    smaller: dict[str, int] = {}
+    if device.kind == "cuda" and settings.quantization == "none":
+        for name in ("fp8", "int4") if device.has_float8 else ("int4",):
+            with contextlib.suppress(InvalidRequest):  # shapes that cannot be quantized so
+                quantized = chosen.model_copy(update={"quantization": name})
+                smaller[name] = footprint(config, quantized, dtype, device).weights
+    return way_out(
+        chosen,
+        footprint(config, chosen, dtype, device),
+        available=available,
+        cuda=device.kind == "cuda",
+        weights_by_quantization=smaller,
+    )
 
 
 def _plan(

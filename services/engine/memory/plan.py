@@ -165,8 +165,9 @@ def plan_memory(
     )
     if plan.total > budget:
         raise DoesNotFit(
-            f"the device lacks {format_bytes(plan.total - budget)}: lower max_num_seqs, state_snapshots, "
-            f"adapter_slots, kv_cache_bytes or train_memory_bytes\n{plan.table()}"
+            f"the device lacks {format_bytes(plan.total - budget)}: {format_bytes(plan.total)} are asked for, of "
+            f"{format_bytes(budget)}; lower max_num_seqs, state_snapshots, adapter_slots, kv_cache_bytes or "
+            f"train_memory_bytes\n{plan.table()}"
         )
     if num_blocks < 2:
         raise DoesNotFit(

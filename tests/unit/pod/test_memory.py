@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,33 @@ def test_what_does_not_fit_is_refused_with_the_plan() -> None:
         plan(QWEN_4B, settings(), BF16, H200, 8 * GIB)
     with pytest.raises(DoesNotFit, match=r"lacks.*max_num_seqs"):
         plan(QWEN_4B, settings(max_num_seqs=4096), BF16, H200, 139 * GIB)
+
+
+def test_what_does_not_fit_is_told_what_to_change() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        plan(QWEN_4B, settings(), BF16, H200, 8 * GIB)
+    message = refused.value.message
+    assert "engine.env:\n  TEMPER_QUANTIZATION=fp8 (weights 5.11 GiB instead of 7.83 GiB)\n" in message
+    assert re.search(r"TEMPER_QUANTIZATION=int4 \(weights \d\.\d\d GiB instead of 7\.83 GiB\)", message)
+    assert "TEMPER_MEMORY_FRACTION (now 0.9 of the 8.00 GiB that are free)" in message
+    for name in re.findall(r"TEMPER_[A-Z_]+", message):
+        assert name.removeprefix("TEMPER_").lower() in EngineSettings.model_fields, name
+    assert "TEMPER_MAX_NUM_SEQS" not in message, "it is down to one already"
+    assert message.endswith("or a GPU with more memory or a larger MIG slice: engine.resources in the chart")
+
+    given = {"max_num_seqs": 4096, "train_memory_bytes": 20 * GIB, "quantization": "int4"}
+    with pytest.raises(DoesNotFit) as asked_too_much:
+        plan(QWEN_4B, settings(**given), BF16, H200, 139 * GIB)
+    message = asked_too_much.value.message
+    assert "TEMPER_QUANTIZATION" not in message, "there is nothing smaller"
+    assert re.search(r"TEMPER_MAX_NUM_SEQS \(now 4096, a sequence's state takes [\d.]+ MiB\)", message)
+    assert "TEMPER_TRAIN_MEMORY_BYTES (now 20.00 GiB)" in message
+
+    with pytest.raises(DoesNotFit, match="TEMPER_QUANTIZATION=int4") as without_fp8:
+        plan(QWEN_4B, settings(), BF16, A100, 8 * GIB)
+    assert "fp8" not in without_fp8.value.message
+    with pytest.raises(DoesNotFit, match=r"more memory for the container: engine\.resources"):
+        plan(QWEN_4B, settings(), torch.float32, Device("cpu"), 8 * GIB)
 
 
 def test_a_context_over_the_plan_is_refused() -> None:

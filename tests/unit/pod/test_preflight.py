@@ -13,6 +13,7 @@ import pytest
 from services.common.errors import CheckpointRejected, InvalidRequest, TemperError, Unavailable
 from services.engine.settings import EngineSettings
 from services.pod import preflight
+from tests.certificates import DAY, Authority
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,7 +62,7 @@ def test_redis_away_names_the_url_without_the_password() -> None:
 
 
 def test_a_malformed_redis_url() -> None:
-    with pytest.raises(Unavailable, match="TEMPER_REDIS_URL"):
+    with pytest.raises(InvalidRequest, match="TEMPER_REDIS_URL=http://nowhere"):
         preflight.check_redis(EngineSettings.model_validate({"redis_url": "http://nowhere"}))
 
 
@@ -76,3 +77,11 @@ def test_the_store_away_names_its_address(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_the_checks_do_not_load_torch() -> None:
     script = "import sys, services.pod.__main__; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_tls_files_are_checked_before_anything_else(tmp_path: Path) -> None:
+    files = Authority("ca").issue(tmp_path, "engine", begins=-9 * DAY, ends=-DAY)
+    tls = {f"grpc_tls_{part}": getattr(files, part) for part in ("cert", "key", "ca")}
+    with pytest.raises(InvalidRequest, match=rf"^TEMPER_GRPC_TLS_CERT: {files.cert}: .* has expired"):
+        preflight.check_tls(EngineSettings.model_validate(tls))
+    assert preflight.check_tls(EngineSettings()) is None
