@@ -198,6 +198,7 @@ def _gateway(
             "TEMPER_HOST": options.host,
             "TEMPER_PORT": str(options.port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
+            "TEMPER_DRAIN_DELAY_SECONDS": "0",
             **_PLAINTEXT,
             **_files(settings),
         },

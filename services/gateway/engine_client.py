@@ -247,7 +247,9 @@ class EngineClient:
                 try:
                     await self._session()
                 except* aio.AioRpcError as group:
-                    self.last_error = self._describe(group)
+                    if (reason := self._describe(group)) != self.last_error and not self.connected:
+                        log.warning("engine cannot be reached", engine=self.address, error=reason)
+                    self.last_error = reason
                 except* TemperError as group:
                     if (reason := self._describe(group)) != self.last_error:
                         log.warning("engine refused", engine=self.address, error=reason)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -60,7 +62,9 @@ def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
     ]
 
 
-def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
+@contextmanager
+def started(**environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A gateway that answers, with neither engines nor stores."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -70,19 +74,47 @@ def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
         TEMPER_ENGINES=nowhere,
         TEMPER_S3_ENDPOINT=nowhere,
         TEMPER_REDIS_URL=f"redis://{nowhere}/0",
+        **environment,
     )
+    url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 90
         while True:
             try:
-                assert httpx.get(f"http://127.0.0.1:{port}/livez").status_code == 200
+                assert httpx.get(f"{url}/livez").status_code == 200
                 break
             except httpx.TransportError:
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-        assert httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 503
+        yield url, process
     finally:
+        process.kill()
+        process.communicate()
+
+
+def test_starts_without_anything_else_and_stops_on_sigterm() -> None:
+    with started() as (url, process):
+        assert httpx.get(f"{url}/readyz").status_code == 503
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=90)
-    assert process.returncode == 0
+        assert process.returncode == 0
+
+
+def test_a_drain_accepts_for_a_while_and_a_second_signal_ends_it() -> None:
+    with started(TEMPER_DRAIN_DELAY_SECONDS="600") as (url, process), httpx.Client(base_url=url) as kept:
+        assert "connection" not in kept.get("/livez").headers
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while (ready := httpx.get(f"{url}/readyz")).text != "stopping":
+            assert time.monotonic() < deadline
+        assert ready.status_code == 503
+        for answer in (kept.get("/livez"), kept.get("/livez"), httpx.get(f"{url}/version")):
+            assert answer.status_code == 200, "new connections are still accepted"
+            assert answer.headers["connection"] == "close"
+        process.send_signal(signal.SIGINT)  # of a terminal, right behind the first: the same wish
+        assert httpx.get(f"{url}/livez").status_code == 200
+        time.sleep(2.1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
