@@ -147,7 +147,7 @@ def test_gateway_stops(start: Starter) -> None:
     with httpx.Client(base_url=running.url, timeout=10) as http:
         late, stuck = begin(http, max_output_tokens=9), begin(http)
         await_status(running, http, stuck, "in_progress")
-        running.run(_set(running.gateway.stopping))
+        running.run(_set(running.gateway.closing))
         refused = http.post(ROUTE, json=ASK)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     running.stop()

@@ -246,7 +246,7 @@ def test_events(running: Running, http: httpx.Client) -> None:
     assert http.get(f"/v1/train/jobs/{job['id']}/events", headers={"last-event-id": "zz"}).status_code == 400
 
 
-def test_stopping_ends_followers_and_readiness(start: Starter) -> None:
+def test_a_signal_ends_readiness_and_the_closed_listener_followers(start: Starter) -> None:
     running = start()
     with httpx.Client(base_url=running.url, timeout=20) as http:
         job = http.post("/v1/train/sft", json=SFT).json()
@@ -254,6 +254,8 @@ def test_stopping_ends_followers_and_readiness(start: Starter) -> None:
         async def stop() -> None:
             await asyncio.sleep(0.2)
             running.gateway.stopping.set()
+            await asyncio.sleep(0.2)
+            running.gateway.closing.set()
 
         stopping = threading.Thread(target=running.run, args=(stop(),))
         stopping.start()
