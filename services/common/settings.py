@@ -31,6 +31,8 @@ class CommonSettings(BaseSettings):
     log_format: Literal["json", "console"] = "json"
     metrics_port: int = Field(0, ge=0, le=65535)
     """Prometheus port of a process that has no HTTP of its own; 0: off."""
+    metrics_host: str = "127.0.0.1"
+    """Where it listens; there is no authentication. 0.0.0.0: on all interfaces."""
     grpc_tls_cert: Path | None = None
     """PEM file: this service's certificate for gRPC between gateway and engine, intermediates behind it. With it both
     sides demand each other's. Set all three files or none; they are read again when they change."""

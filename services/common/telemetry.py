@@ -93,7 +93,7 @@ def _drop_colours(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMa
 
 
 def start_metrics_server(
-    port: int, host: str = "0.0.0.0", registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY
+    port: int, host: str, registry: prometheus_client.CollectorRegistry
 ) -> tuple[WSGIServer, Thread] | None:
     """Serves /metrics in a thread; None for port 0 (off). Shut it down with ``server.shutdown()``."""
     if port == 0:

@@ -115,7 +115,7 @@ async def _serve(
         )
     )
     if settings.metrics_port:
-        _serve_metrics(settings.metrics_port, metrics.registry)
+        _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     training.start()
     health.serving(Vitals.of(loop))
     await reporter.publish()
@@ -166,11 +166,13 @@ async def _follow(certificates: Certificates) -> None:
         await asyncio.to_thread(certificates.refresh)
 
 
-def _serve_metrics(port: int, registry: CollectorRegistry) -> None:
+def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
     try:
-        start_metrics_server(port, registry=registry)
+        start_metrics_server(port, host, registry)
     except OSError as error:
-        raise Unavailable(f"cannot serve metrics on port {port} (TEMPER_METRICS_PORT): {error.strerror}") from error
+        raise Unavailable(
+            f"cannot serve metrics on {host}:{port} (TEMPER_METRICS_HOST, TEMPER_METRICS_PORT): {error.strerror}"
+        ) from error
 
 
 async def _watch(stop: asyncio.Event, dead: Callable[[], bool], with_parent: bool, parent: int) -> bool:
