@@ -102,11 +102,12 @@ class Container:
         return result
 
     @property
-    def mounts(self) -> dict[str, Object]:
-        """Mount path → the volume's definition; of claims that the workload makes, {"claimTemplate": name}."""
+    def mounts(self) -> dict[str, tuple[Object, str]]:
+        """Mount path → the volume's definition and the sub path; of claims that the workload makes, {"claimTemplate":
+        name}."""
         volumes = {volume["name"]: volume for volume in self.pod.get("volumes", ())}
         return {
-            mount["mountPath"]: volumes.get(mount["name"], {"claimTemplate": mount["name"]})
+            mount["mountPath"]: (volumes.get(mount["name"], {"claimTemplate": mount["name"]}), mount.get("subPath", ""))
             for mount in self.spec.get("volumeMounts", ())
         }
 
