@@ -108,7 +108,7 @@ topologySpreadConstraints:
      dict "root" $ "part" "gateway" "env" (dict NAME value). */}}
 {{- define "temper.env" -}}
 {{- $env := .env }}
-{{- $fixed := keys .env }}
+{{- $fixed := concat (keys .env) (list "TEMPER_REDIS_URL" "TEMPER_S3_ACCESS_KEY" "TEMPER_S3_SECRET_KEY" "TEMPER_OTLP_HEADERS" "TEMPER_REWARD_WEBHOOK_SECRET") }}
 {{- range $name, $value := merge (dict) (index .root.Values .part).env .root.Values.env }}
 {{- if has $name $fixed }}
 {{- fail (printf "env.%s is set by the chart: use its value instead (helm show values)" $name) }}

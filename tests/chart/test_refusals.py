@@ -1,0 +1,151 @@
+"""Values that cannot work are refused before anything is installed, with the name of the value to change."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.chart.conftest import DEFAULTS
+from tests.chart.render import CHART, merged, render, values_file
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+EXTERNAL_REDIS = {"redis": {"bundled": False}}
+
+REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
+    (EXTERNAL_REDIS, "redis.external.existingSecret is not set"),
+    ({"objectStore": {"bundled": False}}, "objectStore.external.endpoint is not set"),
+    (
+        {"objectStore": {"bundled": False, "external": {"endpoint": "s3.example.com"}}},
+        "objectStore.external.existingSecret is not set",
+    ),
+    ({"engine": {"model": {"source": "claim"}}}, "engine.model.existingClaim is not set"),
+    ({"engine": {"model": {"source": "s3"}}}, "engine.model.s3.uri is not set"),
+    ({"engine": {"model": {"source": "s3", "s3": {"uri": "s3://a/b"}}}}, "engine.model.digest is not set"),
+    (
+        {"engine": {"model": {"source": "s3", "digest": "unchecked", "s3": {"uri": "s3://a", "endpoint": "h:9000"}}}},
+        "engine.model.s3.existingSecret is not set",
+    ),
+    ({"engine": {"model": {"source": "huggingface"}}}, "engine.model.huggingface.repository is not set"),
+    (
+        {"engine": {"model": {"source": "huggingface", "huggingface": {"repository": "Qwen/Qwen3.5-4B"}}}},
+        "engine.model.digest is not set",
+    ),
+    ({"engine": {"device": "cpu", "quantization": "fp8"}}, "engine.quantization needs a GPU"),
+    ({"engine": {"device": "cpu", "kvCacheDtype": "fp8"}}, "engine.kvCacheDtype needs a GPU"),
+    ({"engine": {"trainer": {"webhooks": "https://a"}}}, "engine.trainer.webhookExistingSecret is not set"),
+    ({"engine": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "engine.autoscaling.minReplicas is over"),
+    ({"gateway": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "gateway.autoscaling.minReplicas is over"),
+    ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is empty"),
+    ({"telemetry": {"headersExistingSecret": "x"}}, "telemetry.headersExistingSecret does nothing"),
+    (
+        {"tls": {"enabled": True, "gatewayExistingSecret": "x"}},
+        "tls.gatewayExistingSecret and tls.engineExistingSecret",
+    ),
+    ({"engine": {"env": {"TEMPER_DRAIN_SECONDS": 5}}}, "env.TEMPER_DRAIN_SECONDS is set by the chart"),
+    ({"gateway": {"env": {"TEMPER_ENGINES": "x:1"}}}, "env.TEMPER_ENGINES is set by the chart"),
+    ({"env": {"TEMPER_S3_BUCKET": "x"}}, "env.TEMPER_S3_BUCKET is set by the chart"),
+    ({"env": {"TEMPER_REDIS_URL": "redis://x"}}, "env.TEMPER_REDIS_URL is set by the chart"),
+)
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
+def test_what_cannot_work_names_the_value(values: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=re.escape(message)):
+        render(values)
+
+
+def test_every_refusal_is_tried() -> None:
+    template = (CHART / "templates" / "_validate.tpl").read_text()
+    messages = re.findall(r'fail "([^"]+)"', template)
+    assert len(messages) >= 15
+    untried = [one for one in messages if not any(one.startswith(message[:40]) for _, message in REFUSED)]
+    assert untried == []
+
+
+def test_every_value_named_in_a_message_exists() -> None:
+    template = (CHART / "templates" / "_validate.tpl").read_text()
+    for message in re.findall(r'fail "([^"]+)"', template):
+        for path in re.findall(r"\b(?:engine|gateway|redis|objectStore|tls|telemetry)(?:\.[A-Za-z0-9]+)+", message):
+            found: Any = DEFAULTS
+            for key in path.split("."):
+                assert key in found, path
+                found = found[key]
+
+
+def objects(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every object whose keys are the schema's own."""
+    if "$ref" in schema:
+        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+    if schema.get("additionalProperties") is False:
+        yield path
+    for key, below in schema.get("properties", {}).items():
+        yield from objects(below, (*path, key))
+
+
+PATHS = list(objects(SCHEMA))
+
+
+def at(path: tuple[str, ...], value: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def test_all_of_values_yaml_is_in_the_schema() -> None:
+    assert len(PATHS) > 40
+    render(DEFAULTS)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=".".join)
+def test_a_typo_is_refused_wherever_it_is(path: tuple[str, ...]) -> None:
+    with pytest.raises(helm_python.HelmValuesError, match=r"additional propert.*'replicaz' not allowed"):
+        render(at(path, {"replicaz": 1}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gateway": {"replicas": 0}},
+        {"gateway": {"replicas": "2"}},
+        {"engine": {"device": "gpu"}},
+        {"engine": {"quantization": "int8"}},
+        {"engine": {"model": {"source": "S3"}}},
+        {"engine": {"model": {"digest": "abc"}}},
+        {"engine": {"model": {"s3": {"uri": "https://x"}}}},
+        {"engine": {"model": {"path": "../etc"}}},
+        {"engine": {"gpu": {"resource": "gpu"}}},
+        {"engine": {"env": {"MAX_NUM_SEQS": 4}}},
+        {"engine": {"env": {"TEMPER_MAX_NUM_SEQS": [4]}}},
+        {"engine": {"resources": {"limits": {"cpu": "1", "memory": "1GB"}}}},
+        {"engine": {"resources": {"limits": {"cpu": "1", "memory": "1Gi", "nvidia.com/gpu": "2"}}}},
+        {"engine": {"drainSeconds": -1}},
+        {"gateway": {"image": {"tag": "latest"}}},
+        {"gateway": {"image": {"digest": "sha256:123"}}},
+        {"gateway": {"ingress": {"host": "https://x"}}},
+        {"objectStore": {"external": {"endpoint": "http://minio:9000"}}},
+        {"telemetry": {"otlpEndpoint": "collector:4317"}},
+        {"telemetry": {"traceRatio": 2}},
+        {"monitoring": {"interval": "15"}},
+        {"tls": {"certManager": {"issuerRef": {"nam": "x"}}}},
+        {"networkPolicy": {"webhookPorts": []}},
+        {"networkPolicy": {"webhookPorts": [70000]}},
+        {"tls": "yes"},
+    ],
+    ids=json.dumps,
+)
+def test_a_wrong_value_is_refused(values: Mapping[str, Any]) -> None:
+    with pytest.raises(helm_python.HelmValuesError):
+        render(merged(values_file("cpu-demo"), values))
+
+
+def test_numbers_keep_their_digits() -> None:
+    release = render({"engine": {"env": {"TEMPER_MAX_MODEL_LEN": 1048576, "TEMPER_MEMORY_FRACTION": 0.85}}})
+    (container,) = release.workload("engine").containers
+    env = container.env()
+    assert env["TEMPER_MAX_MODEL_LEN"] == "1048576"
+    assert env["TEMPER_MEMORY_FRACTION"] == "0.85"
