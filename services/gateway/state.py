@@ -17,6 +17,7 @@ from services.gateway.engines import EnginePool
 from services.gateway.idempotency import Idempotency, RedisRecords
 from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.queue_watch import QueueWatch
 from services.gateway.responses.background import BackgroundResponses
 from services.gateway.responses.shelf import Shelf
 from services.gateway.responses.store import ResponseStore
@@ -64,6 +65,7 @@ class Gateway:
         self.files = batching.files
         """Blocking, so only called through ``store``."""
         self.batches = batching.queue
+        self.queues = QueueWatch({"training": queue, "batches": batching.queue}, metrics)
         self.responses = responses
         self.shelf = Shelf(responses)
         self.sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)

@@ -157,7 +157,7 @@ class TrainerWorker:
 
     def _work(self, claimed: ClaimedJob, session: JobSession) -> None:
         self._current = claimed.id
-        self._metrics.running.set(1)
+        self._metrics.job_began(claimed.spec.kind)
         log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
         log.info("job.claimed", kind=claimed.spec.kind)
         try:
@@ -172,7 +172,7 @@ class TrainerWorker:
         finally:
             self._host.ledger.release_job()
             self._current = None
-            self._metrics.running.set(0)
+            self._metrics.job_ended()
         self._metrics.jobs.labels(outcome).inc()
         log.info("job.done", outcome=outcome)
 
@@ -315,7 +315,9 @@ class TrainerWorker:
         seconds: float | None = None
         saved = start
         done = start
-        session.report(JobProgress(step=start, total_steps=total), {})
+        beginning = JobProgress(step=start, total_steps=total)
+        session.report(beginning, {})
+        self._metrics.progress(claimed.spec.kind, beginning, {})
         pauses = Pauses(session.check, self._side)
         try:
             for index in range(start, total):
@@ -329,6 +331,7 @@ class TrainerWorker:
                 metrics |= newest
                 progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
                 session.report(progress, {**newest, "step_seconds": round(took, 6)})
+                self._metrics.progress(claimed.spec.kind, progress, newest)
                 evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
                 if evaluation:
                     session.event("eval", {"step": done, **evaluation})

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from services.common.version import installed_version
 from services.gateway.api.routing import router
+from services.gateway.scrape import refresh
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("health")
@@ -117,15 +118,5 @@ async def healthz(gateway: GatewayDep) -> JSONResponse:
 @routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(gateway: GatewayDep) -> Response:
     """Prometheus text format."""
-    series = gateway.metrics
-    ready = sum(client.ready for client in gateway.engines.clients)
-    series.engines.labels("ready").set(ready)
-    series.engines.labels("away").set(len(gateway.engines.clients) - ready)
-    series.breaker.clear()
-    series.load.clear()
-    for client in gateway.engines.clients:
-        series.breaker.labels(client.address).set(client.breaker.state)
-        series.load.labels(client.address).set(client.load)
-    series.in_flight.set(gateway.admission.taken)
-    series.background.set(gateway.background.running)
-    return Response(generate_latest(series.registry), media_type=CONTENT_TYPE_LATEST)
+    await refresh(gateway)
+    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
