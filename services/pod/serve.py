@@ -22,13 +22,13 @@ from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
 from services.common.telemetry import start_metrics_server
 from services.common.tls import FOLLOW_SECONDS, Certificates
-from services.engine.exports import Sources, export
+from services.engine.exports import export
 from services.engine.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.metrics import EngineMetrics
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
-from services.pod.device_memory import device_memory
 from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.exports import sources
 from services.pod.sessions import SessionsService
 from services.pod.training import Training
 from services.trainer.settings import TrainerSettings
@@ -107,17 +107,7 @@ async def _serve(
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
-    sources = Sources(
-        model_name=settings.served_model_name,
-        status=loop.status,
-        adapters=engine.adapters.snapshot,
-        training=lambda: bool(training.job_id()),
-        adapter_slots=settings.adapter_slots,
-        memory=engine.memory,
-        device_memory=device_memory(engine.model.device),
-        training_waited=lambda: engine.gate.training_waited,
-    )
-    export(metrics, sources)
+    export(metrics, sources(settings, engine, lambda: bool(training.job_id())))
     if settings.metrics_port:
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     training.start()

@@ -1,10 +1,32 @@
-"""The GPU's memory as this process sees it, for metrics."""
+"""Where a pod's metrics come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 import torch
+
+from services.engine.exports import Sources
+from services.engine.settings import EngineSettings
+from services.pod.engine import Engine
+
+
+def sources(settings: EngineSettings, engine: Engine, training: Callable[[], bool]) -> Sources:
+    """For services.engine.exports.
+
+    Args:
+        training: whether a job runs.
+    """
+    return Sources(
+        model_name=settings.served_model_name,
+        status=engine.loop.status,
+        adapters=engine.adapters.snapshot,
+        training=training,
+        adapter_slots=settings.adapter_slots,
+        memory=engine.memory,
+        device_memory=device_memory(engine.model.device),
+        training_waited=lambda: engine.gate.training_waited,
+    )
 
 
 def device_memory(device: torch.device) -> Callable[[], Mapping[str, int]]:
