@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.common.tls import Certificates
 from services.engine.adapter_ports import AdapterSnapshot, LoadedAdapter
 from services.engine.exports import Sources, export
 from services.engine.limits import Counts
 from services.engine.memory.plan import MemoryPlan
 from services.engine.metrics import EngineMetrics
 from services.engine.ports import LoopStatus
-from services.engine.request import AdapterPin
+from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
+from services.engine.updates import Finished
 from services.gateway.metrics import GatewayMetrics
 from services.trainer.metrics import TrainerMetrics
 
@@ -34,7 +37,7 @@ class Exported:
     labels: tuple[str, ...]
     text: str
     service: str
-    """gateway or engine."""
+    """gateway, engine, or tls: of both, where they have certificates."""
     bounds: tuple[float, ...] = ()
     """Of a histogram's buckets, without infinity."""
 
@@ -49,14 +52,30 @@ class Exported:
 
 
 def exported() -> list[Exported]:
-    """Everything that a gateway and an engine with a trainer export, by service and name."""
-    found = [*_read(GatewayMetrics().registry, "gateway"), *_read(_engine(), "engine")]
+    """Everything that a gateway and an engine with a trainer export, by service and name.
+
+    Without what prometheus_client says of a process, which depends on the system; see foreign.FOREIGN.
+    """
+    found = [
+        *_read(GatewayMetrics().registry, "gateway"),
+        *_read(_engine(), "engine"),
+        *_read(_certificates(), "tls"),
+    ]
     return sorted(found, key=lambda metric: (metric.service != "gateway", metric.name))
 
 
+def _certificates() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    # What it exports does not depend on the files that it would read.
+    Certificates.__new__(Certificates).export(registry)
+    return registry
+
+
 def _engine() -> CollectorRegistry:
-    """An engine's registry whose callables answer with one of everything, so that each metric has a sample."""
+    """An engine's registry with one of everything: what is made from other series shows its labels only in samples."""
     metrics = EngineMetrics(CollectorRegistry())
+    request = Request("request", (1,), SamplingParams(max_tokens=1), BASE_PIN)
+    metrics.request_done(Finished(request, (1,), array("f", (0.0,)), FinishReason.STOP, 0, 0, 0.0, 0.0), 0.0, 0.0)
     TrainerMetrics(metrics.registry)
     counts = Counts(0, 0, 0, 0, 1, 0, 0, 1, 0)
     plan = MemoryPlan(
@@ -82,6 +101,8 @@ def _engine() -> CollectorRegistry:
 def _read(registry: CollectorRegistry, service: str) -> Iterator[Exported]:
     # The library has no public way to see a metric whose labels have no values yet.
     for collector in tuple(registry._collector_to_names):
+        if isinstance(collector, ProcessCollector):
+            continue
         if isinstance(collector, MetricWrapperBase):
             (family,) = collector.describe()
             bounds = tuple(getattr(collector, "_upper_bounds", ()))

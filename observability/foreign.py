@@ -29,6 +29,21 @@ _CLAIM = frozenset({"namespace", "persistentvolumeclaim"})
 
 FOREIGN: tuple[Foreign, ...] = (
     Foreign(
+        "prometheus_client, in our processes on Linux",
+        "https://prometheus.github.io/client_python/collector/",
+        dict.fromkeys(
+            (
+                "process_cpu_seconds_total",
+                "process_resident_memory_bytes",
+                "process_open_fds",
+                "process_max_fds",
+                "process_start_time_seconds",
+                "process_virtual_memory_bytes",
+            ),
+            TARGET,
+        ),
+    ),
+    Foreign(
         "Prometheus",
         "https://prometheus.io/docs/concepts/jobs_instances/",
         {"up": TARGET},
@@ -68,6 +83,3 @@ FOREIGN: tuple[Foreign, ...] = (
         },
     ),
 )
-
-WITH_TLS: dict[str, frozenset[str]] = {"temper_tls_certificate_expiry_timestamp_seconds": frozenset()}
-"""Ours, but only where gateways and engines have certificates."""

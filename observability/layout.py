@@ -14,6 +14,7 @@ from observability.boards import BOARDS
 
 matplotlib.use("Agg")
 
+from matplotlib import patches
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -45,7 +46,7 @@ def draw(board: Board, directory: Path) -> Path:
 
 def _panel(axes: Axes, panel: Panel, place: Place) -> None:
     axes.add_patch(
-        plt.Rectangle(
+        patches.Rectangle(
             (place.x + 0.06, place.y + 0.06),
             place.width - 0.12,
             place.height - 0.12,

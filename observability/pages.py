@@ -19,7 +19,11 @@ A histogram `x` is exported as `x_bucket`, `x_sum` and `x_count`; a counter's na
 with `vllm:` are the engine's own under the names that routers and dashboards for vLLM read. Its time per output token
 is the mean of a request, under all three names that vLLM has had for it.
 """
-_SERVICES = {"gateway": "Gateway", "engine": "Engine and trainer"}
+_SERVICES = {
+    "gateway": "Gateway",
+    "engine": "Engine and trainer",
+    "tls": "Both, where they have certificates",
+}
 
 
 def metrics() -> str:
@@ -29,12 +33,6 @@ def metrics() -> str:
     for service, title in _SERVICES.items():
         parts.append(f"\n## {title}\n\n| metric | type | labels | |\n|---|---|---|---|\n")
         parts += [_row(metric) for metric in found if metric.service == service]
-    parts.append(
-        "\n## Where gateways and engines have certificates\n\n| metric | type | labels | |\n|---|---|---|---|\n"
-    )
-    parts.append(
-        "| `temper_tls_certificate_expiry_timestamp_seconds` | gauge | | When the certificate ends, unix seconds. |\n"
-    )
     parts.append(
         "\n## Of others\n\nWhat the dashboards and alerts ask for besides; without it those panels are empty.\n\n"
     )

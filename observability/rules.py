@@ -119,7 +119,7 @@ class Group:
 
     def render(self) -> str:
         """The file's content."""
-        rules = [rule.rule() for rule in (*self.recordings, *self.alerts)]
+        rules = [*(rule.rule() for rule in self.recordings), *(alert.rule() for alert in self.alerts)]
         text = yaml.dump(
             {"groups": [{"name": f"temper.{self.name}", "rules": rules}]},
             Dumper=_Readable,
