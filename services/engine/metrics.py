@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.common import tracing
 from services.common.process_metrics import export_process
 from services.engine.adapter_ports import AdapterSnapshot
 from services.engine.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
@@ -133,18 +134,19 @@ class EngineMetrics:
         self._failed.inc()
 
     def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+        example = tracing.exemplar(finished.request.traceparent)
         self.requests.labels(finished.finish_reason.value).inc()
         self.cached.inc(finished.cached_tokens)
         self.preemptions.inc(finished.preemptions)
         if finished.scheduled_at is not None:
             self.prompt.inc(len(finished.request.prompt_token_ids))
-            self.queue.observe(finished.scheduled_at - submitted_at)
+            self.queue.observe(finished.scheduled_at - submitted_at, example)
         if finished.first_token_at is not None:
             self.output.inc(len(finished.output_ids))
-            self.first.observe(finished.first_token_at - submitted_at)
-            self.whole.observe(now - submitted_at)
+            self.first.observe(finished.first_token_at - submitted_at, example)
+            self.whole.observe(now - submitted_at, example)
             if len(finished.output_ids) > 1:
-                self.each.observe((now - finished.first_token_at) / (len(finished.output_ids) - 1))
+                self.each.observe((now - finished.first_token_at) / (len(finished.output_ids) - 1), example)
 
 
 class StateCollector(Collector):

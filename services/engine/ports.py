@@ -47,6 +47,8 @@ class Submission:
     pooling: Pooling | None = None
     matcher: OutputMatcher | None = None
     """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
+    traceparent: str = ""
+    """See Request."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -70,6 +72,7 @@ class Submission:
             self.prompt_logprobs_from,
             self.pooling,
             self.matcher,
+            self.traceparent,
         )
 
 

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from services.common.errors import Unavailable
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
+from services.common.tracing import NO_TRACER, Tracer
 from services.gateway.batches.host import BatchStores
 from services.gateway.engines import EnginePool
 from services.gateway.idempotency import Idempotency, RedisRecords
@@ -45,6 +46,7 @@ class Gateway:
         metrics: all series.
         responses: where responses of /v1/responses are kept.
         batching: files and batches.
+        tracer: gets spans of completions.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Gateway:
         metrics: GatewayMetrics,
         responses: ResponseStore,
         batching: BatchStores,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.settings = settings
+        self.tracer = tracer
         self.engines = engines
         self.registry = registry
         self.queue = queue

@@ -22,9 +22,12 @@ from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
 from services.common.telemetry import start_metrics_server
 from services.common.tls import FOLLOW_SECONDS, Certificates
+from services.common.tracing import Tracer, open_tracer
 from services.engine.exports import export
 from services.engine.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.metrics import EngineMetrics
+from services.engine.observers import Observers
+from services.engine.request_traces import RequestTraces
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
@@ -65,18 +68,24 @@ async def serve(
     nudges = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
-    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, metrics))
+    tracer = open_tracer(settings, "engine")
+    traces = RequestTraces(tracer) if tracer.on else None
+    observer = metrics if traces is None else Observers(metrics, traces)
+    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, observer))
     engine = await _unless_stopped(loading, stop)
-    training = Training(settings, trainer, engine, registry, store, metrics.registry)
+    training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()
     try:
         await asyncio.to_thread(engine.start)
-        await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates)
+        await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates, tracer)
     finally:
         await asyncio.to_thread(training.drain)
         # The adapters' event thread would otherwise wait on for as long as a poll takes.
         nudges.close()
         await asyncio.to_thread(engine.stop)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
+        await asyncio.to_thread(tracer.close)
 
 
 async def _serve(
@@ -89,6 +98,7 @@ async def _serve(
     started: float,
     health: ProcessHealth,
     certificates: Certificates | None,
+    tracer: Tracer,
 ) -> None:
     loop = engine.loop
     reporter = HealthReporter(health)
@@ -103,7 +113,7 @@ async def _serve(
         training.job_id,
         training.session_counts,
     )
-    server = make_server(serving, reporter.servicer, settings.max_message_bytes)
+    server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
