@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -90,6 +91,11 @@ class EngineMetrics:
             ["reason"],
             registry=registry,
         )
+        # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
+        for phase in get_args(AdapterPhase):
+            self._swaps.labels(phase)
+        for reason in get_args(LoadFailure):
+            self._load_failures.labels(reason)
 
         self._masks = Histogram(
             "temper_engine_mask_seconds",

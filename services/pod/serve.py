@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import Unavailable
 from services.common.events import AdapterEvents
+from services.common.exposition import serve as serve_metrics
 from services.common.pb import sessions_pb2_grpc
 from services.common.registry import AdapterRegistry
 from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
-from services.common.telemetry import start_metrics_server
 from services.common.tls import FOLLOW_SECONDS, Certificates
 from services.common.tracing import Tracer, open_tracer
 from services.engine.exports import export
@@ -172,7 +172,7 @@ async def _follow(certificates: Certificates) -> None:
 
 def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
     try:
-        start_metrics_server(port, host, registry)
+        serve_metrics(registry, host, port)
     except OSError as error:
         raise Unavailable(
             f"cannot serve metrics on {host}:{port} (TEMPER_METRICS_HOST, TEMPER_METRICS_PORT): {error.strerror}"

@@ -12,6 +12,8 @@ from services.common.jobs import JobProgress
 _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
+OUTCOMES = ("succeeded", "failed", "cancelled", "requeued", "crashed", "lost", "unsettled")
+"""How a trainer lets go of a job. requeued: at a shutdown; lost: another trainer has it; unsettled: a fault of ours."""
 _SHOWN = {"loss": "loss", "reward": "reward_mean", "kl": "kl", "tokens_per_second": "tokens_per_second"}
 """Gauge of the running job → what a step calls it."""
 
@@ -23,6 +25,9 @@ class TrainerMetrics:
         self.jobs = Counter(
             "temper_trainer_jobs_total", "Jobs that this trainer let go of.", ["outcome"], registry=registry
         )
+        # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
+        for outcome in OUTCOMES:
+            self.jobs.labels(outcome)
         self.running = Gauge("temper_trainer_running", "1 while a job runs here.", registry=registry)
         self._progress = Gauge(
             "temper_trainer_progress_timestamp_seconds",

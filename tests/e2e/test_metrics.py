@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from observability.catalogue import exported
 from tests.stack import Stack
 
 
 def families(url: str) -> dict[str, set[str]]:
-    """Names → labels of the samples that there are."""
-    text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    """Names → labels of the samples that there are, in the format that Prometheus asks for."""
+    accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    answer = httpx.get(f"{url}/metrics", headers=accept, timeout=10, trust_env=False)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    text = answer.text
     return {
         family.name: {label for sample in family.samples for label in sample.labels}
         for family in text_string_to_metric_families(text)

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
+from services.common.exposition import expose
 from services.common.version import installed_version
 from services.gateway.api.routing import router
 from services.gateway.scrape import refresh
@@ -116,7 +117,8 @@ async def healthz(gateway: GatewayDep) -> JSONResponse:
 
 
 @routes.get("/metrics", response_class=PlainTextResponse)
-async def metrics(gateway: GatewayDep) -> Response:
-    """Prometheus text format."""
+async def metrics(gateway: GatewayDep, request: Request) -> Response:
+    """Prometheus text format, or OpenMetrics for who accepts it."""
     await refresh(gateway)
-    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    body, content_type = expose(gateway.metrics.registry, request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})

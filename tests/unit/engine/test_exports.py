@@ -105,6 +105,7 @@ def test_each_process_says_which_version_it_is(metrics: EngineMetrics) -> None:
 
 
 def test_swaps_are_measured_by_phase(metrics: EngineMetrics) -> None:
+    assert scrape(metrics)["temper_engine_adapter_load_failures_total", frozenset({("reason", "rejected")})] == 0
     metrics.adapter_phase("upload", 0.02)
     metrics.adapter_failed("rejected")
     found = scrape(metrics)

@@ -36,6 +36,15 @@ def test_a_job_is_shown_while_it_runs_and_gone_afterwards() -> None:
     assert 'temper_trainer_tokens_total{kind="grpo"} 800.0' in text
 
 
+def test_outcomes_are_there_before_the_first_job() -> None:
+    """Or alerts would not see the first failure."""
+    registry = CollectorRegistry()
+    TrainerMetrics(registry)
+    text = generate_latest(registry).decode()
+    assert 'temper_trainer_jobs_total{outcome="crashed"} 0.0' in text
+    assert 'temper_trainer_jobs_total{outcome="failed"} 0.0' in text
+
+
 def test_a_job_without_a_reward_shows_none() -> None:
     registry = CollectorRegistry()
     metrics = TrainerMetrics(registry)
