@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cli.ports import claim_ports
 from tests.e2e import jobs
 from tests.otlp import Collector, Received, tree
 from tests.stack import ROOT, Stack, clean_environment
@@ -29,7 +31,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    (metrics,) = claim_ports(1)
     env = {
+        "TEMPER_METRICS_PORT": str(metrics.number),
         "TEMPER_OTLP_ENDPOINT": collector.endpoint,
         "TEMPER_OTLP_HEADERS": "x-token=secret",
         "TEMPER_LOG_FORMAT": "json",
@@ -168,6 +172,18 @@ def test_logs_have_the_trace(traced: Stack, collector: Collector) -> None:
     lines = [json.loads(line) for line in traced.log("engine").splitlines() if line.startswith("{")]
     told = [line["event"] for line in lines if line.get("trace_id") == job.trace]
     assert {"job.claimed", "job.done"} <= set(told)
+
+
+def test_exemplars_lead_to_traces(traced: Stack, client: httpx.Client, collector: Collector) -> None:
+    accept = {"accept": "application/openmetrics-text"}
+    told = client.get("/metrics", headers=accept).text
+    for name in ("time_to_first_token", "completion_duration", "request_duration"):
+        found = set(re.findall(rf'^temper_gateway_{name}_seconds_bucket.* # {{trace_id="([0-9a-f]+)"}}', told, re.M))
+        assert found, name
+        assert found <= {span.trace for span in collector.spans}
+    scraped = httpx.get(f"http://127.0.0.1:{traced.env['TEMPER_METRICS_PORT']}/metrics", headers=accept).text
+    for name in ("queue", "time_to_first_token", "time_per_output_token"):
+        assert re.search(rf'^temper_engine_{name}_seconds_bucket.* # {{trace_id="[0-9a-f]+"}}', scraped, re.M), name
 
 
 def test_the_collector_is_told_who_sends(collector: Collector) -> None:
