@@ -64,6 +64,7 @@ lint: setup ## style, types, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python -m observability.generate --check
 
 # Three processes for two cores: one has all tests of a whole Temper (tests/conftest.py), the others the rest, of which
 # those of a real server mostly wait for it. One thread in each, or threads would wait for each other.

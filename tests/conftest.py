@@ -13,6 +13,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from cli.ports import claim_ports
 from tests.stack import Stack
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One running Temper for all tests that leave it as they found it (their own adapters, nothing attached)."""
     # Tests compare numbers with float32 references, also on a GPU, where the default is the checkpoint's dtype.
     # And headers with errors and versions, which a stream has only if it waits for its first token.
-    env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15"}
+    (metrics,) = claim_ports(1)
+    env = {"TEMPER_DTYPE": "float32", "TEMPER_STREAM_START_SECONDS": "15", "TEMPER_METRICS_PORT": str(metrics.number)}
     with Stack(tmp_path_factory.mktemp("stack") / "data", env=env) as running:
         yield running

@@ -126,7 +126,9 @@ class JobConsumer(Delivery[Job, Spec]):
         canonical = spec_json(spec)
         args = [job_id, canonical, text_sha(canonical), spec.kind, spec.adapter, json.dumps(spec.metadata)]
         keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
-        outcome, existing = self._run(scripts.SUBMIT, keys, [*args, "1" if key else "0", entry])
+        outcome, existing = self._run(
+            scripts.SUBMIT, keys, [*args, "1" if key else "0", entry, fields.get("traceparent", "")]
+        )
         if outcome == "conflict":
             if not waiting:
                 self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)

@@ -17,7 +17,7 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 from redis.commands.core import Script
 
-from services.common import scripts
+from services.common import scripts, tracing
 from services.common.errors import TemperError
 from services.common.job_records import text_sha
 from services.common.jobs.record import JobState
@@ -57,6 +57,8 @@ class Claimed(Generic[Record, Spec]):
     entry: str
     spec_sha: str
     """Lower-case hex SHA-256 of the spec as it is stored: the same for a release that reads it with more fields."""
+    traceparent: str = ""
+    """W3C trace context of whoever submitted it, if that was traced."""
 
     @property
     def id(self) -> str:
@@ -251,8 +253,9 @@ class Delivery(ABC, Generic[Record, Spec]):
         if outcome[0] != "claimed":
             self._log.info(f"queue.{outcome[0]}", job=job_id, entry=entry)
             return None
-        values: Any = call(lambda: self._redis.hmget(job_key, [*self.fields, "spec"]))
-        job, text = self.record(values[:-1]), values[-1]
+        values: Any = call(lambda: self._redis.hmget(job_key, [*self.fields, "spec", "traceparent"]))
+        *record, text, submitter = values
+        job = self.record(record)
         if job is None or text is None:
             return None
         try:
@@ -265,7 +268,13 @@ class Delivery(ABC, Generic[Record, Spec]):
             )
             return None
         return Claimed(
-            job=job, spec=spec, fence=outcome[1], attempt=int(outcome[2]), entry=entry, spec_sha=text_sha(text)
+            job=job,
+            spec=spec,
+            fence=outcome[1],
+            attempt=int(outcome[2]),
+            entry=entry,
+            spec_sha=text_sha(text),
+            traceparent=tracing.checked(submitter or ""),
         )
 
     def _adopt(self, entry: str, fields: Mapping[str, str]) -> str | None:

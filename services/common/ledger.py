@@ -10,6 +10,7 @@ from redis.commands.core import AsyncScript
 
 from services.common import scripts
 from services.common.errors import NotFound
+from services.common.queue_depth import QueueDepth, measure
 from services.common.redis_client import call_async, connect_async
 from services.common.settings import CommonSettings
 
@@ -40,6 +41,10 @@ class Ledger(ABC, Generic[Record]):
     async def ping(self) -> None:
         """Raises Unavailable if Redis does not answer."""
         await call_async(self._redis.ping)
+
+    async def depth(self) -> QueueDepth:
+        """How much waits and runs, whoever's it is."""
+        return await measure(self._redis, self._space)
 
     async def get(self, job_id: str) -> Record:
         """Raises NotFound."""

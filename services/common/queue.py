@@ -73,10 +73,13 @@ class JobQueue(Ledger[Job]):
             raise _key_used(idempotency_key, job_id)
         return await self._find(job_id)
 
-    async def submit(self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None) -> Job:
+    async def submit(
+        self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None, traceparent: str = ""
+    ) -> Job:
         """Queues a job. The same key with the same request returns the same job, for a week.
 
         Args:
+            traceparent: of the request that submits it.
             request_sha: digest of what the client sent, when the spec was made from it; default: the spec's own.
 
         Raises:
@@ -97,7 +100,7 @@ class JobQueue(Ledger[Job]):
         # A large spec takes a second to write out: not on the event loop.
         text, sha = await asyncio.to_thread(_canonical, spec)
         args = [job_id, text, request_sha or sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
-        args += ["0" if idempotency_key is None else "1", ""]
+        args += ["0" if idempotency_key is None else "1", "", traceparent]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)

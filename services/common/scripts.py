@@ -161,7 +161,7 @@ end
 SUBMIT = (
     _PRELUDE
     + f"""
--- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry
+-- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
 -- sha: of the request, which an idempotency key stands for. entry: '' to add one, else the id of the stream entry that
 -- brought this spec.
 if ARGV[7] == '1' then
@@ -179,6 +179,7 @@ if entry == '' then entry = redis.call('XADD', KEYS[1], '*', 'job', ARGV[1]) end
 local created = now()
 redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'adapter', ARGV[5], 'metadata',
   ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0', 'schema', SCHEMA)
+if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 redis.call('RPUSH', KEYS[6], ARGV[1])
 emit(KEYS[4], 'state', '{{"state":"queued"}}')

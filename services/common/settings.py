@@ -33,6 +33,12 @@ class CommonSettings(BaseSettings):
     """Prometheus port of a process that has no HTTP of its own; 0: off."""
     metrics_host: str = "127.0.0.1"
     """Where it listens; there is no authentication. 0.0.0.0: on all interfaces."""
+    otlp_endpoint: str = Field("", pattern=r"^(https?://[^/\s]+)?$")
+    """Collector of traces, OTLP over gRPC: http://collector:4317, or https:// for TLS. Empty: nothing is traced."""
+    otlp_headers: SecretStr = SecretStr("")
+    """Sent to the collector with every export: name=value, separated by commas."""
+    trace_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the traces that begin here and are kept; who calls with a traceparent decides for its own."""
     grpc_tls_cert: Path | None = None
     """PEM file: this service's certificate for gRPC between gateway and engine, intermediates behind it. With it both
     sides demand each other's. Set all three files or none; they are read again when they change."""

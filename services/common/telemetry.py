@@ -10,11 +10,8 @@ import logging
 import re
 import sys
 from collections.abc import MutableMapping
-from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-import prometheus_client
 import structlog
 
 from services.common import api_keys
@@ -90,15 +87,6 @@ def _drop_colours(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMa
     """uvicorn adds its messages a second time, with terminal codes."""
     event.pop("color_message", None)
     return event
-
-
-def start_metrics_server(
-    port: int, host: str, registry: prometheus_client.CollectorRegistry
-) -> tuple[WSGIServer, Thread] | None:
-    """Serves /metrics in a thread; None for port 0 (off). Shut it down with ``server.shutdown()``."""
-    if port == 0:
-        return None
-    return prometheus_client.start_http_server(port, addr=host, registry=registry)
 
 
 class _ServiceName:

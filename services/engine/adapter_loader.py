@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from services.common.errors import AdapterRejected
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry
+from services.engine.ports import AdapterObserver, NoObserver
 
 if TYPE_CHECKING:
     from services.engine.model.lora import BoundAdapter, LoraSlots
@@ -21,6 +23,7 @@ class AdapterLoader:
         bind: reads an adapter's files strictly, but need not look at the values, which ``lora`` does; raises
             AdapterRejected that names the tensor or field.
         base_digest: of the checkpoint that serves; adapters of another one are refused.
+        observer: gets the metrics.
     """
 
     def __init__(
@@ -30,11 +33,13 @@ class AdapterLoader:
         bind: Callable[[Mapping[str, bytes]], BoundAdapter],
         *,
         base_digest: str,
+        observer: AdapterObserver | None = None,
     ) -> None:
         self._registry = registry
         self._lora = lora
         self._bind = bind
         self._base_digest = base_digest
+        self._observer = observer if observer is not None else NoObserver()
         self._loading = threading.Lock()
 
     def load(self, version: AdapterVersion, slot: int) -> str:
@@ -48,7 +53,9 @@ class AdapterLoader:
             ModelNotFound: there is no such version.
             Unavailable: the object store does not answer.
         """
+        began = time.monotonic()
         digest, files = self.files(version)
+        self._observer.adapter_phase("download", time.monotonic() - began)
         try:
             self.load_files(files, slot)
         except AdapterRejected as error:
@@ -68,4 +75,10 @@ class AdapterLoader:
     def load_files(self, files: Mapping[str, bytes], slot: int) -> None:
         """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""
         with self._loading:
-            self._lora.load(slot, self._bind(files))
+            began = time.monotonic()
+            bound = self._bind(files)
+            ready = time.monotonic()
+            self._lora.load(slot, bound)
+            done = time.monotonic()
+        self._observer.adapter_phase("bind", ready - began)
+        self._observer.adapter_phase("upload", done - ready)

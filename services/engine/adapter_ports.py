@@ -53,3 +53,7 @@ class AdapterSnapshot:
     attached: str
     """"name@n", empty for the base."""
     loaded: tuple[LoadedAdapter, ...]
+    serving: tuple[str, ...] = ()
+    """Those of ``loaded`` as clients ask for them: "name" where it is the name's current version, else "name@n"."""
+    waiting: tuple[str, ...] = ()
+    """What requests wait for, "name" or "name@n" as they asked for it."""

@@ -22,6 +22,7 @@ from services.common.registry import AdapterRegistry
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits, AdapterSnapshot, LoadedAdapter, Loop, Nudges
 from services.engine.adapter_slots import Resident, SlotTable
+from services.engine.ports import AdapterObserver, LoadFailure, NoObserver
 from services.engine.private_versions import PrivateVersion, PrivateVersions
 from services.engine.request import BASE_PIN, AdapterPin
 from services.engine.wire import AdapterChoice
@@ -54,6 +55,7 @@ class AdapterManager:
     Args:
         nudges: None: only polling.
         loader: its slots 1 to ``limits.num_slots`` are this manager's.
+        observer: gets the metrics.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class AdapterManager:
         nudges: Nudges | None,
         loader: AdapterLoader,
         limits: AdapterLimits,
+        observer: AdapterObserver | None = None,
     ) -> None:
         self._registry = registry
         self._nudges = nudges
         self._loader = loader
         self._limits = limits
+        self._observer = observer if observer is not None else NoObserver()
         self._loop: Loop | None = None
         self._stopping = threading.Event()
         # Guarded by the condition's lock.
@@ -196,8 +200,13 @@ class AdapterManager:
 
     def snapshot(self) -> AdapterSnapshot:
         with self._changed:
-            loaded = tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in self._table.published)
-            return AdapterSnapshot(str(self._attached or ""), loaded)
+            published = list(self._table.published)
+            return AdapterSnapshot(
+                str(self._attached or ""),
+                tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in published),
+                tuple(v.name if self._current.get(v.name) == v.version else str(v) for v, _ in published),
+                tuple(sorted({_asked_for(choice) for choice in self._wanted if choice.name is not None})),
+            )
 
     def _pin_private(self, version: PrivateVersion) -> AdapterPin:
         resident = self._table.get(version)
@@ -339,6 +348,7 @@ class AdapterManager:
             if time.monotonic() - since < self._limits.wait_seconds:
                 return False
             failure: TemperError = self._slots_busy()
+            self._observer.adapter_failed("no_slot")
         except NotFound:
             failure = _not_found(choice)
         except TemperError as error:
@@ -372,6 +382,7 @@ class AdapterManager:
         try:
             digest = self._loader.load(version, slot)
         except BaseException as error:
+            self._observer.adapter_failed(_reason(error))
             with self._changed:
                 self._table.give_back(slot)
                 if isinstance(error, AdapterRejected):
@@ -454,16 +465,29 @@ class AdapterManager:
 
         if self._loop is None:
             raise RuntimeError("start() was not called")
+        began = time.monotonic()
         try:
             self._loop.call_at_boundary(flip).result(_FLIP_SECONDS)
         except TimeoutError as error:
             raise Unavailable("the engine loop did not reach a step boundary") from error
+        self._observer.adapter_phase("flip", time.monotonic() - began)
+
+
+def _asked_for(choice: AdapterChoice) -> str:
+    return f"{choice.name}" if choice.version is None else f"{choice.name}@{choice.version}"
+
+
+def _reason(error: BaseException) -> LoadFailure:
+    if isinstance(error, AdapterRejected):
+        return "rejected"
+    if isinstance(error, NotFound):
+        return "missing"
+    return "unavailable" if isinstance(error, Unavailable) else "error"
 
 
 def _not_found(choice: AdapterChoice) -> ModelNotFound:
-    wanted = choice.name if choice.version is None else f"{choice.name}@{choice.version}"
     return ModelNotFound(
-        f"there is no model or adapter {wanted!r}; GET /v1/models and /v1/adapters list them", param="model"
+        f"there is no model or adapter {_asked_for(choice)!r}; GET /v1/models and /v1/adapters list them", param="model"
     )
 
 

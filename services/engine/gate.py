@@ -61,6 +61,8 @@ class SliceGate:
         """Whether somebody is inside training()."""
         self._credit = 0.0
         """Seconds that the trainer may make the engine wait; negative: it has overrun."""
+        self.training_waited = 0.0
+        """Seconds that the trainer has waited for its turns, since the start; for metrics."""
 
     @property
     def contended(self) -> bool:
@@ -148,12 +150,14 @@ class SliceGate:
 
     def _await_turn(self) -> None:
         self._trainer_waits = True
+        began = self._clock()
         try:
             while not self._trainer_may_run():
                 self._changed.wait()
             self._turn = _Turn.TRAINER
         finally:
             self._trainer_waits = False
+            self.training_waited += self._clock() - began
 
     def _trainer_may_run(self) -> bool:
         if self._turn is not _Turn.NOBODY:

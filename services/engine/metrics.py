@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from services.common import tracing
+from services.common.process_metrics import export_process
 from services.engine.adapter_ports import AdapterSnapshot
-from services.engine.ports import LoopStatus, StepStats
+from services.engine.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
 from services.engine.updates import Finished
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_EACH = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_WHOLE = (*_LATENCY, 120.0, 300.0, 600.0)
 
-
+VLLM_LABELS = ("model_name", "engine")
+VLLM_ENGINE = "0"
+"""vLLM numbers the data-parallel replicas of a process; there is one."""
 _MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
@@ -24,6 +32,7 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        export_process(registry, service="engine")
         self._steps = Counter("temper_engine_steps", "Steps run.", registry=registry)
         self._failed = Counter("temper_engine_failed_steps", "Steps that failed.", registry=registry)
         self._step = Histogram(
@@ -38,27 +47,55 @@ class EngineMetrics:
         tokens = Counter("temper_engine_tokens", "Tokens computed.", ["kind"], registry=registry)
         self._decoded = tokens.labels("decode")
         self._prefilled = tokens.labels("prefill")
-        cached = Counter("temper_engine_cached_tokens", "Prompt tokens from the prefix cache.", registry=registry)
-        self._cached = cached
-        self._requests = Counter("temper_engine_requests", "Requests ended.", ["finish_reason"], registry=registry)
-        self._preemptions = Counter(
+        self.prompt = Counter(
+            "temper_engine_prompt_tokens",
+            "Tokens of prompts that ran, all looked up in the prefix cache; its hits are temper_engine_cached_tokens.",
+            registry=registry,
+        )
+        self.cached = Counter("temper_engine_cached_tokens", "Prompt tokens from the prefix cache.", registry=registry)
+        self.output = Counter(
+            "temper_engine_output_tokens", "Tokens of answers, counted when they end.", registry=registry
+        )
+        self.requests = Counter("temper_engine_requests", "Requests ended.", ["finish_reason"], registry=registry)
+        self.preemptions = Counter(
             "temper_engine_preemptions", "Sequences that lost their blocks and were recomputed.", registry=registry
         )
-        self._queue = Histogram(
+        self.queue = Histogram(
             "temper_engine_queue_seconds", "Submission to first step.", registry=registry, buckets=_LATENCY
         )
-        self._first = Histogram(
+        self.first = Histogram(
             "temper_engine_time_to_first_token_seconds",
             "Submission to first token.",
             registry=registry,
             buckets=_LATENCY,
         )
-        self._each = Histogram(
+        self.each = Histogram(
             "temper_engine_time_per_output_token_seconds",
             "Mean time per output token after the first, a request.",
             registry=registry,
-            buckets=_LATENCY,
+            buckets=_EACH,
         )
+        self.whole = Histogram(
+            "temper_engine_request_seconds", "Submission to last token.", registry=registry, buckets=_WHOLE
+        )
+        self._swaps = Histogram(
+            "temper_engine_adapter_load_seconds",
+            "Parts of adapter swaps: download, bind, upload into a slot, flip of the names between two steps.",
+            ["phase"],
+            registry=registry,
+            buckets=_WHOLE,
+        )
+        self._load_failures = Counter(
+            "temper_engine_adapter_load_failures",
+            "Versions that could not be loaded: rejected, missing, unavailable, no_slot, error.",
+            ["reason"],
+            registry=registry,
+        )
+        # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
+        for phase in get_args(AdapterPhase):
+            self._swaps.labels(phase)
+        for reason in get_args(LoadFailure):
+            self._load_failures.labels(reason)
 
         self._masks = Histogram(
             "temper_engine_mask_seconds",
@@ -84,6 +121,12 @@ class EngineMetrics:
         if result == "compiled":
             self._compiling.observe(seconds)
 
+    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
+        self._swaps.labels(phase).observe(seconds)
+
+    def adapter_failed(self, reason: LoadFailure) -> None:
+        self._load_failures.labels(reason).inc()
+
     def step_done(self, stats: StepStats) -> None:
         self._steps.inc()
         self._step.observe(stats.seconds)
@@ -97,15 +140,19 @@ class EngineMetrics:
         self._failed.inc()
 
     def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
-        self._requests.labels(finished.finish_reason.value).inc()
-        self._cached.inc(finished.cached_tokens)
-        self._preemptions.inc(finished.preemptions)
+        example = tracing.exemplar(finished.request.traceparent)
+        self.requests.labels(finished.finish_reason.value).inc()
+        self.cached.inc(finished.cached_tokens)
+        self.preemptions.inc(finished.preemptions)
         if finished.scheduled_at is not None:
-            self._queue.observe(finished.scheduled_at - submitted_at)
+            self.prompt.inc(len(finished.request.prompt_token_ids))
+            self.queue.observe(finished.scheduled_at - submitted_at, example)
         if finished.first_token_at is not None:
-            self._first.observe(finished.first_token_at - submitted_at)
+            self.output.inc(len(finished.output_ids))
+            self.first.observe(finished.first_token_at - submitted_at, example)
+            self.whole.observe(now - submitted_at, example)
             if len(finished.output_ids) > 1:
-                self._each.observe((now - finished.first_token_at) / (len(finished.output_ids) - 1))
+                self.each.observe((now - finished.first_token_at) / (len(finished.output_ids) - 1), example)
 
 
 class StateCollector(Collector):
@@ -137,8 +184,10 @@ class StateCollector(Collector):
             "temper_engine_blocks_cached": ("KV blocks of the prefix cache alone.", counts.blocks_cached),
             "temper_engine_blocks_total": ("KV blocks.", counts.blocks_total),
             "temper_engine_slots_used": ("State slots of live sequences.", counts.slots_used),
+            "temper_engine_slots_cached": ("State slots of prefix snapshots alone.", counts.slots_cached),
             "temper_engine_slots_total": ("State slots.", counts.slots_total),
             "temper_engine_ready": ("1: new requests are accepted.", float(status.accepting and status.healthy)),
+            "temper_engine_draining": ("1: what runs finishes, nothing new is accepted.", float(not status.accepting)),
             "temper_engine_training": ("1: a training job runs.", float(self._training())),
         }
         for name, (text, value) in gauges.items():
@@ -148,8 +197,8 @@ class StateCollector(Collector):
             ("vllm:num_requests_waiting", "Requests that wait.", waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is full.", used_share),
         ):
-            family = GaugeMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
+            family = GaugeMetricFamily(name, text, labels=VLLM_LABELS)
+            family.add_metric([self._model_name, VLLM_ENGINE], value)
             yield family
         guesses = counts.guesses
         counters: dict[str, tuple[str, int]] = {
@@ -158,8 +207,8 @@ class StateCollector(Collector):
             "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.guesses_right),
         }
         for name, (text, count) in counters.items():
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], count)
+            counter = CounterMetricFamily(name, text, labels=VLLM_LABELS)
+            counter.add_metric([self._model_name, VLLM_ENGINE], count)
             yield counter
         yield from self._adapter_gauges()
 
@@ -171,15 +220,25 @@ class StateCollector(Collector):
         for loaded in snapshot.loaded:
             pinned.add_metric([loaded.pin.version], loaded.requests)
         yield pinned
-        attached = GaugeMetricFamily("temper_engine_attached_adapter", "1: the attached version.", labels=["adapter"])
-        if snapshot.attached:
-            attached.add_metric([snapshot.attached], 1)
+        attached = GaugeMetricFamily(
+            "temper_engine_attached_adapter", '1: the attached version; "base" if there is none.', labels=["adapter"]
+        )
+        attached.add_metric([snapshot.attached or "base"], 1)
         yield attached
+        yield GaugeMetricFamily(
+            "temper_engine_adapters_loaded", "Published versions in slots.", value=len(snapshot.loaded)
+        )
+        yield GaugeMetricFamily("temper_engine_adapter_slots", "Slots for adapters.", value=self._max_loras)
+        yield self._lora_info(snapshot)
+
+    def _lora_info(self, snapshot: AdapterSnapshot) -> Metric:
+        """As the Gateway API inference extension reads it: "running" are all adapters in slots, by the names that
+        clients ask for, so that it sends requests where their adapter is; the value is a time, the newest counts.
+        https://gateway-api-inference-extension.sigs.k8s.io/ (Model Server Protocol)"""
         info = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Adapters in use.",
+            "Adapters in slots and adapters that requests wait for; the value is the time of the scrape.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        running = ",".join(loaded.pin.version for loaded in snapshot.loaded if loaded.requests)
-        info.add_metric([str(self._max_loras), running, ""], 1)
-        yield info
+        info.add_metric([str(self._max_loras), ",".join(snapshot.serving), ",".join(snapshot.waiting)], time.time())
+        return info

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from services.common.errors import InvalidRequest
 from services.engine.limits import Counts
@@ -47,6 +47,8 @@ class Submission:
     pooling: Pooling | None = None
     matcher: OutputMatcher | None = None
     """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
+    traceparent: str = ""
+    """See Request."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -70,6 +72,7 @@ class Submission:
             self.prompt_logprobs_from,
             self.pooling,
             self.matcher,
+            self.traceparent,
         )
 
 
@@ -197,12 +200,35 @@ class GrammarObserver(Protocol):
         ...
 
 
-class EngineObserver(LoopObserver, GrammarObserver, Protocol):
+AdapterPhase: TypeAlias = Literal["download", "bind", "upload", "flip"]
+"""Of a swap: files from the store, their tensors checked and read, into a slot, and a name moved between two steps."""
+LoadFailure: TypeAlias = Literal["rejected", "missing", "unavailable", "no_slot", "error"]
+
+
+class AdapterObserver(Protocol):
+    """Metrics of adapters. Called on the threads that load them; never blocks."""
+
+    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
+        """A part of a swap has succeeded after so long."""
+        ...
+
+    def adapter_failed(self, reason: LoadFailure) -> None:
+        """A version could not be loaded."""
+        ...
+
+
+class EngineObserver(LoopObserver, GrammarObserver, AdapterObserver, Protocol):
     """All metrics of an engine."""
 
 
 class NoObserver:
     """Where nobody measures."""
+
+    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
+        """Ignores it."""
+
+    def adapter_failed(self, reason: LoadFailure) -> None:
+        """Ignores it."""
 
     def grammar_done(self, result: str, seconds: float) -> None:
         """Ignores it."""

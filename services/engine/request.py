@@ -219,6 +219,8 @@ class Request:
     """Report a vector of the prompt."""
     matcher: OutputMatcher | None = None
     """Of this request alone: what may follow the output so far. Goes with ``sampling.masked``."""
+    traceparent: str = ""
+    """Of the span that asks; empty: nobody traces it."""
 
     def __post_init__(self) -> None:
         if self.sampling.masked != (self.matcher is not None):

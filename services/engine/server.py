@@ -22,7 +22,9 @@ from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.text.tokenizer import TextCodec
 from services.common.tls import Certificates
+from services.common.tracing import NO_TRACER, Tracer
 from services.engine.adapters import AdapterManager
+from services.engine.call_traces import CallTraces
 from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.loop import EngineLoop
@@ -315,9 +317,15 @@ class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
         )
 
 
-def make_server(serving: Serving, health: health_pb2_grpc.HealthServicer, max_message_bytes: int) -> aio.Server:
+def make_server(
+    serving: Serving,
+    health: health_pb2_grpc.HealthServicer,
+    max_message_bytes: int,
+    tracer: Tracer = NO_TRACER,
+) -> aio.Server:
     """A server with all services, not bound yet."""
     server = aio.server(
+        interceptors=[CallTraces(tracer)] if tracer.on else None,
         options=[
             # A taken port must be an error, not a second listener that gets half of the connections.
             ("grpc.so_reuseport", 0),
@@ -328,7 +336,7 @@ def make_server(serving: Serving, health: health_pb2_grpc.HealthServicer, max_me
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
-        ]
+        ],
     )
     engine_pb2_grpc.add_EngineServicer_to_server(EngineService(serving), server)
     adapters_pb2_grpc.add_AdaptersServicer_to_server(AdaptersService(serving), server)

@@ -14,6 +14,7 @@ step to be soon.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +116,8 @@ class StreamGate:
         """What the last launch brought; no more is ever saved up."""
         self._credit = 0.0
         """Seconds of training that steps have left room for and that have not been queued yet."""
+        self.training_waited = 0.0
+        """Seconds that the trainer has waited for credit, since the start; for metrics."""
 
     # The engine.
 
@@ -189,7 +192,9 @@ class StreamGate:
             self._end_piece()
             while (ahead := self._blocked_by()) is not None:
                 if isinstance(ahead, _Credit):
+                    began = time.monotonic()
                     self._changed.wait()
+                    self.training_waited += time.monotonic() - began
                 else:
                     self._changed.release()
                     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from services.common import tracing
 from services.common.errors import InvalidRequest
 from services.common.names import check_adapter_name
 from services.common.pb import engine_pb2 as pb
@@ -108,6 +109,7 @@ def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prompt_logprobs_from=message.prompt_logprobs_from,
         pooling=_pooling(message),
+        traceparent=tracing.checked(message.traceparent),
     )
 
 

@@ -18,6 +18,7 @@ from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
 from services.common.tls import Certificates, TlsFiles
+from services.common.tracing import open_tracer
 from services.gateway.access.audit import AuditLog
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.middleware import TIMEOUT_HEADER, Access
@@ -119,6 +120,7 @@ def create_app(
     keys = _key_ring(settings, metrics)
     audit = _audit_log(settings, metrics)
     quotas = Quotas(settings, metrics)
+    tracer = open_tracer(settings, "gateway")
     certificates = _certificates(settings, metrics)
 
     @asynccontextmanager
@@ -133,6 +135,7 @@ def create_app(
             metrics,
             keep_responses(settings),
             batch_stores,
+            tracer,
         )
         app.state.gateway = gateway
         gateway.engines.start()
@@ -159,6 +162,7 @@ def create_app(
             await batch_stores.queue.aclose()
             gateway.close()
             audit.close()
+            await asyncio.to_thread(tracer.close)
             log.info("gateway stopped")
 
     app = FastAPI(
@@ -213,7 +217,7 @@ def create_app(
             allow_headers=_CORS_HEADERS,
             expose_headers=_EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestContext, metrics=metrics)
+    app.add_middleware(RequestContext, metrics=metrics, tracer=tracer)
     return app
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from grpc import aio
 
 from services.common.tls import Certificates
+from services.gateway.call_context import UnaryContext, UploadContext
 
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", -1),
@@ -45,9 +46,13 @@ class Channels:
     Args:
         certificates: of this gateway; None: plaintext.
         server_name: the name in the engines' certificates; empty: the host that is dialled.
+        traced: single calls say which span makes them.
     """
 
-    def __init__(self, certificates: Certificates | None = None, server_name: str = "") -> None:
+    def __init__(
+        self, certificates: Certificates | None = None, server_name: str = "", *, traced: bool = False
+    ) -> None:
+        self._interceptors = [UnaryContext(), UploadContext()] if traced else None
         self.certificates = certificates
         self._server_name = server_name
 
@@ -59,11 +64,12 @@ class Channels:
     def open(self, address: str) -> aio.Channel:
         """A channel to host:port, which connects when it is used."""
         if self.certificates is None:
-            return aio.insecure_channel(address, options=_OPTIONS)
+            return aio.insecure_channel(address, options=_OPTIONS, interceptors=self._interceptors)
         options = _OPTIONS
         if self._server_name:
             options += (("grpc.ssl_target_name_override", self._server_name),)
-        return aio.secure_channel(address, self.certificates.channel_credentials(), options=options)
+        credentials = self.certificates.channel_credentials()
+        return aio.secure_channel(address, credentials, options=options, interceptors=self._interceptors)
 
     def explain(self, error: aio.AioRpcError) -> str:
         """What went wrong, for logs and /healthz."""

@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from services.common import tracing
 from services.common.pb import engine_pb2
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompt_scores import PromptScores
@@ -190,7 +191,7 @@ class Choice:
     def _measure(self, first: bool, tokens: int, metrics: GatewayMetrics) -> None:
         now = time.monotonic()
         if first:
-            metrics.ttft.observe(now - self._last_update)
+            metrics.ttft.observe(now - self._last_update, tracing.exemplar(tracing.current()))
         elif tokens:
             metrics.itl.observe((now - self._last_update) / tokens)
         self._last_update = now

@@ -83,7 +83,7 @@ class EnginePool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         """The address that each client's session is at, least recently used first."""
         self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
-        self._channels = Channels(certificates, settings.grpc_tls_server_name)
+        self._channels = Channels(certificates, settings.grpc_tls_server_name, traced=bool(settings.otlp_endpoint))
         # In the order given: the dictionary keeps it.
         self._clients = {
             target.address: self._new_client(target.address) for target in settings.engine_targets if not target.dns

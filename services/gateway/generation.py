@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from services.common.errors import InvalidRequest, ModelNotFound
+from services.common import tracing
+from services.common.errors import InvalidRequest, ModelNotFound, TemperError
 from services.common.pb import engine_pb2
 from services.gateway.access.caller import seconds_left
 from services.gateway.choices import Choice, Step
@@ -26,7 +26,6 @@ from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,17 @@ class Generation:
         check_prompts([len(job.prompt) for job in jobs], gateway.settings)
         adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
         total = len(jobs) * body.choices
+        operation = "chat" if chat else "text_completion"
+        self._span = gateway.tracer.start(f"{operation} {body.model}", parent=traceparent, kind="client")
+        traceparent = self._span.traceparent or traceparent
+        self._traceparent = traceparent
+        if self._span.recorded:
+            self._span.set(_attributes(body, operation, self.id, total))
         deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
         end_ids = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids, *(body.stop_token_ids or ())))
         end_think = served.vocabulary.markup.get(END_THINK)
+        self._reasons: list[str] = []
+        """Of the choices that have ended."""
         self.choices: list[Choice] = []
         self._requests: list[engine_pb2.GenerateRequest] = []
         for index in range(total):
@@ -181,22 +188,62 @@ class Generation:
                     yield step
         except ModelNotFound as error:
             error.param = self._adapter_field  # the engine does not know where the name stood
+            self._span.fail(error.code)
             raise
+        except TemperError as error:
+            self._span.fail(error.code, error.message)
+            raise
+        finally:
+            self._span.end()
 
     def _finished(self, choice: Choice, reason: str) -> None:
         metrics = self._gateway.metrics
-        metrics.e2e.observe(time.monotonic() - self._started)
+        metrics.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
         metrics.finished.labels(reason).inc()
+        self._reasons.append(reason)
+        if len(self._reasons) == len(self.choices) and self._span.recorded:
+            self._span.set(
+                {
+                    "gen_ai.request.max_tokens": max(job.max_tokens for job in self.jobs),
+                    "gen_ai.response.model": choice.adapter or self.model,
+                    "gen_ai.response.finish_reasons": self._reasons,
+                    "gen_ai.usage.input_tokens": sum(len(job.prompt) for job in self.jobs),
+                    "gen_ai.usage.output_tokens": sum(one.tokens for one in self.choices),
+                    "gen_ai.usage.cache_read.input_tokens": sum(
+                        one.cached_tokens for one in self.choices[:: self._choices_per_prompt]
+                    ),
+                }
+            )
         metrics.tokens.labels("completion").inc(choice.tokens)
         if choice.index % self._choices_per_prompt == 0:
             metrics.tokens.labels("prompt").inc(choice.prompt_tokens)
             metrics.tokens.labels("cached").inc(choice.cached_tokens)
 
 
-def checked_traceparent(request: Request) -> str:
-    """The W3C trace context of an HTTP request; empty if it has none, or a malformed one."""
-    text = request.headers.get("traceparent", "")
-    return text if _TRACEPARENT.fullmatch(text) else ""
+def _attributes(body: SamplingFields, operation: str, response_id: str, choices: int) -> dict[str, tracing.Value]:
+    """Of a span of inference, by the names of OpenTelemetry's conventions for generative AI, 0.66b:
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/."""
+    asked: dict[str, tracing.Value | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "temper",
+        "gen_ai.request.model": body.model,
+        "gen_ai.request.choice.count": choices if choices > 1 else None,
+        "gen_ai.request.stream": True if body.stream else None,
+        "gen_ai.request.temperature": body.temperature,
+        "gen_ai.request.top_p": body.top_p,
+        "gen_ai.request.top_k": body.top_k,
+        "gen_ai.request.frequency_penalty": body.frequency_penalty,
+        "gen_ai.request.presence_penalty": body.presence_penalty,
+        "gen_ai.request.seed": body.seed,
+        "gen_ai.request.stop_sequences": list(body.stop_strings) or None,
+        "gen_ai.response.id": response_id,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def traceparent_of(request: Request) -> str:
+    """The context of an HTTP request: of its span, or without one what the client sent. Empty if that is malformed."""
+    return tracing.current() or tracing.checked(request.headers.get("traceparent", ""))
 
 
 def reserve(gateway: Gateway, body: SamplingFields, prompts: int) -> Reservation:

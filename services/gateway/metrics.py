@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.process_metrics import export_process
 from services.gateway.histogram import LoopHistogram
 
 _FAST = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -15,6 +16,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        export_process(self.registry, service="gateway")
         self.requests = Counter(
             "temper_gateway_requests",
             "HTTP requests by route and status.",
@@ -68,6 +70,35 @@ class GatewayMetrics:
         )
         self.engines = Gauge(
             "temper_gateway_engines", "Engines by state: ready or away.", ("state",), registry=self.registry
+        )
+        self.ready = Gauge(
+            "temper_gateway_ready",
+            "1: completions can be served, an engine is ready and the gateway does not stop.",
+            registry=self.registry,
+        )
+        self.draining = Gauge(
+            "temper_gateway_draining", "1: the gateway stops, what runs finishes.", registry=self.registry
+        )
+        self.redis_up = Gauge(
+            "temper_gateway_redis_up", "1: Redis answered when its queues were last looked at.", registry=self.registry
+        )
+        self.jobs = Gauge(
+            "temper_gateway_jobs",
+            "Jobs in Redis by queue (training, batches) and state (queued, running); every gateway says the same.",
+            ("queue", "state"),
+            registry=self.registry,
+        )
+        self.oldest_queued = Gauge(
+            "temper_gateway_job_oldest_queued_seconds",
+            "Since the oldest queued job was submitted; 0 if none is queued.",
+            ("queue",),
+            registry=self.registry,
+        )
+        self.dead_letters = Gauge(
+            "temper_gateway_dead_letters",
+            "What a queue gave up on and keeps with the reason, the last thousand.",
+            ("queue",),
+            registry=self.registry,
         )
         self.auth_refusals = Counter(
             "temper_gateway_auth_refusals",

@@ -13,6 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common import tracing
+from services.common.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 from services.gateway.access.principal import NOBODY
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.metrics import GatewayMetrics
@@ -28,11 +30,13 @@ class RequestContext:
     Args:
         app: what it surrounds.
         metrics: where requests are counted.
+        tracer: gets a span of each, but of probes and scrapes.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, tracer: Tracer = NO_TRACER) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,6 +45,7 @@ class RequestContext:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        span = self._span(scope) if self._tracer.on and scope["path"] not in _QUIET else NO_SPAN
         started = time.monotonic()
         status = 0
 
@@ -54,7 +59,7 @@ class RequestContext:
                     headers["request-id"] = request_id  # the name that Anthropic's clients read
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        with tracing.running(span.traceparent), structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:
@@ -62,15 +67,38 @@ class RequestContext:
                 if status == 0:
                     await _send_internal_error(send_with_id, scope["path"])
             finally:
-                self._account(scope, status, time.monotonic() - started)
+                self._account(scope, status, time.monotonic() - started, span)
 
-    def _account(self, scope: Scope, status: int, seconds: float) -> None:
+    def _span(self, scope: Scope) -> Span:
+        """https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-server-span"""
+        headers = Headers(scope=scope)
+        parent = tracing.checked(headers.get("traceparent", ""))
+        return self._tracer.start(
+            scope["method"],
+            parent=parent,
+            state=headers.get("tracestate", "")[:512] if parent else "",
+            kind="server",
+            attributes={
+                "http.request.method": scope["method"],
+                "url.path": scope["path"],
+                "url.scheme": scope.get("scheme", "http"),
+                "user_agent.original": headers.get("user-agent", "")[:256],
+            },
+        )
+
+    def _account(self, scope: Scope, status: int, seconds: float, span: Span) -> None:
         route = scope.get("route")
         name = getattr(route, "path", None) or "unmatched"
         if status == 0 or scope.get("temper.disconnected"):
             status = CLIENT_CLOSED_REQUEST
         self._metrics.requests.labels(scope["method"], name, str(status)).inc()
-        self._metrics.duration.labels(name).observe(seconds)
+        self._metrics.duration.labels(name).observe(seconds, tracing.exemplar(span.traceparent))
+        if span.recorded:
+            span.rename(f"{scope['method']} {name}")
+            span.set({"http.route": name, "http.response.status_code": status})
+            if status >= 500:
+                span.fail(str(status))
+        span.end()
         if scope["path"] in _QUIET:
             return
         client, principal = scope.get("client"), scope["state"].get("principal")

@@ -12,11 +12,13 @@ from fastapi import Depends, Request
 from services.common.errors import Unavailable
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
+from services.common.tracing import NO_TRACER, Tracer
 from services.gateway.batches.host import BatchStores
 from services.gateway.engines import EnginePool
 from services.gateway.idempotency import Idempotency, RedisRecords
 from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.queue_watch import QueueWatch
 from services.gateway.responses.background import BackgroundResponses
 from services.gateway.responses.shelf import Shelf
 from services.gateway.responses.store import ResponseStore
@@ -44,6 +46,7 @@ class Gateway:
         metrics: all series.
         responses: where responses of /v1/responses are kept.
         batching: files and batches.
+        tracer: gets spans of completions.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Gateway:
         metrics: GatewayMetrics,
         responses: ResponseStore,
         batching: BatchStores,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.settings = settings
+        self.tracer = tracer
         self.engines = engines
         self.registry = registry
         self.queue = queue
@@ -64,6 +69,7 @@ class Gateway:
         self.files = batching.files
         """Blocking, so only called through ``store``."""
         self.batches = batching.queue
+        self.queues = QueueWatch({"training": queue, "batches": batching.queue}, metrics)
         self.responses = responses
         self.shelf = Shelf(responses)
         self.sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)

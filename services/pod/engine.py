@@ -160,8 +160,9 @@ def build_engine(
     adapters = AdapterManager(
         registry,
         nudges,
-        AdapterLoader(registry, lora, binder.bind, base_digest=base_digest),
+        AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, observer=observer),
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
+        observer,
     )
     gate = build_gate(runner, device, settings.tpot_slo_ms / 1000)
     loop = EngineLoop(

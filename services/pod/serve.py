@@ -16,17 +16,22 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import Unavailable
 from services.common.events import AdapterEvents
+from services.common.exposition import serve as serve_metrics
 from services.common.pb import sessions_pb2_grpc
 from services.common.registry import AdapterRegistry
 from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
-from services.common.telemetry import start_metrics_server
 from services.common.tls import FOLLOW_SECONDS, Certificates
+from services.common.tracing import Tracer, open_tracer
+from services.engine.exports import export
 from services.engine.health import HealthReporter, ProcessHealth, Vitals
-from services.engine.metrics import EngineMetrics, StateCollector
+from services.engine.metrics import EngineMetrics
+from services.engine.observers import Observers
+from services.engine.request_traces import RequestTraces
 from services.engine.server import Serving, bind, make_server
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
+from services.pod.exports import sources
 from services.pod.sessions import SessionsService
 from services.pod.training import Training
 from services.trainer.settings import TrainerSettings
@@ -63,18 +68,24 @@ async def serve(
     nudges = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
-    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, metrics))
+    tracer = open_tracer(settings, "engine")
+    traces = RequestTraces(tracer) if tracer.on else None
+    observer = metrics if traces is None else Observers(metrics, traces)
+    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, observer))
     engine = await _unless_stopped(loading, stop)
-    training = Training(settings, trainer, engine, registry, store, metrics.registry)
+    training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()
     try:
         await asyncio.to_thread(engine.start)
-        await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates)
+        await _serve(settings, engine, training, metrics, stop, parent, started, health, certificates, tracer)
     finally:
         await asyncio.to_thread(training.drain)
         # The adapters' event thread would otherwise wait on for as long as a poll takes.
         nudges.close()
         await asyncio.to_thread(engine.stop)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
+        await asyncio.to_thread(tracer.close)
 
 
 async def _serve(
@@ -87,6 +98,7 @@ async def _serve(
     started: float,
     health: ProcessHealth,
     certificates: Certificates | None,
+    tracer: Tracer,
 ) -> None:
     loop = engine.loop
     reporter = HealthReporter(health)
@@ -101,19 +113,11 @@ async def _serve(
         training.job_id,
         training.session_counts,
     )
-    server = make_server(serving, reporter.servicer, settings.max_message_bytes)
+    server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
-    metrics.registry.register(
-        StateCollector(
-            settings.served_model_name,
-            loop.status,
-            engine.adapters.snapshot,
-            lambda: bool(training.job_id()),
-            settings.adapter_slots,
-        )
-    )
+    export(metrics, sources(settings, engine, lambda: bool(training.job_id())))
     if settings.metrics_port:
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     training.start()
@@ -168,7 +172,7 @@ async def _follow(certificates: Certificates) -> None:
 
 def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
     try:
-        start_metrics_server(port, host, registry)
+        serve_metrics(registry, host, port)
     except OSError as error:
         raise Unavailable(
             f"cannot serve metrics on {host}:{port} (TEMPER_METRICS_HOST, TEMPER_METRICS_PORT): {error.strerror}"

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from services.common.events import AdapterEvents
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
+from services.common.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost
@@ -34,6 +35,7 @@ class Training:
         registry: AdapterRegistry,
         store: ObjectStore,
         metrics: CollectorRegistry,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._worker: TrainerWorker | None = None
         self._drained: bool | None = None
@@ -54,6 +56,7 @@ class Training:
                 prepare=prepare_run,
                 metrics=counters,
                 side=self.sessions,
+                tracer=tracer,
             )
 
     def job_id(self) -> str:

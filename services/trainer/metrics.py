@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.common.jobs import JobProgress
+
 _STEP_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+OUTCOMES = ("succeeded", "failed", "cancelled", "requeued", "crashed", "lost", "unsettled")
+"""How a trainer lets go of a job. requeued: at a shutdown; lost: another trainer has it; unsettled: a fault of ours."""
+_SHOWN = {"loss": "loss", "reward": "reward_mean", "kl": "kl", "tokens_per_second": "tokens_per_second"}
+"""Gauge of the running job → what a step calls it."""
 
 
 class TrainerMetrics:
@@ -14,7 +25,31 @@ class TrainerMetrics:
         self.jobs = Counter(
             "temper_trainer_jobs_total", "Jobs that this trainer let go of.", ["outcome"], registry=registry
         )
+        # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
+        for outcome in OUTCOMES:
+            self.jobs.labels(outcome)
         self.running = Gauge("temper_trainer_running", "1 while a job runs here.", registry=registry)
+        self._progress = Gauge(
+            "temper_trainer_progress_timestamp_seconds",
+            "When the running job began or finished its last step, unix seconds; 0 when none ever ran.",
+            registry=registry,
+        )
+        self._tokens = Counter("temper_trainer_tokens", "Tokens trained on.", ["kind"], registry=registry)
+        self._step = Gauge(
+            "temper_trainer_job_step", "Steps that the running job has done.", ["kind"], registry=registry
+        )
+        self._total_steps = Gauge(
+            "temper_trainer_job_total_steps", "Steps of the running job.", ["kind"], registry=registry
+        )
+        texts = {
+            "loss": "Loss of the running job's last step.",
+            "reward": "Mean reward of the running job's last step, where it samples.",
+            "kl": "Divergence from the reference in the running job's last step, where it has one.",
+            "tokens_per_second": "Of the running job's last step.",
+        }
+        self._shown = {
+            name: Gauge(f"temper_trainer_job_{name}", text, ["kind"], registry=registry) for name, text in texts.items()
+        }
         self.step_seconds = Histogram(
             "temper_trainer_step_seconds", "Wall time of an optimizer step.", buckets=_STEP_BUCKETS, registry=registry
         )
@@ -32,3 +67,26 @@ class TrainerMetrics:
             buckets=_STEP_BUCKETS,
             registry=registry,
         )
+
+    def job_began(self, kind: str) -> None:
+        """A job of this kind runs from now on."""
+        self.job_ended()
+        self.running.set(1)
+        self._progress.set(time.time())
+        self._step.labels(kind).set(0)
+
+    def progress(self, kind: str, progress: JobProgress, metrics: Mapping[str, float]) -> None:
+        """The running job has come so far; ``metrics`` are those of its newest step, none before the first."""
+        self._progress.set(time.time())
+        self._step.labels(kind).set(progress.step)
+        self._total_steps.labels(kind).set(progress.total_steps)
+        for name, gauge in self._shown.items():
+            if (value := metrics.get(_SHOWN[name])) is not None:
+                gauge.labels(kind).set(value)
+        self._tokens.labels(kind).inc(round(metrics.get("tokens_per_second", 0.0) * metrics.get("train_seconds", 0.0)))
+
+    def job_ended(self) -> None:
+        """No job runs now; its numbers are of the past."""
+        self.running.set(0)
+        for gauge in (self._step, self._total_steps, *self._shown.values()):
+            gauge.clear()

@@ -25,10 +25,12 @@ from services.common.jobs import JobProgress, MergeJob, Spec
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore
+from services.common.tracing import NO_TRACER, Tracer
 from services.trainer.acceptance import Acceptance
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.claims import JobClaims
 from services.trainer.host import PolicyHost
+from services.trainer.job_trace import JobTrace
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.ledger import MemoryTaken
 from services.trainer.metrics import TrainerMetrics
@@ -58,6 +60,7 @@ class TrainerWorker:
         prepare: makes a runnable job of a spec; a TemperError of it fails the job with its message.
         metrics: None: counted, but not exported.
         side: what else this thread does, between jobs and in their pauses; None: nothing.
+        tracer: gets spans of the jobs.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class TrainerWorker:
         prepare: Prepare,
         metrics: TrainerMetrics | None = None,
         side: SideWork | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._host = host
+        self._tracer = tracer
         self._settings = settings
         self._registry = registry
         self._prepare = prepare
@@ -157,24 +162,31 @@ class TrainerWorker:
 
     def _work(self, claimed: ClaimedJob, session: JobSession) -> None:
         self._current = claimed.id
-        self._metrics.running.set(1)
+        self._metrics.job_began(claimed.spec.kind)
         log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
-        log.info("job.claimed", kind=claimed.spec.kind)
+        self._trace = JobTrace(self._tracer, claimed.job, claimed.attempt, claimed.traceparent)
+        with self._trace.span:
+            log.info("job.claimed", kind=claimed.spec.kind)
+            try:
+                outcome = self._outcome(claimed, session, log)
+                self._trace.ended(outcome)
+            finally:
+                self._host.ledger.release_job()
+                self._current = None
+                self._metrics.job_ended()
+            self._metrics.jobs.labels(outcome).inc()
+            log.info("job.done", outcome=outcome)
+
+    def _outcome(self, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger) -> str:
         try:
             with session:
-                outcome = self._run_and_settle(claimed, session, log)
+                return self._run_and_settle(claimed, session, log)
         except JobLost:
-            outcome = "lost"
+            return "lost"
         except Exception:
             # Only a bug in settling itself comes here; the entry stays pending and is reclaimed.
             log.exception("job.unsettled")
-            outcome = "unsettled"
-        finally:
-            self._host.ledger.release_job()
-            self._current = None
-            self._metrics.running.set(0)
-        self._metrics.jobs.labels(outcome).inc()
-        log.info("job.done", outcome=outcome)
+            return "unsettled"
 
     def _run_and_settle(self, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger) -> str:
         """Runs the job and writes its end. Returns the outcome's name. Raises JobLost."""
@@ -249,11 +261,12 @@ class TrainerWorker:
             done = manifest
             self._until_back(session, lambda: self._publisher.complete(done, session.fence), cancellable=False)
             session.event("log", {"message": f"an earlier attempt published {done.ref}"})
-        attached = self._until_back(
-            session,
-            lambda: self._publisher.serve(done, attach=spec.attach, fence=session.fence),
-            cancellable=False,
-        )
+        with self._trace.part("serve", {"temper.adapter.version": str(done.ref)}):
+            attached = self._until_back(
+                session,
+                lambda: self._publisher.serve(done, attach=spec.attach, fence=session.fence),
+                cancellable=False,
+            )
         session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
         if removed := self._tidier.after_publish(spec.adapter):
             session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
@@ -261,8 +274,9 @@ class TrainerWorker:
 
     def _train(self, claimed: ClaimedJob, session: JobSession) -> Manifest:
         self._registry.check_new_name(claimed.spec.adapter)
-        origins = self._origins.read(claimed, lambda operation: self._until_back(session, operation))
-        run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
+        with self._trace.part("prepare"):
+            origins = self._origins.read(claimed, lambda operation: self._until_back(session, operation))
+            run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
         acceptance = Acceptance(claimed.spec)
         elsewhere = sampled_elsewhere(claimed.spec, origins)
         for note in [*run.notes, *([elsewhere] if elsewhere else [])]:
@@ -286,18 +300,24 @@ class TrainerWorker:
                 acceptance = Acceptance(claimed.spec)
         if before := acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
+
+        def saved(step: int, where: str) -> None:
+            session.event("checkpoint", {"step": step, "where": where})
+            self._trace.span.event("checkpoint", {"temper.job.step": step, "where": where})
+
         writer = CheckpointWriter(
             self._checkpoints,
             claimed.id,
             sha,
             allowed=lambda: not session.lost,
-            saved=lambda step, where: session.event("checkpoint", {"step": step, "where": where}),
+            saved=saved,
             stamp=acceptance.stamp,
         )
         try:
             metrics = self._steps(claimed, session, run, writer, start)
             metrics |= acceptance.check(run, metrics if start < run.total_steps else None, session.check)
-            return self._publish(claimed, session, run, writer, origins, metrics)
+            with self._trace.part("publish"):
+                return self._publish(claimed, session, run, writer, origins, metrics)
         finally:
             writer.close()
 
@@ -315,13 +335,16 @@ class TrainerWorker:
         seconds: float | None = None
         saved = start
         done = start
-        session.report(JobProgress(step=start, total_steps=total), {})
+        beginning = JobProgress(step=start, total_steps=total)
+        session.report(beginning, {})
+        self._metrics.progress(claimed.spec.kind, beginning, {})
         pauses = Pauses(session.check, self._side)
         try:
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
-                newest = run.step(index, pauses)
+                with self._trace.step(index, total):
+                    newest = run.step(index, pauses)
                 took = time.monotonic() - began
                 done = index + 1
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
@@ -329,6 +352,7 @@ class TrainerWorker:
                 metrics |= newest
                 progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
                 session.report(progress, {**newest, "step_seconds": round(took, 6)})
+                self._metrics.progress(claimed.spec.kind, progress, newest)
                 evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
                 if evaluation:
                     session.event("eval", {"step": done, **evaluation})

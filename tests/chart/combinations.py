@@ -12,8 +12,8 @@ from tests.chart.render import merged, values_file
 Values = Mapping[str, Any]
 DIGEST = "0123456789abcdef" * 4
 PEERS = (
-    *("gatewayFrom", "monitoringFrom", "redisFrom", "dnsTo", "redisTo", "objectStoreTo"),
-    *("modelSourceTo", "otlpTo", "webhookTo"),
+    *("gatewayFrom", "monitoringFrom", "redisFrom", "objectStoreFrom", "dnsTo", "redisTo"),
+    *("objectStoreTo", "modelSourceTo", "otlpTo", "webhookTo"),
 )
 OUTSIDE = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "somewhere"}}}]
 

@@ -84,7 +84,7 @@ def test_who_may_come_in(release: Rendered, values: Mapping[str, Any]) -> None:
             }
             if rules is None:
                 expected = dict.fromkeys(outside, False)
-                if target == "redis" and port == 6379 and policy["redisFrom"]:
+                if (target, port) in (("redis", 6379), ("minio", 9000)) and policy["redisFrom"]:
                     expected[SOMEWHERE] = True
             elif not rules:
                 expected = dict.fromkeys(outside, True)

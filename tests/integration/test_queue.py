@@ -17,6 +17,7 @@ from services.common.errors import Conflict, InvalidRequest, NotFound, Unavailab
 from services.common.job_records import job_id_of_entry, new_job_id
 from services.common.jobs import GrpoJob, JobEvent, JobProgress, JobState, SftExample, SftJob
 from services.common.queue import ClaimedJob, JobConsumer, JobLost, JobQueue
+from services.common.queue_depth import QueueDepth
 from services.common.settings import CommonSettings
 from tests.integration.servers import RunningServer
 
@@ -569,3 +570,41 @@ async def test_an_abandoned_job_is_found_behind_many_that_run(
     for claimed in held:
         busy.heartbeat(claimed)
     assert must_claim(consumers("heir")).id == lost.id
+
+
+async def test_depth_counts_what_has_not_ended_wherever_it_is(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    assert await queue.depth() == QueueDepth(0, 0, 0, 0.0)
+    for adapter in ("a", "a", "a", "b"):
+        await queue.submit(sft(adapter))
+    owner = consumers("one")
+    first = must_claim(owner)
+    assert first.spec.adapter == "a"
+    second = must_claim(owner)
+    assert second.spec.adapter == "b", "the other jobs of a only wait in their line from here on"
+    raw.xadd(scripts.STREAM, {"spec": sft("c").model_dump_json()})
+    raw.xadd(scripts.STREAM, {"spec": "{"})
+    depth = await queue.depth()
+    assert (depth.queued, depth.running, depth.dead) == (4, 2, 0)
+    owner.adopt_waiting()
+    assert (await queue.depth()).queued == 4, "a spec that became a job is still one"
+    owner.requeue(first)
+    depth = await queue.depth()
+    assert (depth.queued, depth.running) == (5, 1)
+    assert 0 <= depth.oldest_queued_seconds < 60
+    owner.succeed(second, "b@1")
+    owner.fail(must_claim(owner), "no")
+    assert owner.claim(1) is not None
+    assert owner.claim(1) is not None
+    assert owner.claim(1) is None, "the entry that is no job"
+    depth = await queue.depth()
+    assert (depth.queued, depth.running, depth.dead) == (1, 2, 1)
+
+
+async def test_the_age_is_that_of_the_oldest_that_waits(queue: JobQueue, raw: redis.Redis) -> None:
+    old, _ = await queue.submit(sft("a")), await queue.submit(sft("b"))
+    raw.hset(scripts.job_key(old.id), "created_at", str(time.time() - 1000))
+    assert 990 < (await queue.depth()).oldest_queued_seconds < 1060
+    await queue.cancel(old.id)
+    assert (await queue.depth()).oldest_queued_seconds < 60

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import Response
 
+from services.common import tracing
 from services.common.errors import AdapterRejected, InvalidRequest, TemperError
 from services.common.job_records import spec_sha
 from services.common.jobs import MergeJob
@@ -40,7 +41,9 @@ async def merge_adapters(
     job = None if idempotency_key is None else await gateway.queue.submitted(idempotency_key, sha)
     if job is None:
         spec = await _pinned(gateway, sent)
-        job = await gateway.queue.submit(spec, idempotency_key=idempotency_key, request_sha=sha)
+        job = await gateway.queue.submit(
+            spec, idempotency_key=idempotency_key, request_sha=sha, traceparent=tracing.current()
+        )
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")
 

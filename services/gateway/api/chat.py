@@ -17,7 +17,7 @@ from services.gateway.api.routing import router
 from services.gateway.chats import chat_generation
 from services.gateway.choices import Step, TokenLogprob
 from services.gateway.formats import chat_logprobs, usage
-from services.gateway.generation import Generation, checked_traceparent, reserve
+from services.gateway.generation import Generation, reserve, traceparent_of
 from services.gateway.prompt_scores import by_token
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.chat_answers import ChatCompletion, ChatCompletionChunk
@@ -53,7 +53,7 @@ async def prepare_chat(
         InvalidRequest: the prompt does not fit the model, or the request not the prompt.
         ModelNotFound: `model` cannot be served.
     """
-    return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=checked_traceparent(request))
+    return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=traceparent_of(request))
 
 
 # -- streamed

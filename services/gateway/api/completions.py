@@ -17,7 +17,7 @@ from services.gateway.api.routing import router
 from services.gateway.choices import Choice, Step
 from services.gateway.constraints import check_constraint, constraint_of
 from services.gateway.formats import text_logprobs, usage
-from services.gateway.generation import Generation, Job, checked_traceparent, reserve
+from services.gateway.generation import Generation, Job, reserve, traceparent_of
 from services.gateway.prompt_scores import NO_ECHO, Echo, by_token, check_size, echo, joined
 from services.gateway.prompts import text_prompts, token_budget
 from services.gateway.schemas.completion_answers import CompletionResponse
@@ -77,7 +77,7 @@ async def _prepare(request: Request, body: CompletionRequest, gateway: Gateway) 
         chat=False,
         prompt_logprobs=wanted,
         shows_end=bool(body.echo),
-        traceparent=checked_traceparent(request),
+        traceparent=traceparent_of(request),
     )
 
 

@@ -15,7 +15,7 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2
 from services.gateway.api.answers import adapter_header, within
 from services.gateway.api.routing import router
-from services.gateway.generation import checked_traceparent
+from services.gateway.generation import traceparent_of
 from services.gateway.prompts import encode_texts, token_budget
 from services.gateway.readings import Question, Reading, Readings, reserve
 from services.gateway.schemas.readings import EmbeddingsRequest, EmbeddingsResponse
@@ -35,7 +35,7 @@ async def create_embeddings(request: Request, body: EmbeddingsRequest, gateway: 
 
 async def _embed(request: Request, body: EmbeddingsRequest, gateway: Gateway) -> Response:
     served = gateway.engines.served
-    readings = Readings(gateway, body, prefix="embd", traceparent=checked_traceparent(request))
+    readings = Readings(gateway, body, prefix="embd", traceparent=traceparent_of(request))
     prompts = await encode_texts(served, body.inputs, gateway.settings, field="input", encode=served.codec.encode)
     for position, prompt in enumerate(prompts):
         where = "input" if len(prompts) == 1 else f"input.{position}"

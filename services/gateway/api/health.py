@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
+from services.common.exposition import expose
 from services.common.version import installed_version
 from services.gateway.api.routing import router
+from services.gateway.scrape import refresh
 from services.gateway.state import Gateway, GatewayDep
 
 routes = router("health")
@@ -115,17 +117,8 @@ async def healthz(gateway: GatewayDep) -> JSONResponse:
 
 
 @routes.get("/metrics", response_class=PlainTextResponse)
-async def metrics(gateway: GatewayDep) -> Response:
-    """Prometheus text format."""
-    series = gateway.metrics
-    ready = sum(client.ready for client in gateway.engines.clients)
-    series.engines.labels("ready").set(ready)
-    series.engines.labels("away").set(len(gateway.engines.clients) - ready)
-    series.breaker.clear()
-    series.load.clear()
-    for client in gateway.engines.clients:
-        series.breaker.labels(client.address).set(client.breaker.state)
-        series.load.labels(client.address).set(client.load)
-    series.in_flight.set(gateway.admission.taken)
-    series.background.set(gateway.background.running)
-    return Response(generate_latest(series.registry), media_type=CONTENT_TYPE_LATEST)
+async def metrics(gateway: GatewayDep, request: Request) -> Response:
+    """Prometheus text format, or OpenMetrics for who accepts it."""
+    await refresh(gateway)
+    body, content_type = expose(gateway.metrics.registry, request.headers.get("accept", ""))
+    return Response(body, headers={"content-type": content_type})

@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.api.answers import json_response, within
 from services.gateway.api.routing import router
 from services.gateway.engines import ServedModel
-from services.gateway.generation import checked_traceparent
+from services.gateway.generation import traceparent_of
 from services.gateway.prompt_scores import check_size
 from services.gateway.prompts import chat_prompt, encode_texts, token_budget
 from services.gateway.readings import Question, Reading, Readings, reserve
@@ -33,7 +33,7 @@ async def create_scores(request: Request, body: ScoreRequest, gateway: GatewayDe
 
 async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Response:
     served, settings = gateway.engines.served, gateway.settings
-    readings = Readings(gateway, body, prefix="score", traceparent=checked_traceparent(request))
+    readings = Readings(gateway, body, prefix="score", traceparent=traceparent_of(request))
     prompt = await _prompt(served, body, settings)
     encode = served.codec.encode if body.messages is None else served.codec.encode_completion
     completions = await encode_texts(served, body.completions, settings, field="completion", encode=encode)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
 
+from services.common import tracing
 from services.common.errors import InvalidRequest, ModelNotFound, NotFound, TemperError
 from services.common.job_records import spec_sha
 from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, OpdJob, TrainingSpec
@@ -50,7 +51,7 @@ async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, respons
             await _check_exists(gateway, spec.teacher_version, "teacher")
         async with gateway.checks:
             await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
-        job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha)
+        job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current())
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")
 

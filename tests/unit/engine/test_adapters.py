@@ -25,6 +25,7 @@ from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits
 from services.engine.adapter_slots import SlotTable
 from services.engine.adapters import AdapterManager
+from services.engine.ports import AdapterPhase, LoadFailure, NoObserver
 from services.engine.request import BASE_PIN, AdapterPin
 from services.engine.wire import AdapterChoice
 
@@ -110,16 +111,35 @@ class FakeLoop:
         self._thread.join()
 
 
+class Swaps(NoObserver):
+    """What the metrics are told."""
+
+    def __init__(self) -> None:
+        self.phases: list[AdapterPhase] = []
+        self.failures: list[LoadFailure] = []
+
+    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
+        assert seconds >= 0
+        self.phases.append(phase)
+
+    def adapter_failed(self, reason: LoadFailure) -> None:
+        self.failures.append(reason)
+
+
 class World:
     def __init__(self, slots: int = 3, wait_seconds: float = 5.0) -> None:
+        self.swaps = Swaps()
         self.registry = FakeRegistry()
         self.lora = FakeLora()
         self.loop = FakeLoop()
         self.manager = AdapterManager(
             cast(Any, self.registry),
             None,
-            AdapterLoader(cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base"),
+            AdapterLoader(
+                cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base", observer=self.swaps
+            ),
             AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds),
+            self.swaps,
         )
 
     def _bind(self, files: Mapping[str, bytes]) -> Any:
@@ -274,6 +294,44 @@ def test_no_free_slot_waits_for_a_request_to_end(world: World) -> None:
     assert world.pin(named("d")).slot == pins[1].slot
 
 
+def test_what_metrics_see_of_a_swap(world: World) -> None:
+    world.publish("a")
+    world.start()
+    assert world.swaps.phases == ["download", "bind", "upload", "flip"]
+    world.publish("b", attach=False)
+    world.registry.corrupt.add("b@1")
+    with pytest.raises(AdapterRejected):
+        world.pin(named("b"))
+    with pytest.raises(ModelNotFound):
+        world.pin(named("a", 9))
+    assert world.swaps.failures == ["rejected", "missing"]
+
+
+def test_routers_see_what_is_loaded_and_what_is_waited_for_by_the_names_that_clients_use() -> None:
+    world = World(slots=2).start()
+    for name in "ab":
+        world.publish(name, attach=False)
+        world.pin(named(name))
+    world.publish("a", attach=False)
+    world.publish("c", attach=False)
+    assert world.manager.pin(named("c")) is None
+    assert world.manager.pin(named("b", 7)) is None
+    snapshot = world.manager.snapshot()
+    assert snapshot.serving == ("a", "b")
+    assert snapshot.waiting == ("b@7", "c")
+    assert world.swaps.failures == []
+    world.manager.stop()
+    world.loop.stop()
+
+
+def test_a_version_that_is_not_current_is_shown_with_its_number(world: World) -> None:
+    world.publish("a")
+    world.publish("a")
+    world.start()
+    world.pin(named("a", 1))
+    assert world.manager.snapshot().serving == ("a", "a@1")
+
+
 def test_no_free_slot_for_too_long_is_overloaded() -> None:
     world = World(slots=2, wait_seconds=0.0).start()
     for name in "ab":
@@ -282,6 +340,7 @@ def test_no_free_slot_for_too_long_is_overloaded() -> None:
     world.publish("c", attach=False)
     with pytest.raises(Overloaded, match="2 adapter slots"):
         world.pin(named("c"))
+    assert world.swaps.failures == ["no_slot"]
     world.manager.stop()
     world.loop.stop()
 

@@ -120,6 +120,19 @@ def test_after_idling_the_engine_waits_for_one_layer_only(stage: Stage) -> None:
     assert stage.log == ["layer"] * 6 + ["step", "layer"]
 
 
+def test_what_the_trainer_waits_is_counted(stage: Stage) -> None:
+    def trainer() -> None:
+        with stage.gate.training():
+            stage.compute("layer", 7.0)
+
+    with stage.engine_step():
+        stage.start(trainer)
+        stage.until_trainer_waits()
+        stage.compute("step", 0.25)
+    stage.finish()
+    assert stage.gate.training_waited == pytest.approx(0.25)
+
+
 def test_a_busy_engine_and_the_trainer_alternate_within_the_goal(stage: Stage) -> None:
     """Steps of 0.4 s leave 0.6 s of the goal: six layers of 0.1 s after each step."""
     steps = 5

@@ -190,7 +190,15 @@ def test_without_credit_the_trainer_waits_for_the_next_step() -> None:
     stage.step(2.0)
     assert stage.settled() == 1, "a piece of 50 is a debt of many steps"
     stage.finish(thread)
+    assert stage.gate.training_waited > 0
     assert stage.queued == 3
+
+
+def test_nothing_is_waited_for_on_an_idle_device() -> None:
+    stage = Stage()
+    with stage.gate.training():
+        stage.gate.give_way()
+    assert stage.gate.training_waited == 0
 
 
 def test_misuse_is_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -58,21 +61,28 @@ def test_the_gauges_that_routers_read() -> None:
         slots_total=9, preemptions=0, guesses=10, guesses_right=7,
     )  # fmt: skip
     snapshot = AdapterSnapshot(
-        "a@2", (LoadedAdapter(AdapterPin("a@1", "d", 1), 2), LoadedAdapter(AdapterPin("a@2", "e", 2), 0))
+        "a@2",
+        (LoadedAdapter(AdapterPin("a@1", "d", 1), 2), LoadedAdapter(AdapterPin("a@2", "e", 2), 0)),
+        serving=("a@1", "a"),
+        waiting=("b", "c@7"),
     )
     metrics = EngineMetrics(CollectorRegistry())
     metrics.registry.register(
         StateCollector("qwen", lambda: LoopStatus(counts, 3, True, True, 7, 0), lambda: snapshot, lambda: True, 8)
     )
+    began = time.time()
     text = generate_latest(metrics.registry).decode()
+    routed = re.search(r"vllm:lora_requests_info{(.+)} (\S+)", text)
+    assert routed is not None
+    assert routed[1] == 'max_lora="8",running_lora_adapters="a@1,a",waiting_lora_adapters="b,c@7"'
+    assert began <= float(routed[2]) <= time.time(), "the value says which of several is the newest"
     for line in (
-        'vllm:num_requests_running{model_name="qwen"} 2.0',
-        'vllm:num_requests_waiting{model_name="qwen"} 4.0',
-        'vllm:kv_cache_usage_perc{model_name="qwen"} 0.25',
-        'vllm:lora_requests_info{max_lora="8",running_lora_adapters="a@1",waiting_lora_adapters=""} 1.0',
-        'vllm:spec_decode_num_drafts_total{model_name="qwen"} 10.0',
-        'vllm:spec_decode_num_draft_tokens_total{model_name="qwen"} 10.0',
-        'vllm:spec_decode_num_accepted_tokens_total{model_name="qwen"} 7.0',
+        'vllm:num_requests_running{engine="0",model_name="qwen"} 2.0',
+        'vllm:num_requests_waiting{engine="0",model_name="qwen"} 4.0',
+        'vllm:kv_cache_usage_perc{engine="0",model_name="qwen"} 0.25',
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="qwen"} 10.0',
+        'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="qwen"} 10.0',
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="qwen"} 7.0',
         'temper_engine_adapter_requests{adapter="a@1"} 2.0',
         'temper_engine_attached_adapter{adapter="a@2"} 1.0',
         "temper_engine_training 1.0",

@@ -11,6 +11,7 @@ from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.job_records import spec_json, spec_sha, versions_needed
 from services.common.jobs import Job, JobEvent, JobState, Spec
 from services.common.names import AdapterVersion
+from services.common.queue_depth import QueueDepth
 from services.common.store import ObjectNotFound, PreconditionFailed, StoredObject
 
 
@@ -81,6 +82,11 @@ class MemoryQueue:
 
     async def ping(self) -> None:
         self._check()
+
+    async def depth(self) -> QueueDepth:
+        self._check()
+        states = [job.state for job in self.jobs.values()]
+        return QueueDepth(states.count(JobState.QUEUED), states.count(JobState.RUNNING), 0, 0.0)
 
     async def submitted(self, idempotency_key: str, request_sha: str) -> Job | None:
         self._check()

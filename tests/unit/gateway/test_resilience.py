@@ -195,6 +195,20 @@ def test_metrics(running: Running, http: httpx.Client) -> None:
         assert f"temper_gateway_{name}_seconds_count" in text
     assert 'temper_gateway_tokens_total{kind="completion"}' in text
     assert 'temper_gateway_engines{state="ready"} 1.0' in text
+    assert "temper_gateway_ready 1.0" in text
+    assert "temper_gateway_draining 0.0" in text
+    assert 'temper_build_info{service="gateway",version="' in text
+
+
+def test_queues_are_in_the_metrics_while_redis_answers(start: Starter) -> None:
+    running = start(FakeEngine())
+    with httpx.Client(base_url=running.url) as http:
+        assert 'temper_gateway_jobs{queue="training",state="queued"} 0.0' in http.get("/metrics").text
+        running.queue.down = True
+        running.gateway.queues._due = 0.0
+        text = http.get("/metrics").text
+    assert "temper_gateway_redis_up 0.0" in text
+    assert "temper_gateway_jobs{" not in text
 
 
 def test_keep_alive(start: Starter) -> None:

@@ -1,0 +1,11 @@
+"""The rules, one module a group."""
+
+from __future__ import annotations
+
+from observability.alerts.adapters import ADAPTERS
+from observability.alerts.platform import PLATFORM
+from observability.alerts.serving import SERVING
+from observability.alerts.training import TRAINING
+from observability.rules import Group
+
+GROUPS: tuple[Group, ...] = (SERVING, TRAINING, ADAPTERS, PLATFORM)

@@ -1,0 +1,207 @@
+"""Requests that fail, come late, or wait."""
+
+from __future__ import annotations
+
+from observability.alerts.cases import ENGINE, GATEWAY, PLACE, fires, once, quiet, rising, series, steady
+from observability.objectives import ERRORS, ITL_SECONDS, LATE, TTFT_SECONDS
+from observability.rules import Alert, Group, Recording
+from observability.series import PLACE as BY
+from observability.series import ours, rate, total
+
+_WINDOWS = ("5m", "30m", "1h", "6h")
+_API = 'route=~"/v1/.*"'
+_READY = 'state="ready"'
+_FAST, _SLOW = 14.4, 6
+"""Times the rate at which the budget would last for 30 days: it is gone in two days, in five.
+https://sre.google/workbook/alerting-on-slos/"""
+_REQUESTS = {**GATEWAY, "method": "POST", "route": "/v1/chat/completions"}
+
+
+def _ratio(window: str) -> str:
+    return f"temper:gateway_errors:ratio_rate{window}"
+
+
+def _errors(window: str) -> Recording:
+    failed = total(rate(ours("temper_gateway_requests_total", _API, 'status=~"5.."'), window), BY)
+    everything = total(rate(ours("temper_gateway_requests_total", _API), window), BY)
+    # Without any failure there is no series of one: the share is 0 then, not nothing.
+    return Recording(_ratio(window), f"({failed} or 0 * {everything})\n/ {everything}")
+
+
+def _burns(factor: float, long: str, short: str) -> str:
+    limit = f"{factor:g} * {ERRORS:g}"
+    return f"{_recorded(_ratio(long))} > {limit}\nand {_recorded(_ratio(short))} > {limit}"
+
+
+def _recorded(name: str) -> str:
+    return ours(name)
+
+
+def _late(name: str, bound: float) -> str:
+    """Share of observations above a bound, where there are enough to say."""
+    within = total(rate(ours(f"{name}_bucket", f'le="{bound:g}"'), "10m"), BY)
+    everything = total(rate(ours(f"{name}_count"), "10m"), BY)
+    return f"1 - {within} / {everything} > {LATE:g}\nand {everything} > 0.05"
+
+
+def _answers(failing: float) -> dict[str, str]:
+    """100 requests a minute, of which so many fail."""
+    return {
+        series("temper_gateway_requests_total", _REQUESTS, status="200"): rising(100 - failing, minutes=500),
+        series("temper_gateway_requests_total", _REQUESTS, status="503"): rising(failing, minutes=500),
+    }
+
+
+def _latency(name: str, bound: float, within: float) -> dict[str, str]:
+    """100 observations a minute, of which so many are within a bound."""
+    return {
+        series(f"{name}_bucket", GATEWAY, le=f"{bound:g}"): rising(within),
+        series(f"{name}_count", GATEWAY): rising(100),
+    }
+
+
+_TTFT, _ITL = "temper_gateway_time_to_first_token_seconds", "temper_gateway_inter_token_latency_seconds"
+
+SERVING = Group(
+    "serving",
+    recordings=tuple(_errors(window) for window in _WINDOWS),
+    alerts=(
+        Alert(
+            "TemperNoEngineReady",
+            f"max by ({BY}) ({ours('temper_gateway_engines', _READY)}) == 0",
+            2,
+            "critical",
+            "No engine is ready: nothing can be served",
+            "No gateway of release {{ $labels.release }} in {{ $labels.namespace }} has an engine that takes requests. "
+            "Completions are answered with 503.",
+            (
+                fires({series("temper_gateway_engines", GATEWAY, state="ready"): steady(0)}, "5m", PLACE),
+                quiet({series("temper_gateway_engines", GATEWAY, state="ready"): steady(1)}, "5m"),
+            ),
+        ),
+        Alert(
+            "TemperErrorBudgetBurnsFast",
+            _burns(_FAST, "1h", "5m"),
+            2,
+            "critical",
+            "Many requests fail",
+            "{{ $value | humanizePercentage }} of the requests of the last hour were answered with a status of 500 and "
+            "above; at this rate the month's budget is gone in two days.",
+            (
+                fires(_answers(10), "70m", PLACE, "10%"),
+                quiet(_answers(5), "70m"),
+                # It is over: the short window has forgotten it.
+                quiet(
+                    {
+                        series("temper_gateway_requests_total", _REQUESTS, status="200"): rising(100),
+                        series("temper_gateway_requests_total", _REQUESTS, status="503"): "0+60x60 3600x60",
+                    },
+                    "75m",
+                ),
+            ),
+        ),
+        Alert(
+            "TemperErrorBudgetBurnsSlowly",
+            _burns(_SLOW, "6h", "30m"),
+            15,
+            "warning",
+            "Requests fail steadily",
+            "{{ $value | humanizePercentage }} of the requests of the last six hours were answered with a status of "
+            "500 and above; at this rate the month's budget is gone in five days.",
+            (fires(_answers(5), "400m", PLACE, "5%"), quiet(_answers(2), "400m")),
+        ),
+        Alert(
+            "TemperFirstTokenLate",
+            _late(_TTFT, TTFT_SECONDS),
+            10,
+            "warning",
+            "First tokens are late",
+            f"{{{{ $value | humanizePercentage }}}} of the completions waited longer than {TTFT_SECONDS:g} s for their "
+            "first token.",
+            (
+                fires(_latency(_TTFT, TTFT_SECONDS, 90), "30m", PLACE, "10%"),
+                quiet(_latency(_TTFT, TTFT_SECONDS, 97), "30m"),
+            ),
+        ),
+        Alert(
+            "TemperTokensLate",
+            _late(_ITL, ITL_SECONDS),
+            10,
+            "warning",
+            "Tokens come slowly",
+            f"{{{{ $value | humanizePercentage }}}} of the times between tokens were above {ITL_SECONDS * 1000:g} ms.",
+            (
+                fires(_latency(_ITL, ITL_SECONDS, 80), "30m", PLACE, "20%"),
+                quiet(_latency(_ITL, ITL_SECONDS, 99), "30m"),
+            ),
+        ),
+        Alert(
+            "TemperRequestsWait",
+            f"avg by ({BY}) (avg_over_time({ours('vllm:num_requests_waiting')}[5m])) > 16",
+            10,
+            "warning",
+            "Requests wait for the engines",
+            "{{ $value | humanize }} requests wait in each engine of release {{ $labels.release }}: more come than the "
+            "engines serve.",
+            (
+                fires({series("vllm:num_requests_waiting", ENGINE): steady(40)}, "30m", PLACE, "40"),
+                quiet({series("vllm:num_requests_waiting", ENGINE): steady(4)}, "30m"),
+                quiet({series("vllm:num_requests_waiting", ENGINE): "4x10 90x3 4x60"}, "20m"),
+            ),
+        ),
+        Alert(
+            "TemperKvCacheFull",
+            f"{ours('vllm:kv_cache_usage_perc')} > 0.95",
+            10,
+            "warning",
+            "An engine's KV cache is full",
+            "Live sequences use {{ $value | humanizePercentage }} of the KV blocks of {{ $labels.pod }}: new ones "
+            "wait, and running ones may be computed again.",
+            (
+                fires({series("vllm:kv_cache_usage_perc", ENGINE): steady(0.99)}, "15m", ENGINE, "99%"),
+                quiet({series("vllm:kv_cache_usage_perc", ENGINE): steady(0.9)}, "15m"),
+            ),
+        ),
+        Alert(
+            "TemperPreemptions",
+            f"rate({ours('temper_engine_preemptions_total')}[10m]) > 0.1",
+            15,
+            "warning",
+            "An engine computes sequences again",
+            "{{ $labels.pod }} takes blocks from {{ $value | humanize }} running sequences a second and computes them "
+            "again later: KV is too small for what runs.",
+            (
+                fires({series("temper_engine_preemptions_total", ENGINE): rising(30)}, "40m", ENGINE, "500m"),
+                quiet({series("temper_engine_preemptions_total", ENGINE): rising(1)}, "40m"),
+            ),
+        ),
+        Alert(
+            "TemperStepsFail",
+            f"increase({ours('temper_engine_failed_steps_total')}[10m]) > 0",
+            0,
+            "critical",
+            "Engine steps fail",
+            "{{ $labels.pod }} had failed steps in the last ten minutes; every request in one ended with an error.",
+            (
+                fires({series("temper_engine_failed_steps_total", ENGINE): once(0, 5, 2)}, "8m", ENGINE),
+                quiet({series("temper_engine_failed_steps_total", ENGINE): once(0, 5, 2)}, "30m"),
+            ),
+        ),
+        Alert(
+            "TemperBreakerOpen",
+            f"max by ({BY}, engine) ({ours('temper_gateway_engine_breaker')}) == 2",
+            2,
+            "warning",
+            "An engine gets no requests because too many failed",
+            "Gateways send nothing to {{ $labels.engine }} but a request now and then to try it.",
+            (
+                fires(
+                    {series("temper_gateway_engine_breaker", GATEWAY, engine="10.0.0.7:50051"): steady(2)},
+                    "5m",
+                    {**PLACE, "engine": "10.0.0.7:50051"},
+                ),
+                quiet({series("temper_gateway_engine_breaker", GATEWAY, engine="10.0.0.7:50051"): steady(0)}, "5m"),
+            ),
+        ),
+    ),
+)

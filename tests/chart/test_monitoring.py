@@ -1,0 +1,80 @@
+"""Alerts, dashboards and what Prometheus scrapes, as the chart installs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.chart.render import CHART, NAMESPACE, RELEASE, Rendered, render, values_file
+
+WATCHED = {"monitoring": {"enabled": True, "runbooksUrl": "https://wiki.example.com/temper/"}}
+
+
+@pytest.fixture(scope="module")
+def watched() -> Rendered:
+    return render(WATCHED)
+
+
+def test_there_are_rules_and_dashboards() -> None:
+    assert len(list(CHART.glob("rules/*.yaml"))) >= 4
+    assert {path.stem for path in CHART.glob("dashboards/*.json")} == {"serving", "training", "adapters", "cluster"}
+
+
+def test_every_rule_is_installed_for_this_release(watched: Rendered) -> None:
+    files = [yaml.safe_load(path.read_text()) for path in CHART.glob("rules/*.yaml")]
+    wanted = {
+        rule.get("alert") or rule["record"] for file in files for group in file["groups"] for rule in group["rules"]
+    }
+    found = [rule for one in watched.of("PrometheusRule") for group in one["spec"]["groups"] for rule in group["rules"]]
+    assert {rule.get("alert") or rule["record"] for rule in found} == wanted
+    for rule in found:
+        assert '=~".*"' not in rule["expr"]
+        assert f'namespace="{NAMESPACE}"' in rule["expr"] or "temper" in rule["expr"]
+        if "alert" in rule:
+            assert rule["annotations"]["runbook_url"] == f"https://wiki.example.com/temper/{rule['alert']}.md"
+            assert (CHART.parents[1] / "docs" / "runbooks" / f"{rule['alert']}.md").exists()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: .ci/tools installs it")
+def test_promtool_takes_them_as_installed(watched: Rendered, tmp_path: Path) -> None:
+    for rules in watched.of("PrometheusRule"):
+        file = tmp_path / f"{rules['metadata']['name']}.yaml"
+        file.write_text(yaml.safe_dump(rules["spec"]))
+        done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_dashboards_are_whole(watched: Rendered) -> None:
+    maps = [one for one in watched.of("ConfigMap") if one["metadata"]["labels"].get("grafana_dashboard")]
+    assert len(maps) == 4
+    for one in maps:
+        ((name, text),) = one["data"].items()
+        assert json.loads(text)["title"]
+        assert "RUNBOOKS_URL" not in text
+        assert len(text.encode()) < 1_000_000, "a ConfigMap has 1 MiB"
+        original = json.loads((CHART / "dashboards" / name).read_text())
+        assert json.loads(text).keys() == original.keys()
+
+
+def test_scraped_series_have_the_labels_that_rules_ask_for(watched: Rendered) -> None:
+    for kind, component in (("ServiceMonitor", "gateway"), ("PodMonitor", "engine")):
+        (monitor,) = watched.of(kind)
+        spec = monitor["spec"]
+        (endpoint,) = spec.get("endpoints") or spec["podMetricsEndpoints"]
+        labels = {entry["targetLabel"]: entry["replacement"] for entry in endpoint["relabelings"]}
+        assert labels == {"release": RELEASE, "component": component}
+
+
+def test_what_scales_engines_is_exported() -> None:
+    """By the page of metrics, which a test compares with the code."""
+    exported = set(re.findall(r"^\| `([^`]+)`", (CHART.parents[1] / "docs/guides/metrics.md").read_text(), re.M))
+    (scaled,) = render(values_file("multi-gpu")).of("ScaledObject")
+    for trigger in scaled["spec"]["triggers"]:
+        (name,) = re.findall(r"\(([a-z_:]+)\{", trigger["metadata"]["query"])
+        assert name in exported

@@ -1,0 +1,113 @@
+"""What an engine exports, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.engine.adapter_ports import AdapterSnapshot
+from services.engine.exports import Sources, export
+from services.engine.limits import Counts
+from services.engine.memory.plan import MemoryPlan
+from services.engine.metrics import EngineMetrics
+from services.engine.ports import LoopStatus
+from services.engine.request import BASE_PIN, FinishReason, Request, SamplingParams
+from services.engine.updates import Finished
+
+PLAN = MemoryPlan(
+    budget=1000, weights=400, workspace=50, states=60, adapters=70, kv=200, training=100, num_blocks=21, block_size=16,
+    sampler=5, graphs=15,
+)  # fmt: skip
+COUNTS = Counts(2, 1, 5, 3, 20, 2, 1, 9, 4)
+
+Scraped = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(metrics: EngineMetrics) -> Scraped:
+    text = generate_latest(metrics.registry).decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def metrics() -> EngineMetrics:
+    metrics = EngineMetrics(CollectorRegistry())
+    sources = Sources(
+        model_name="qwen",
+        status=lambda: LoopStatus(COUNTS, 0, True, False, 7, 0),
+        adapters=lambda: AdapterSnapshot("", ()),
+        training=lambda: False,
+        adapter_slots=8,
+        memory=PLAN,
+        device_memory=lambda: {"total": 2000, "reserved": 900},
+        training_waited=lambda: 1.5,
+    )
+    export(metrics, sources)
+    return metrics
+
+
+def finished(prompt: int, output: int, *, cached: int, ran: bool = True) -> Finished:
+    request = Request("r", (1,) * prompt, SamplingParams(max_tokens=9), BASE_PIN)
+    at = 10.5 if ran else None
+    first = 11.0 if ran else None
+    reason = FinishReason.STOP if ran else FinishReason.ABORT
+    return Finished(request, [1] * output, [], reason, cached, 0, at, first)  # type: ignore[arg-type]
+
+
+def test_a_request_is_counted_once_and_shown_under_both_names(metrics: EngineMetrics) -> None:
+    metrics.request_done(finished(100, 5, cached=64), submitted_at=10.0, now=13.0)
+    metrics.request_done(finished(30, 0, cached=0, ran=False), submitted_at=10.0, now=10.0)
+    found = scrape(metrics)
+    vllm = {("model_name", "qwen"), ("engine", "0")}
+    for ours, theirs, value in (
+        ("temper_engine_prompt_tokens_total", "vllm:prompt_tokens_total", 100),
+        ("temper_engine_prompt_tokens_total", "vllm:prefix_cache_queries_total", 100),
+        ("temper_engine_cached_tokens_total", "vllm:prefix_cache_hits_total", 64),
+        ("temper_engine_output_tokens_total", "vllm:generation_tokens_total", 5),
+        ("temper_engine_time_to_first_token_seconds_sum", "vllm:time_to_first_token_seconds_sum", 1.0),
+        ("temper_engine_time_per_output_token_seconds_sum", "vllm:request_time_per_output_token_seconds_sum", 0.5),
+        ("temper_engine_request_seconds_sum", "vllm:e2e_request_latency_seconds_sum", 3.0),
+        ("temper_engine_queue_seconds_count", "vllm:request_queue_time_seconds_count", 1),
+    ):
+        assert found[ours, frozenset()] == found[theirs, frozenset(vllm)] == value
+    assert found["vllm:request_success_total", frozenset({*vllm, ("finished_reason", "stop")})] == 1
+    bucket = {*vllm, ("le", "1.0")}
+    assert found["vllm:time_to_first_token_seconds_bucket", frozenset(bucket)] == 1
+
+
+def test_who_has_the_memory(metrics: EngineMetrics) -> None:
+    found = scrape(metrics)
+    owners = {dict(labels)["owner"]: v for (name, labels), v in found.items() if name.endswith("memory_plan_bytes")}
+    assert owners["weights"] == 400
+    assert owners["free"] == 100
+    assert sum(owners.values()) == PLAN.budget
+    assert found["temper_engine_device_memory_bytes", frozenset({("kind", "reserved")})] == 900
+
+
+def test_state_that_is_read_at_the_scrape(metrics: EngineMetrics) -> None:
+    found = scrape(metrics)
+    assert found["temper_engine_ready", frozenset()] == 0
+    assert found["temper_engine_draining", frozenset()] == 1
+    assert found["temper_engine_attached_adapter", frozenset({("adapter", "base")})] == 1
+    assert found["temper_trainer_gate_wait_seconds_total", frozenset()] == 1.5
+    config = frozenset({("block_size", "16"), ("num_gpu_blocks", "20"), ("engine", "0")})
+    assert found["vllm:cache_config_info", config] == 1
+
+
+def test_each_process_says_which_version_it_is(metrics: EngineMetrics) -> None:
+    (build,) = [dict(labels) for name, labels in scrape(metrics) if name == "temper_build_info"]
+    assert build.keys() == {"version", "service"}
+    assert build["service"] == "engine"
+
+
+def test_swaps_are_measured_by_phase(metrics: EngineMetrics) -> None:
+    assert scrape(metrics)["temper_engine_adapter_load_failures_total", frozenset({("reason", "rejected")})] == 0
+    metrics.adapter_phase("upload", 0.02)
+    metrics.adapter_failed("rejected")
+    found = scrape(metrics)
+    assert found["temper_engine_adapter_load_seconds_count", frozenset({("phase", "upload")})] == 1
+    assert found["temper_engine_adapter_load_failures_total", frozenset({("reason", "rejected")})] == 1

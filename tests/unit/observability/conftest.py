@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from observability.catalogue import exported
+from observability.foreign import FOREIGN
+
+Promtool = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Promtool:
+    """Runs promtool. It is Debian's package prometheus, which .ci/tools installs."""
+    path = shutil.which("promtool")
+    if path is None:
+        reason = "promtool is not on PATH: apt-get install prometheus, or see .ci/tools"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [path, *map(str, arguments)], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ours() -> dict[str, frozenset[str]]:
+    """Sample names that our code exports, with their labels."""
+    found: dict[str, frozenset[str]] = {}
+    for metric in exported():
+        for name in metric.sample_names:
+            found[name] = found.get(name, frozenset()) | metric.labels_of(name)
+    return found
+
+
+@pytest.fixture(scope="session")
+def theirs() -> dict[str, frozenset[str]]:
+    """The same of other exporters."""
+    return {name: labels for other in FOREIGN for name, labels in other.series.items()}

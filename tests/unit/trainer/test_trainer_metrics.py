@@ -1,0 +1,55 @@
+"""The running job's numbers, as Prometheus reads them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from services.common.jobs import JobProgress
+from services.trainer.metrics import TrainerMetrics
+
+STEP = {"loss": 0.5, "reward_mean": 0.75, "kl": 0.01, "tokens_per_second": 200.0, "train_seconds": 2.0, "lr": 1e-4}
+
+
+def test_a_job_is_shown_while_it_runs_and_gone_afterwards() -> None:
+    registry = CollectorRegistry()
+    metrics = TrainerMetrics(registry)
+    metrics.job_began("grpo")
+    metrics.progress("grpo", JobProgress(step=0, total_steps=8), {})
+    metrics.progress("grpo", JobProgress(step=1, total_steps=8), STEP)
+    metrics.progress("grpo", JobProgress(step=2, total_steps=8), {**STEP, "loss": 0.25})
+    text = generate_latest(registry).decode()
+    for line in (
+        "temper_trainer_running 1.0",
+        'temper_trainer_job_step{kind="grpo"} 2.0',
+        'temper_trainer_job_total_steps{kind="grpo"} 8.0',
+        'temper_trainer_job_loss{kind="grpo"} 0.25',
+        'temper_trainer_job_reward{kind="grpo"} 0.75',
+        'temper_trainer_job_kl{kind="grpo"} 0.01',
+        'temper_trainer_job_tokens_per_second{kind="grpo"} 200.0',
+        'temper_trainer_tokens_total{kind="grpo"} 800.0',
+    ):
+        assert line in text
+    metrics.job_ended()
+    text = generate_latest(registry).decode()
+    assert 'temper_trainer_job_step{kind="grpo"}' not in text
+    assert 'temper_trainer_job_loss{kind="grpo"}' not in text
+    assert 'temper_trainer_tokens_total{kind="grpo"} 800.0' in text
+
+
+def test_outcomes_are_there_before_the_first_job() -> None:
+    """Or alerts would not see the first failure."""
+    registry = CollectorRegistry()
+    TrainerMetrics(registry)
+    text = generate_latest(registry).decode()
+    assert 'temper_trainer_jobs_total{outcome="crashed"} 0.0' in text
+    assert 'temper_trainer_jobs_total{outcome="failed"} 0.0' in text
+
+
+def test_a_job_without_a_reward_shows_none() -> None:
+    registry = CollectorRegistry()
+    metrics = TrainerMetrics(registry)
+    metrics.job_began("sft")
+    metrics.progress("sft", JobProgress(step=1, total_steps=2), {"loss": 1.0})
+    text = generate_latest(registry).decode()
+    assert 'temper_trainer_job_loss{kind="sft"} 1.0' in text
+    assert "temper_trainer_job_reward{" not in text
