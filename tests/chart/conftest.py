@@ -8,6 +8,7 @@ import pytest
 
 from tests.chart.combinations import Values, combinations
 from tests.chart.render import Rendered, merged, render
+from tests.promtool import promtool  # noqa: F401 - a fixture
 
 COMBINATIONS = combinations()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.chart.render import CHART, NAMESPACE, RELEASE, Rendered, render, values_file
+from tests.promtool import Promtool
 
 WATCHED = {"monitoring": {"enabled": True, "runbooksUrl": "https://wiki.example.com/temper/"}}
 
@@ -41,12 +40,11 @@ def test_every_rule_is_installed_for_this_release(watched: Rendered) -> None:
             assert (CHART.parents[1] / "docs" / "runbooks" / f"{rule['alert']}.md").exists()
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: .ci/tools installs it")
-def test_promtool_takes_them_as_installed(watched: Rendered, tmp_path: Path) -> None:
+def test_promtool_takes_them_as_installed(watched: Rendered, promtool: Promtool, tmp_path: Path) -> None:
     for rules in watched.of("PrometheusRule"):
         file = tmp_path / f"{rules['metadata']['name']}.yaml"
         file.write_text(yaml.safe_dump(rules["spec"]))
-        done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True)
+        done = promtool("check", "rules", file)
         assert done.returncode == 0, done.stderr
 
 

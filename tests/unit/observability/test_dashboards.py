@@ -18,7 +18,7 @@ from observability.boards import BOARDS
 from observability.foreign import TARGET
 from observability.promql import asked
 from observability.render import render
-from tests.unit.observability.conftest import Promtool
+from tests.promtool import Promtool
 
 Labels = dict[str, frozenset[str]]
 QUERIES = [

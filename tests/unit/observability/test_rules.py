@@ -14,7 +14,7 @@ from observability.objectives import ITL_SECONDS, TTFT_SECONDS
 from observability.promql import asked
 from observability.rules import Alert, Case, Group
 from observability.series import ANY_NAMESPACE, ANY_RELEASE
-from tests.unit.observability.conftest import Promtool
+from tests.promtool import Promtool
 
 ROOT = Path(__file__).resolve().parents[3]
 RUNBOOKS = ROOT / "docs" / "runbooks"
