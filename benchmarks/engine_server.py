@@ -14,7 +14,9 @@ from typing import Any
 
 from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.serving import Case, measure
+from services.common.tracing import open_tracer
 from services.engine.health import HealthReporter, ProcessHealth, Vitals
+from services.engine.request_traces import RequestTraces
 from services.engine.server import Serving, bind, make_server
 from services.pod.preflight import use_kernel_cache
 
@@ -53,9 +55,10 @@ def main() -> None:
     settings = settings_for(options.model, options.device, quantization=options.quant, kv_cache_dtype=options.kv)
     only_warnings()
     use_kernel_cache(settings)
-    engine = InProcessEngine(settings)
+    tracer = open_tracer(settings, "engine")
+    engine = InProcessEngine(settings, observer=RequestTraces(tracer) if tracer.on else None)
     try:
-        for case in options.cases.split(","):
+        for case in filter(None, options.cases.split(",")):
             _print(measure(engine, Case.parse(case)))
         asyncio.run(serve(engine))
     finally:

@@ -16,7 +16,7 @@ import structlog
 from benchmarks.adapters import GeneratedAdapters, adapter_name
 from services.engine.model.config import ModelConfig
 from services.engine.pipeline import Pipeline
-from services.engine.ports import Submission
+from services.engine.ports import EngineObserver, Submission
 from services.engine.request import SamplingParams
 from services.engine.settings import EngineSettings
 from services.engine.updates import SequenceUpdate
@@ -63,9 +63,12 @@ class InProcessEngine:
     Args:
         settings: prefix_cache and trainer are switched off; adapter_slots grows to the adapters and two to swap.
         adapters: how many different LoRA adapters requests use; request i uses adapter i mod ``adapters``.
+        observer: told what happens.
     """
 
-    def __init__(self, settings: EngineSettings, *, adapters: int = 0, rank: int = 16) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, adapters: int = 0, rank: int = 16, observer: EngineObserver | None = None
+    ) -> None:
         config = ModelConfig.from_directory(settings.model)
         self.adapters = adapters
         self.registry = GeneratedAdapters(config, count=adapters, rank=rank)
@@ -80,7 +83,7 @@ class InProcessEngine:
             }
         )
         use_threads(settings)
-        self.engine: Engine = build_engine(settings, self.registry, None)
+        self.engine: Engine = build_engine(settings, self.registry, None, observer)
         settle()
         self.engine.start()
         self.vocab_size = config.vocab_size
