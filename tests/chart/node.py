@@ -15,7 +15,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ _ENTRY = re.compile(r"^ENTRYPOINT (\[.*\])$", re.MULTILINE)
 _ANY = "0.0.0.0"
 _APP = "/app"
 """WORKDIR of the images."""
+_PROGRAMS: Mapping[str, Callable[[], str]] = {
+    "python": lambda: sys.executable,
+    "valkey-server": lambda: str(get_binary_path()),
+}
 
 
 class NotReady(Exception):
@@ -143,8 +147,9 @@ class Node:
         (container,) = workload.containers
         address = self.address(name)
         volumes = self._volumes(name, container, address)
-        texts = [*self._command(container), *container.args]
-        argv = [self._mapped(text, address, volumes) for text in texts]
+        program, *texts = [*self._command(container), *container.args]
+        # The program is this machine's, wherever that is; what it is told is the manifest's.
+        argv = [_PROGRAMS[program](), *(self._mapped(text, address, volumes) for text in texts)]
         env = {key: self._mapped(text, address, volumes) for key, text in container.env(self.outside).items()}
         log = self.directory / f"{name}.log"
         with log.open("ab") as out:
@@ -166,8 +171,7 @@ class Node:
             (dockerfile,) = (ROOT / "services").glob(f"{container.name}/Dockerfile")
             (entry,) = _ENTRY.findall(dockerfile.read_text())
             command = json.loads(entry)
-        programs = {"python": sys.executable, "valkey-server": str(get_binary_path())}
-        return [programs[command[0]], *command[1:]]
+        return command
 
     def _volumes(self, pod: str, container: Container, address: str) -> dict[str, str]:
         """Mount path → file or directory, with what Secrets and ConfigMaps put there."""
