@@ -14,10 +14,12 @@ from services.engine.model.config import ModelConfig
 from services.engine.model.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
 from services.engine.model.loader import copies_head
 from services.engine.model.lora import LoraSlots
+from services.engine.model.lora_targets import target_shapes
 from services.engine.plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.way_out import way_out
+from services.trainer.memory import Workload, estimate
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOGIT_COPIES = 4
@@ -34,6 +36,8 @@ _SPLITS = 8
 """Parts of a context in decode attention where the batch is large."""
 _SAMPLER_ROW = 64 * 2**10
 """Histograms and partial results of a row."""
+_USUAL_RANK, _USUAL_TOKENS = 16, 1024
+"""Of a modest job: its adapter, on all linear layers, and its largest microbatch."""
 WAITING_WRITES = 8
 """Of a recurrent state: a step of many decodes moves 76 KB a head instead of 128; with 4 it would be 83, with 16 75."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
@@ -263,9 +267,25 @@ def _plan(
         adapter_slots=settings.adapter_slots + 1,
         num_blocks=settings.num_blocks,
         kv_bytes=settings.kv_bytes_on_cpu if device.kind == "cpu" else int(settings.kv_cache_bytes),
-        training_bytes=None if settings.train_memory_bytes == 0 else int(settings.train_memory_bytes),
+        training_bytes=_training_bytes(settings),
+        training_floor=_usual_job(config, dtype) if device.kind == "cuda" else 0,
         useful_blocks=1 + settings.max_num_seqs * -(-context // settings.block_size),
     )
+
+
+def _training_bytes(settings: EngineSettings) -> int | None:
+    """None: the plan decides."""
+    if not settings.trainer:
+        return 0
+    return int(settings.train_memory_bytes) or None
+
+
+def _usual_job(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a modest job needs: without it a card that has hardly room for the model would serve, and refuse every
+    job."""
+    numbers = sum(_USUAL_RANK * (out + into) for out, into in target_shapes(config).values())
+    work = Workload(numbers, _USUAL_RANK, _USUAL_TOKENS, dtype.itemsize, "full", fused=True)
+    return estimate(config, work).total
 
 
 def count_parameters(config: ModelConfig) -> int:

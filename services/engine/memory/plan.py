@@ -124,6 +124,7 @@ def plan_memory(
     num_blocks: int = 0,
     kv_bytes: int = 0,
     training_bytes: int | None = None,
+    training_floor: int = 0,
     useful_blocks: int | None = None,
 ) -> MemoryPlan:
     """Divides the device.
@@ -135,6 +136,7 @@ def plan_memory(
         num_blocks: KV blocks, scratch included; 0: as many as fit ``kv_bytes``.
         kv_bytes: 0: what is left over.
         training_bytes: None: a quarter of what is left over.
+        training_floor: what training is to get of it even if that is more than a quarter, but no more than a half.
         useful_blocks: no more KV blocks than this when the number is chosen here.
 
     Raises:
@@ -144,7 +146,9 @@ def plan_memory(
     adapters = adapter_slots * footprint.adapter_slot
     fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
     left = budget - fixed - states - adapters
-    training = max(0, int(left * _TRAINING_SHARE)) if training_bytes is None else training_bytes
+    training = training_bytes
+    if training is None:
+        training = max(0, int(left * _TRAINING_SHARE), min(training_floor, left // 2))
     if num_blocks == 0:
         num_blocks = max(0, kv_bytes or left - training) // footprint.block
         if useful_blocks is not None:

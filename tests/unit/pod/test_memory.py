@@ -248,3 +248,19 @@ def test_settings_that_contradict_each_other_are_refused(monkeypatch: pytest.Mon
     chosen = settings(model=without_weights(tmp_path), device="cpu", mixed_prefill_tokens=63)
     with pytest.raises(InvalidRequest, match="settings: mixed_prefill_tokens must be at least 65"):
         build_engine(chosen, AdapterRegistry(ObjectStore(chosen), "test"), None)
+
+
+def test_a_small_card_serves_and_trains() -> None:
+    """By itself: what a modest job needs is more than a quarter of what the model leaves on 24 GB."""
+    chosen, made = plan(QWEN_4B, settings(), BF16, Device("cuda", "L4", (8, 9)), 22 * GIB)
+    assert made.training > 1.2 * GIB
+    assert made.kv >= made.training - GIB // 16
+    assert made.total <= made.budget
+    assert chosen.max_num_seqs >= 16
+
+
+def test_who_does_not_train_gives_kv_the_memory() -> None:
+    _, trains = plan(QWEN_4B, settings(), BF16, H200, 80 * GIB)
+    _, serves = plan(QWEN_4B, settings(trainer=False), BF16, H200, 80 * GIB)
+    assert serves.training == 0
+    assert serves.kv > trains.kv + 0.9 * trains.training
