@@ -97,7 +97,9 @@ class MemoryQueue:
             raise Conflict("the idempotency key was used with another request", param="idempotency_key")
         return self.jobs[known]
 
-    async def submit(self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None) -> Job:
+    async def submit(
+        self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None, traceparent: str = ""
+    ) -> Job:
         sha = request_sha or spec_sha(spec)
         if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha)):
             return known

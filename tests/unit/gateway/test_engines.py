@@ -207,7 +207,7 @@ async def test_an_engine_that_fails_gets_nothing_until_it_has_proved_itself(
     engines: list[FakeEngine], make: Maker
 ) -> None:
     bad, good = engines[:2]
-    pool = make([bad, good], breaker_failures=2, breaker_open_seconds=0.3)
+    pool = make([bad, good], breaker_failures=2, breaker_open_seconds=1.5)
     await until(lambda: len(ready(pool)) == 2)
     client = client_of(pool, bad)
     bad.behaviour = fails(engine_pb2.ERROR_CODE_INTERNAL, "a kernel failed")
