@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cli.output import CliError, ExitCode
+from cli.output import CliError, ExitCode, undisturbed
 from cli.ports import claim_ports
 from cli.up import ROOT
 
@@ -51,8 +51,9 @@ def running_stack(report: Callable[[str], None]) -> Iterator[str]:
         try:
             yield _url(process, lines)
         finally:
-            _stop(process)
-            reader.join(5.0)
+            with undisturbed():
+                _stop(process)
+                reader.join(5.0)
 
 
 def _environment() -> dict[str, str]:

@@ -82,6 +82,10 @@ class Output:
             self.out.print(table)
 
 
+_AGAIN_SECONDS = 1.0
+"""After a Ctrl-C, how long a command may go on before it is told again."""
+
+
 @contextlib.contextmanager
 def guarded(output: Output) -> Iterator[None]:
     """Turns a CliError or Ctrl-C into one line on standard error and the exit code."""
@@ -103,11 +107,17 @@ def guarded(output: Output) -> Iterator[None]:
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """Notes each Ctrl-C as it raises KeyboardInterrupt, which libraries may turn into errors of their own (pydantic
-    while it builds a model, as the openai client does at its first request)."""
+    while it builds a model, as the openai client does at its first request), and which is lost where Python calls
+    back and cannot raise (weak references, as of imports). So it is sent again while the command goes on."""
     noted: list[int] = []
+    again: list[threading.Timer] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         noted.append(number)
+        timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number))
+        timer.daemon = True
+        timer.start()
+        again.append(timer)
         signal.default_int_handler(number, frame)
 
     in_charge = threading.current_thread() is threading.main_thread()
@@ -118,4 +128,19 @@ def _interrupts() -> Iterator[list[int]]:
     try:
         yield noted
     finally:
+        for timer in again:
+            timer.cancel()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, Ctrl-C does nothing: for an end that must be orderly and takes a while."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -54,3 +54,18 @@ def test_errors() -> None:
 def test_nothing_wrong() -> None:
     ended = run("pass")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "after\n", "")
+
+
+def test_an_interrupt_that_was_lost_is_sent_again() -> None:
+    """Where Python cannot raise it, or a library makes something else of it."""
+    for lost in ("except KeyboardInterrupt: pass", "except BaseException: print('something else')"):
+        ended = run(f"try: {_INTERRUPTED}\n{lost}\ntime.sleep(30)")
+        assert ended.returncode == 130
+        assert ended.stderr == "interrupted\n"
+
+
+def test_an_orderly_end_is_not_disturbed() -> None:
+    body = "from cli.output import undisturbed\ntry: os.kill(os.getpid(), signal.SIGINT)\nfinally:\n"
+    body += "    with undisturbed(): time.sleep(1.5); os.kill(os.getpid(), signal.SIGINT); print('in order')"
+    ended = run(body)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "in order\n", "interrupted\n")
