@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,8 @@ def demo(directory: Path, *options: str, stderr: int = subprocess.STDOUT) -> sub
         cwd=ROOT,
         # TEMPER_* of another installation must not reach the demo's stack.
         env=clean_environment({"TMPDIR": str(scratch), "TEMPER_REDIS_URL": "redis://127.0.0.1:1/0"}),
+        # As in a terminal: a suite that a script put into the background ignores Ctrl-C, and so would its children.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
