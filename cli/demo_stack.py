@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cli.output import CliError, ExitCode, undisturbed
+from cli.interrupts import undisturbed
+from cli.output import CliError, ExitCode
 from cli.ports import claim_ports
 from cli.up import ROOT
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from cli.interrupts import noted_interrupts
 
 
 class ExitCode(enum.IntEnum):
@@ -82,14 +81,10 @@ class Output:
             self.out.print(table)
 
 
-_AGAIN_SECONDS = 1.0
-"""After a Ctrl-C, how long a command may go on before it is told again."""
-
-
 @contextlib.contextmanager
 def guarded(output: Output) -> Iterator[None]:
     """Turns a CliError or Ctrl-C into one line on standard error and the exit code."""
-    with _interrupts() as interrupts:
+    with noted_interrupts() as interrupts:
         try:
             yield
         except CliError as error:
@@ -102,45 +97,3 @@ def guarded(output: Output) -> Iterator[None]:
                 raise
             output.err.print("interrupted")
             raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Notes each Ctrl-C as it raises KeyboardInterrupt, which libraries may turn into errors of their own (pydantic
-    while it builds a model, as the openai client does at its first request), and which is lost where Python calls
-    back and cannot raise (weak references, as of imports). So it is sent again while the command goes on."""
-    noted: list[int] = []
-    again: list[threading.Timer] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number))
-        timer.daemon = True
-        timer.start()
-        again.append(timer)
-        signal.default_int_handler(number, frame)
-
-    in_charge = threading.current_thread() is threading.main_thread()
-    if not in_charge or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield noted
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        for timer in again:
-            timer.cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Inside, Ctrl-C does nothing: for an end that must be orderly and takes a while."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)

@@ -65,7 +65,16 @@ def test_an_interrupt_that_was_lost_is_sent_again() -> None:
 
 
 def test_an_orderly_end_is_not_disturbed() -> None:
-    body = "from cli.output import undisturbed\ntry: os.kill(os.getpid(), signal.SIGINT)\nfinally:\n"
+    body = "from cli.interrupts import undisturbed\ntry: os.kill(os.getpid(), signal.SIGINT)\nfinally:\n"
     body += "    with undisturbed(): time.sleep(1.5); os.kill(os.getpid(), signal.SIGINT); print('in order')"
     ended = run(body)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "in order\n", "interrupted\n")
+
+
+def test_what_a_command_does_at_its_end_is_not_told_again() -> None:
+    """Stopping a process and removing what it wrote may take longer than the pause before the next telling."""
+    ended = run(f"try: {_INTERRUPTED}\nfinally: time.sleep(2.5); print('in order')")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "in order\n", "interrupted\n")
+    again = "import threading; threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()"
+    ended = run(f"{again}\ntry: {_INTERRUPTED.partition(';')[0]}\nfinally: time.sleep(2.5); print('in order')")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")  # the user's own second one
