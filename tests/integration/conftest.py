@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis
@@ -12,9 +12,11 @@ from pydantic import SecretStr
 
 from cli.local_stores import s3_server, valkey_server
 from cli.ports import claim_ports
+from services.common.queue import JobConsumer, JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
+from tests.integration.jobs import RECLAIM, Consumers
 from tests.integration.servers import RunningServer
 
 ACCESS_KEY = "temper"
@@ -70,3 +72,23 @@ def store(s3: RunningServer, settings: CommonSettings) -> ObjectStore:
 @pytest.fixture
 def registry(store: ObjectStore, settings: CommonSettings) -> AdapterRegistry:
     return AdapterRegistry(store, settings.served_model_name)
+
+
+@pytest.fixture
+async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
+    queue = JobQueue(settings)
+    yield queue
+    await queue.aclose()
+
+
+@pytest.fixture
+def consumers(valkey: RunningServer, settings: CommonSettings) -> Iterator[Consumers]:
+    made: list[JobConsumer] = []
+
+    def make(owner: str) -> JobConsumer:
+        made.append(JobConsumer(settings, owner=owner, reclaim_seconds=RECLAIM))
+        return made[-1]
+
+    yield make
+    for consumer in made:
+        consumer.close()

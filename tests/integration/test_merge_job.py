@@ -23,7 +23,6 @@ from tests.integration.test_worker import (
     Spawn,
     events_of,
     finished,
-    queue,
     spawn,
     spec,
     trainer_settings,
@@ -32,7 +31,7 @@ from tests.integration.test_worker import (
 )
 from tests.integration.toy import BASE_DIGEST, SIZE, ToyHost, make_worker
 
-__all__ = ["queue", "spawn", "trainer_settings", "worker"]
+__all__ = ["spawn", "trainer_settings", "worker"]
 
 
 def merge(*sources: tuple[str, float], **fields: object) -> MergeJob:

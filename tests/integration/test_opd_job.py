@@ -13,7 +13,7 @@ from services.common.names import AdapterVersion
 from services.common.queue import JobQueue
 from services.common.registry import WEIGHTS, AdapterRegistry
 from services.trainer.jobs import prepare_run
-from tests.integration.test_rollout_job import Start, events, pod, queue, sampling, start, until  # noqa: F401
+from tests.integration.test_rollout_job import Start, events, pod, sampling, start, until  # noqa: F401
 from tests.rollout_support import TINY, Pod
 from tests.training_support import TrainingHost, random_adapter
 
@@ -51,7 +51,7 @@ def undisturbed(pod: Pod, spec: OpdJob) -> bytes:  # noqa: F811
 
 
 async def test_from_submit_to_a_version(
-    queue: JobQueue,  # noqa: F811
+    queue: JobQueue,
     registry: AdapterRegistry,
     start: Start,  # noqa: F811
     pod: Pod,  # noqa: F811
@@ -71,7 +71,7 @@ async def test_from_submit_to_a_version(
 
 
 async def test_what_did_not_come_nearer_is_not_published(
-    queue: JobQueue,  # noqa: F811
+    queue: JobQueue,
     registry: AdapterRegistry,
     start: Start,  # noqa: F811
     tutor: str,
@@ -85,7 +85,7 @@ async def test_what_did_not_come_nearer_is_not_published(
 
 
 async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
-    queue: JobQueue,  # noqa: F811
+    queue: JobQueue,
     registry: AdapterRegistry,
     start: Start,  # noqa: F811
     pod: Pod,  # noqa: F811
@@ -108,7 +108,7 @@ async def test_drained_in_the_middle_it_ends_as_if_it_had_not_been(
 
 
 async def test_a_teacher_that_is_gone_or_foreign_fails_the_job_at_once(
-    queue: JobQueue,  # noqa: F811
+    queue: JobQueue,
     registry: AdapterRegistry,
     start: Start,  # noqa: F811
     tutor: str,

@@ -15,7 +15,6 @@ from tests.integration.test_worker import (
     Spawn,
     events_of,
     finished,
-    queue,
     spawn,
     trainer_settings,
     until,
@@ -23,7 +22,7 @@ from tests.integration.test_worker import (
 )
 from tests.integration.toy import ToyRun, expected
 
-__all__ = ["queue", "spawn", "trainer_settings", "worker"]
+__all__ = ["spawn", "trainer_settings", "worker"]
 
 
 def job(metric: str = "eval_loss", min_gain: float = 0.0, *, steps: int = 12, **fields: object) -> SftJob:

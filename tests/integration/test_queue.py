@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import redis
 
 from services.common import scripts
-from services.common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from services.common.errors import Conflict, InvalidRequest, NotFound
 from services.common.job_records import job_id_of_entry, new_job_id
-from services.common.jobs import GrpoJob, JobEvent, JobProgress, JobState, SftExample, SftJob
-from services.common.queue import ClaimedJob, JobConsumer, JobLost, JobQueue
+from services.common.jobs import JobProgress, JobState
+from services.common.queue import JobConsumer, JobLost, JobQueue
 from services.common.queue_depth import QueueDepth
-from services.common.settings import CommonSettings
-from tests.integration.servers import RunningServer
-
-RECLAIM = 0.3
-Consumers = Callable[[str], JobConsumer]
-
-
-def sft(adapter: str = "math", **kw: object) -> SftJob:
-    return SftJob.model_validate(
-        {"adapter": adapter, "examples": [SftExample(prompt="1+1", completion="2")], "metadata": {"by": "test"}, **kw}
-    )
-
-
-@pytest.fixture
-async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
-    queue = JobQueue(settings)
-    yield queue
-    await queue.aclose()
-
-
-@pytest.fixture
-def consumers(valkey: RunningServer, settings: CommonSettings) -> Iterator[Consumers]:
-    made: list[JobConsumer] = []
-
-    def make(owner: str) -> JobConsumer:
-        made.append(JobConsumer(settings, owner=owner, reclaim_seconds=RECLAIM))
-        return made[-1]
-
-    yield make
-    for consumer in made:
-        consumer.close()
-
-
-async def read_events(queue: JobQueue, job_id: str, after: str | None = None) -> list[JobEvent]:
-    return [event async for event in queue.events(job_id, after)]
-
-
-def must_claim(consumer: JobConsumer) -> ClaimedJob:
-    claimed = consumer.claim(1)
-    assert claimed is not None
-    return claimed
+from tests.integration.jobs import RECLAIM, Consumers, must_claim, read_events, sft
 
 
 async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
@@ -347,101 +304,6 @@ async def test_parent_is_fixed_by_the_first_attempt(queue: JobQueue, consumers: 
     assert consumer.resolve_parent(again, "math@4") is None
 
 
-async def test_specs_straight_from_a_pipeline(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
-    text = '{"kind":"grpo","adapter":"math","prompt":"1+1=","completions":["2","3"],"rewards":[1,0]}'
-    entry = raw.xadd(scripts.STREAM, {"spec": text, "idempotency_key": "ci-1"})
-    raw.xadd(scripts.STREAM, {"spec": text, "idempotency_key": "ci-1"})
-    consumer = consumers("a")
-    claimed = must_claim(consumer)
-    assert isinstance(claimed.spec, GrpoJob)
-    assert claimed.id == job_id_of_entry(str(entry))
-    assert consumer.claim(0) is None, "the same key is the same job"
-    assert (await queue.submit(claimed.spec, idempotency_key="ci-1")).id == claimed.id
-    consumer.succeed(claimed, "math@1")
-    assert (await queue.get(claimed.id)).state is JobState.SUCCEEDED
-    assert [job.id for job in await queue.list()] == [claimed.id]
-    assert raw.xlen(scripts.STREAM) == 0
-
-
-async def test_pipeline_specs_are_seen_while_they_wait(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
-    entry = str(raw.xadd(scripts.STREAM, {"spec": sft("ci").model_dump_json(), "idempotency_key": "ci-2"}))
-    raw.xadd(scripts.STREAM, {"spec": "broken"})
-    consumer = consumers("busy")
-    for _ in range(2):
-        consumer.adopt_waiting()
-        (waiting,) = await queue.list()
-        assert (waiting.id, waiting.state) == (job_id_of_entry(entry), JobState.QUEUED)
-    assert raw.xlen(scripts.DEAD) == 0
-    claimed = must_claim(consumer)
-    assert claimed.id == waiting.id
-    consumer.succeed(claimed, "ci@1")
-    raw.xadd(scripts.STREAM, {"spec": sft("ci").model_dump_json()})
-    consumer.adopt_waiting()
-    (again, _) = await queue.list()
-    assert (await queue.cancel(again.id)).state is JobState.CANCELLED
-    assert consumer.claim(0) is None
-    assert raw.xlen(scripts.STREAM) == 0
-    assert raw.xlen(scripts.DEAD) == 1
-    raw.flushall()
-    consumer.forget_dead_consumers()
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"spec": "{"}, "invalid spec: Invalid JSON"),
-        ({"nothing": "here"}, "the fields nothing and needs spec"),
-        ({"spec": '{"kind":"sft","adapter":"../x","examples":[]}'}, "adapter"),
-        ({"spec": '{"kind":"sft","adapter":"x","examples":[{"prompt":"a","completion":"b"}],"typo":1}'}, "typo"),
-    ],
-)
-async def test_invalid_specs_end_in_the_dead_letter_stream(
-    fields: dict[str, str], reason: str, consumers: Consumers, raw: redis.Redis
-) -> None:
-    entry = raw.xadd(scripts.STREAM, fields)  # type: ignore[arg-type]
-    assert consumers("a").claim(0) is None
-    ((_, letter),) = raw.xrange(scripts.DEAD)
-    assert letter["entry"] == entry
-    assert reason in letter["reason"]
-    assert letter.get("spec", "") == fields.get("spec", "")
-    assert raw.xlen(scripts.STREAM) == 0
-
-
-async def test_an_entry_that_is_not_text_stops_nobody(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
-    spec = sft("x").model_dump_json().encode()
-    raw.xadd(scripts.STREAM, {"spec": spec.replace(b"1+1", b"\xff")})
-    raw.xadd(scripts.STREAM, {b"\xfe": b"\xff"})
-    job = await queue.submit(sft())
-    consumer = consumers("a")
-    consumer.adopt_waiting()
-    assert must_claim(consumer).id == job.id
-    assert [letter["reason"][:20] for _, letter in raw.xrange(scripts.DEAD)] == [
-        "invalid spec: Invali",
-        "the entry has the fi",
-    ]
-
-
-async def test_key_reused_by_a_pipeline_with_another_spec(
-    queue: JobQueue, consumers: Consumers, raw: redis.Redis
-) -> None:
-    await queue.submit(sft(), idempotency_key="k")
-    raw.xadd(scripts.STREAM, {"spec": sft(epochs=9).model_dump_json(), "idempotency_key": "k"})
-    consumer = consumers("a")
-    must_claim(consumer)
-    assert consumer.claim(0) is None
-    ((_, letter),) = raw.xrange(scripts.DEAD)
-    assert "another spec" in letter["reason"]
-
-
-async def test_duplicate_entry_of_a_job_is_dropped(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
-    job = await queue.submit(sft())
-    raw.xadd(scripts.STREAM, {"job": job.id})
-    consumer = consumers("a")
-    assert must_claim(consumer).id == job.id
-    assert consumer.claim(0) is None
-    assert raw.xlen(scripts.STREAM) == 1
-
-
 async def test_events_are_followed_and_resumed(queue: JobQueue, consumers: Consumers) -> None:
     job = await queue.submit(sft())
     consumer = consumers("a")
@@ -463,62 +325,6 @@ async def test_events_are_followed_and_resumed(queue: JobQueue, consumers: Consu
     assert await read_events(queue, job.id, followed[-1].id) == []
     with pytest.raises(InvalidRequest):
         await read_events(queue, job.id, "not an id")
-
-
-async def test_lost_scripts_and_groups_are_made_again(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
-    consumer = consumers("a")
-    await queue.submit(sft())
-    claimed = must_claim(consumer)
-    raw.script_flush()
-    consumer.heartbeat(claimed)
-    await queue.submit(sft())
-    consumer.succeed(claimed, "math@1")
-    raw.flushall()
-    assert consumer.claim(0) is None
-    await queue.submit(sft())
-    must_claim(consumer)
-
-
-@pytest.mark.parametrize("kill", [True, False])
-async def test_restart_loses_nothing(
-    kill: bool, queue: JobQueue, consumers: Consumers, valkey: RunningServer, raw: redis.Redis
-) -> None:
-    running, waiting = await queue.submit(sft()), await queue.submit(sft(), idempotency_key="k")
-    consumer = consumers("a")
-    claimed = must_claim(consumer)
-    consumer.report(claimed, JobProgress(step=1, total_steps=2), {"loss": 1.0})
-    if kill:
-        await asyncio.sleep(1.2)  # appendfsync everysec
-    with valkey.down(signal.SIGKILL if kill else signal.SIGTERM):
-        began = time.monotonic()
-        with pytest.raises(Unavailable, match="TEMPER_REDIS_URL"):
-            await queue.submit(sft())
-        with pytest.raises(Unavailable):
-            consumer.heartbeat(claimed)
-        assert time.monotonic() - began < 8
-    consumer.heartbeat(claimed)
-    consumer.succeed(claimed, "math@1")
-    assert (await queue.get(running.id)).metrics == {"loss": 1.0}
-    assert (await queue.submit(sft(), idempotency_key="k")).id == waiting.id
-    assert must_claim(consumer).id == waiting.id
-
-
-async def test_frozen_redis_is_unavailable_within_seconds(
-    queue: JobQueue, consumers: Consumers, valkey: RunningServer
-) -> None:
-    job = await queue.submit(sft())
-    consumer = consumers("a")
-    claimed = must_claim(consumer)
-    with valkey.frozen():
-        began = time.monotonic()
-        with pytest.raises(Unavailable):
-            await queue.ping()
-        with pytest.raises(Unavailable):
-            consumer.report(claimed, JobProgress(), {})
-        assert time.monotonic() - began < 11
-    consumer.heartbeat(claimed)
-    consumer.succeed(claimed, "math@1")
-    assert (await queue.get(job.id)).state is JobState.SUCCEEDED
 
 
 async def test_many_consumers_share_without_doubling(queue: JobQueue, consumers: Consumers) -> None:
@@ -545,31 +351,6 @@ def test_job_ids_sort_by_time() -> None:
     assert len(first) == 30
     assert job_id_of_entry("1700000000000-0") == job_id_of_entry("1700000000000-0")
     assert job_id_of_entry("1700000000000-0") != job_id_of_entry("1700000000000-1")
-
-
-async def test_an_old_spec_that_no_longer_parses_fails_the_job(
-    queue: JobQueue, consumers: Consumers, raw: redis.Redis
-) -> None:
-    job = await queue.submit(sft())
-    raw.hset(scripts.job_key(job.id), "spec", json.dumps({"kind": "sft", "gone": 1}))
-    assert consumers("a").claim(0) is None
-    done = await queue.get(job.id)
-    assert done.state is JobState.FAILED
-    assert done.reason is not None
-    assert "this release" in done.reason
-
-
-async def test_an_abandoned_job_is_found_behind_many_that_run(
-    queue: JobQueue, consumers: Consumers, raw: redis.Redis
-) -> None:
-    jobs = [await queue.submit(sft(f"a{number}")) for number in range(15)]
-    busy, dead = consumers("busy"), consumers("dead")
-    held = [must_claim(busy) for _ in jobs[:-1]]
-    lost = must_claim(dead)
-    await asyncio.sleep(RECLAIM * 1.2)
-    for claimed in held:
-        busy.heartbeat(claimed)
-    assert must_claim(consumers("heir")).id == lost.id
 
 
 async def test_depth_counts_what_has_not_ended_wherever_it_is(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from services.trainer.jobs import prepare_run
 from services.trainer.rewards import Webhooks
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
-from tests.integration.servers import RunningServer
 from tests.rollout_support import Pod, running_pod, wait_for
 from tests.unit.trainer.test_webhook import SECRET, ok, serving
 
@@ -51,13 +50,6 @@ def pod(registry: AdapterRegistry) -> Iterator[Pod]:
     with running_pod(registry=registry) as pod:
         yield pod
         pod.settle()
-
-
-@pytest.fixture
-async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
-    queue = JobQueue(settings)
-    yield queue
-    await queue.aclose()
 
 
 Start = Callable[..., TrainerWorker]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,13 +38,6 @@ def spec(adapter: str = "math", *, sleep: float = 0.0, steps: int = 12, every: i
     return SftJob.model_validate(
         {"adapter": adapter, "examples": examples, "checkpoint_every": every, "metadata": metadata, **kw}
     )
-
-
-@pytest.fixture
-async def queue(valkey: RunningServer, settings: CommonSettings) -> AsyncIterator[JobQueue]:
-    queue = JobQueue(settings)
-    yield queue
-    await queue.aclose()
 
 
 @pytest.fixture

@@ -1,0 +1,85 @@
+"""The job queue when Valkey restarts, freezes or forgets, and when owners vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+import redis
+
+from services.common.errors import Unavailable
+from services.common.jobs import JobProgress, JobState
+from services.common.queue import JobQueue
+from tests.integration.jobs import RECLAIM, Consumers, must_claim, sft
+from tests.integration.servers import RunningServer
+
+
+async def test_lost_scripts_and_groups_are_made_again(queue: JobQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    consumer = consumers("a")
+    await queue.submit(sft())
+    claimed = must_claim(consumer)
+    raw.script_flush()
+    consumer.heartbeat(claimed)
+    await queue.submit(sft())
+    consumer.succeed(claimed, "math@1")
+    raw.flushall()
+    assert consumer.claim(0) is None
+    await queue.submit(sft())
+    must_claim(consumer)
+
+
+@pytest.mark.parametrize("kill", [True, False])
+async def test_restart_loses_nothing(
+    kill: bool, queue: JobQueue, consumers: Consumers, valkey: RunningServer, raw: redis.Redis
+) -> None:
+    running, waiting = await queue.submit(sft()), await queue.submit(sft(), idempotency_key="k")
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    consumer.report(claimed, JobProgress(step=1, total_steps=2), {"loss": 1.0})
+    if kill:
+        await asyncio.sleep(1.2)  # appendfsync everysec
+    with valkey.down(signal.SIGKILL if kill else signal.SIGTERM):
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="TEMPER_REDIS_URL"):
+            await queue.submit(sft())
+        with pytest.raises(Unavailable):
+            consumer.heartbeat(claimed)
+        assert time.monotonic() - began < 8
+    consumer.heartbeat(claimed)
+    consumer.succeed(claimed, "math@1")
+    assert (await queue.get(running.id)).metrics == {"loss": 1.0}
+    assert (await queue.submit(sft(), idempotency_key="k")).id == waiting.id
+    assert must_claim(consumer).id == waiting.id
+
+
+async def test_frozen_redis_is_unavailable_within_seconds(
+    queue: JobQueue, consumers: Consumers, valkey: RunningServer
+) -> None:
+    job = await queue.submit(sft())
+    consumer = consumers("a")
+    claimed = must_claim(consumer)
+    with valkey.frozen():
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            await queue.ping()
+        with pytest.raises(Unavailable):
+            consumer.report(claimed, JobProgress(), {})
+        assert time.monotonic() - began < 11
+    consumer.heartbeat(claimed)
+    consumer.succeed(claimed, "math@1")
+    assert (await queue.get(job.id)).state is JobState.SUCCEEDED
+
+
+async def test_an_abandoned_job_is_found_behind_many_that_run(
+    queue: JobQueue, consumers: Consumers, raw: redis.Redis
+) -> None:
+    jobs = [await queue.submit(sft(f"a{number}")) for number in range(15)]
+    busy, dead = consumers("busy"), consumers("dead")
+    held = [must_claim(busy) for _ in jobs[:-1]]
+    lost = must_claim(dead)
+    await asyncio.sleep(RECLAIM * 1.2)
+    for claimed in held:
+        busy.heartbeat(claimed)
+    assert must_claim(consumers("heir")).id == lost.id
