@@ -193,5 +193,5 @@ class Choice:
         if first:
             metrics.ttft.observe(now - self._last_update, tracing.exemplar(tracing.current()))
         elif tokens:
-            metrics.itl.observe((now - self._last_update) / tokens)
+            metrics.itl.observe((now - self._last_update) / tokens, tracing.current())
         self._last_update = now

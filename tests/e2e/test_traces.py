@@ -177,7 +177,7 @@ def test_logs_have_the_trace(traced: Stack, collector: Collector) -> None:
 def test_exemplars_lead_to_traces(traced: Stack, client: httpx.Client, collector: Collector) -> None:
     accept = {"accept": "application/openmetrics-text"}
     told = client.get("/metrics", headers=accept).text
-    for name in ("time_to_first_token", "completion_duration", "request_duration"):
+    for name in ("time_to_first_token", "inter_token_latency", "completion_duration", "request_duration"):
         found = set(re.findall(rf'^temper_gateway_{name}_seconds_bucket.* # {{trace_id="([0-9a-f]+)"}}', told, re.M))
         assert found, name
         assert found <= {span.trace for span in collector.spans}
