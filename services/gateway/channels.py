@@ -17,7 +17,7 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 300),
     ("grpc.use_local_subchannel_pool", 1),
 )
 _NOT_CONNECTED = "failed to connect to all addresses"

@@ -240,7 +240,7 @@ class EngineClient:
 
     async def run(self) -> None:
         """Connects, and connects again with growing pauses, until cancelled."""
-        pause = 0.1
+        pause = 0.1  # and at most 0.3: an engine that is back, or just up, should not wait for us
         try:
             while True:
                 before = asyncio.get_running_loop().time()
@@ -262,7 +262,7 @@ class EngineClient:
                 if asyncio.get_running_loop().time() - before > 5.0:
                     pause = 0.1
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-                pause = min(1.0, pause * 1.5)
+                pause = min(0.3, pause * 1.5)
                 if self._opened_with != self._channels.fingerprint:  # the next one takes the certificates as they are
                     await self._close_channel()
         finally:
