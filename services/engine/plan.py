@@ -26,6 +26,10 @@ from services.engine.request import Request
 MOST_VERIFIED = 4
 """Tokens of a chunk with a guess, the guess included: so often can tokens go in again before a chunk goes without."""
 
+FIRST_SNAPSHOT = 8
+"""A chunk's first snapshot lies at least so many tokens behind its start: kernels read the convolution's past, a few
+tokens, from the slot that they write in the end."""
+
 PENDING = -1
 """In ``Chunk.token_ids``: the token that the previous step samples for the same slot, unknown on the host yet."""
 
@@ -63,6 +67,9 @@ class Chunk(NamedTuple):
     """The token behind a chunk that does not sample."""
     masked: bool = False
     """The token is sampled under a mask that is made when the tokens before it are known."""
+    snapshots: SequenceABC[tuple[int, int]] = ()
+    """(position, slot), ascending: the state behind the tokens before that position, which lies inside of the chunk (at
+    least FIRST_SNAPSHOT behind its start, and before its end), goes to that slot as well."""
 
     @property
     def forced_id(self) -> int:
@@ -101,6 +108,15 @@ class StateCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the keys and values of one block in all full-attention layers, before the model runs: the sequence that is
+    to fill the target goes on behind a prefix that ends inside of the source."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One iteration. Decodes come first in ``chunks``, then those that verify, then prefill chunks."""
 
@@ -109,6 +125,8 @@ class StepPlan:
     """Snapshots to restore into live slots before the model runs."""
     copies_after: SequenceABC[StateCopy] = ()
     """Live slots to snapshot after the model has run."""
+    block_copies: SequenceABC[BlockCopy] = ()
+    """Before the model runs. No block is the target of two, or both a source and a target."""
     reads: SequenceABC[PromptRead] = ()
     """What is read of prompts beside the tokens to sample."""
     masked: bool = False

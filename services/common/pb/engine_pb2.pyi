@@ -407,6 +407,8 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    BOUNDARIES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique on the engine while the request lives; also the completion id of its rollout."""
     deadline_unix_ms: _builtins.int
@@ -435,6 +437,16 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def adapter(self) -> Global___AdapterRef: ...
+    @_builtins.property
+    def session(self) -> Global___SessionRef:
+        """Requests of one session share a history: what they have computed is kept for a while, before other things, and can be
+        saved, exported and deleted (temper.v1.Histories). Unset: of no session.
+        """
+
+    @_builtins.property
+    def boundaries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions in the prompt where a message ends and another may follow, ascending: good places to go on from later."""
+
     def __init__(
         self,
         *,
@@ -450,16 +462,43 @@ class GenerateRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         pooling: Global___Pooling.ValueType = ...,
         prompt_logprobs_from: _builtins.int = ...,
+        session: Global___SessionRef | None = ...,
+        boundaries: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class SessionRef(_message.Message):
+    """Sessions of different owners have nothing to do with each other, whatever their names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Of an API key; empty where there are no keys."""
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRef: _TypeAlias = SessionRef  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

@@ -1,0 +1,343 @@
+"""What is kept below the device's memory, and how the engine's loop and the caches of a device speak of it. No torch.
+
+An entry is what lies between two state snapshots of one history: the KV blocks from the end of the entry before it to
+its own end, and the snapshot there. So a history is a chain of entries, each named by a hash of all tokens up to its
+end, and the same chain has the same names in every engine of the same model.
+
+The loop thread owns the radix tree, which says what could be reused. The tiers own bytes: they take jobs (Save, Load,
+and so on) and tell events, in the order in which things happened. Neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NewType, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Key = NewType("Key", bytes)
+"""Of an entry: KEY_BYTES of BLAKE2b over the key of the entry before and the tokens."""
+Space = NewType("Space", bytes)
+"""Of histories that may be shared: a hash of adapter digest and cache salt. The first entry's predecessor."""
+KEY_BYTES = 20
+TOKEN_BYTES = 4
+"""A token is a little-endian uint32."""
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class Tier(enum.Enum):
+    """Where copies lie, fastest first."""
+
+    HOST = "host"
+    DISK = "disk"
+    STORE = "store"
+
+
+def space_of(adapter_digest: str, cache_salt: str) -> Space:
+    """The name of what requests under this adapter version and salt may share."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
+    for part in (adapter_digest.encode(), cache_salt.encode()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return Space(digest.digest())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The part of a history from ``start`` to ``end``.
+
+    Raises:
+        ValueError: the parts contradict each other.
+    """
+
+    key: Key
+    parent: Key | None
+    """Of the entry that ends where this one begins; None: this one begins at 0."""
+    space: Space
+    start: int
+    end: int
+    tokens: bytes
+    """Those in [start, end), TOKEN_BYTES each."""
+    seconds: float
+    """What computing them took or would take: what a hit saves."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end or len(self.tokens) != TOKEN_BYTES * (self.end - self.start):
+            raise ValueError(f"an entry from {self.start} to {self.end} with {len(self.tokens)} bytes of tokens")
+        if (self.parent is None) != (self.start == 0) or len(self.space) != KEY_BYTES or self.seconds < 0:
+            raise ValueError(f"malformed entry from {self.start} to {self.end}")
+        if self.key != self.key_of(self.parent, self.space, self.tokens):
+            raise ValueError("the key of an entry is not that of its tokens")
+
+    @staticmethod
+    def key_of(parent: Key | None, space: Space, tokens: bytes) -> Key:
+        """The name of these tokens behind that entry."""
+        digest = hashlib.blake2b(space if parent is None else parent, digest_size=KEY_BYTES, person=b"temper entry")
+        digest.update(tokens)
+        return Key(digest.digest())
+
+    @classmethod
+    def behind(cls, parent: Entry | None, space: Space, tokens: bytes, seconds: float) -> Entry:
+        """The entry of these tokens behind ``parent``; None: at the beginning."""
+        start = 0 if parent is None else parent.end
+        key = None if parent is None else parent.key
+        end = start + len(tokens) // TOKEN_BYTES
+        return cls(cls.key_of(key, space, tokens), key, space, start, end, tokens, seconds)
+
+    def first_block(self, block_size: int) -> int:
+        """The block of the history that its first token lies in. If that is not the block's first token, the block is
+        in this entry and in the one before."""
+        return self.start // block_size
+
+    def num_blocks(self, block_size: int) -> int:
+        return -(-self.end // block_size) - self.first_block(block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a device keeps blocks and states; only engines with equal layouts can use each other's entries.
+
+    An entry's payload is its blocks, ``block_bytes`` each (of all layers, in an order of the device's own), then its
+    state, ``slot_bytes``.
+    """
+
+    fingerprint: str
+    """Hash of everything that the bytes depend on: checkpoint, dtypes, block size, format version."""
+    block_size: int
+    """Tokens."""
+    block_bytes: int
+    slot_bytes: int
+
+    def payload_bytes(self, entry: Entry) -> int:
+        return entry.num_blocks(self.block_size) * self.block_bytes + self.slot_bytes
+
+
+# Jobs: from the loop thread.
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy an entry from the device to the host, and from there on down. The blocks and the slot are kept as they are
+    until Released is told."""
+
+    entry: Entry
+    blocks: Sequence[int]
+    """On the device, entry.num_blocks() of them."""
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is wanted of one entry."""
+
+    key: Key
+    skip: int
+    """Blocks at its beginning that are not."""
+    blocks: Sequence[int]
+    """Where the following ones go, on the device; there may be more behind them that are not wanted."""
+    slot: int = 0
+    """Where its state goes; 0: it is not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy entries of one history to the device. Nothing else touches the targets until Loaded is told."""
+
+    ticket: int
+    """Chosen by the loop thread, another for each load."""
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """These entries, one chain, served a hit or were made: for whom to evict first."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Evict these only when nothing else is left, until a time of time.monotonic()."""
+
+    keys: Sequence[Key]
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Bring these entries, one chain, to every tier that there is, then tell Persisted."""
+
+    ticket: int
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove these entries and all behind them from every tier, the store included."""
+
+    keys: Sequence[Key]
+
+
+Job: TypeAlias = Save | Load | Use | Pin | Persist | Forget
+
+
+# Events: to the loop thread.
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tier has a copy from now on; entries that were there when the engine started, or that another engine has left
+    in the store, are told as well, parents first."""
+
+    entry: Entry
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A Save has read what it needs, or was given up."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A tier has it no more."""
+
+    key: Key
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A Load has ended; every byte of it was checked."""
+
+    ticket: int
+    failed: Sequence[Key] = ()
+    """Entries that could not be read or were damaged; then nothing of the load may be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """A Persist has ended."""
+
+    ticket: int
+    missing: Sequence[tuple[Key, Tier]] = ()
+    """What could not be brought where."""
+
+
+Event: TypeAlias = Kept | Released | Dropped | Loaded | Persisted
+
+
+class Tiers(Protocol):
+    """All tiers below the device, as the loop thread sees them. No method blocks."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs that may begin when the steps that have been launched so far are done."""
+        ...
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call; ``wake`` was called when there was something."""
+        ...
+
+    def seconds(self, tier: Tier, size: int) -> float:
+        """How long a load of so many bytes takes from this tier, by what was measured of late; the wait for loads that
+        are under way included."""
+        ...
+
+
+# The device's side.
+
+
+Fence: TypeAlias = Any
+"""A point on the device's queue of steps."""
+
+
+class CacheTransfer(Protocol):
+    """Copies between the caches of a device and host memory. ``fence`` is for the loop thread, the rest for one thread
+    of the tiers.
+
+    What it writes to the host and reads from there is a payload (see Layout) or blocks of one, given as pieces of
+    memory that follow each other; a piece may end anywhere.
+
+    A checksum is that of one block or one state (see checksums): the device computes it of what it read or wrote, so
+    that it covers whatever happens to the bytes between a save and a load.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    def fence(self) -> Fence:
+        """The point behind all steps launched so far."""
+        ...
+
+    def host_memory(self, size: int) -> Bytes:
+        """[size] bytes of memory from and to which copies are fast (pinned, on a GPU)."""
+        ...
+
+    def save(self, blocks: Sequence[int], slot: int, target: Sequence[Bytes], after: Fence) -> Sequence[int]:
+        """Copies blocks and a state (slot 0: none) to the host, and waits for that.
+
+        Returns:
+            The checksum of each block, then that of the state.
+        """
+        ...
+
+    def load(self, source: Sequence[Bytes], blocks: Sequence[int], slot: int, after: Fence) -> Sequence[int]:
+        """Copies blocks and a state (slot 0: none) to the device, and waits for that.
+
+        Returns:
+            The checksum of each block, then that of the state.
+        """
+        ...
+
+
+# For people and dashboards.
+
+
+Trouble: TypeAlias = Literal["damaged", "missing", "unreadable", "full", "slow", "away"]
+"""Why a copy could not be read or written: its bytes are not those that were written; it is gone; the disk fails; there
+is no room; the store takes too long, or does not answer. Each is a miss for whoever asked, and nothing worse."""
+
+
+class TierObserver(Protocol):
+    """Metrics of tiers. Called on any of the threads of the engine; never blocks."""
+
+    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
+        """So many tokens of a prompt came from this tier (None: the device itself), which saved so much computing, less
+        the time of the load."""
+        ...
+
+    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
+        """Bytes read from a tier to the device."""
+        ...
+
+    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
+        """Bytes written to a tier."""
+        ...
+
+    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
+        """A copy could not be read or written."""
+        ...
+
+    def tier_evicted(self, tier: Tier | None, size: int) -> None:
+        """Bytes given up for others; None: on the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier now."""
+
+    entries: int
+    size: int
+    """Bytes."""
+    limit: int
+    """Bytes."""
