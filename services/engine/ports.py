@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from services.common.errors import InvalidRequest
+from services.engine.histories import SessionName
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
-from services.engine.request import AdapterPin, Pooling, Request, SamplingParams, check_prompt_logprobs
+from services.engine.request import (
+    AdapterPin,
+    Pooling,
+    Request,
+    SamplingParams,
+    check_boundaries,
+    check_prompt_logprobs,
+)
 from services.engine.updates import Finished, SequenceUpdate
 
 if TYPE_CHECKING:
@@ -49,6 +57,10 @@ class Submission:
     """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
     traceparent: str = ""
     """See Request."""
+    session: SessionName | None = None
+    """See Request."""
+    boundaries: tuple[int, ...] = ()
+    """See Request."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -56,6 +68,7 @@ class Submission:
         if not self.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
+        check_boundaries(self.boundaries, len(self.prompt_token_ids))
 
     def pinned(self, pin: AdapterPin, arrival: int) -> Request:
         """The scheduler's request."""
@@ -73,6 +86,8 @@ class Submission:
             self.pooling,
             self.matcher,
             self.traceparent,
+            self.session,
+            self.boundaries,
         )
 
 
