@@ -86,7 +86,8 @@ class Draft:
 
     def finish(self) -> StepPlan:
         """The plan, decodes first."""
-        others = self._verifying + self._prefills
+        # A sequence that goes on after a preemption may lack a few tokens of its answer only.
+        others = sorted(self._verifying + self._prefills, key=lambda pair: not pair[1].verifies)
         self.sampling = [*self.sequences, *(sequence for sequence, chunk in others if chunk.samples)]
         self.sequences += [sequence for sequence, _ in others]
         self._chunks += [chunk for _, chunk in others]

@@ -382,13 +382,13 @@ class Scheduler:
                 break
             if position <= start:
                 continue
-            taken = None
-            if position == end or position >= start + FIRST_SNAPSHOT:
-                taken = self._memory.begin_snapshot(sequence, position, draft.pending)
-            if taken is not None:
-                snapshots.append(taken)
-            else:
+            taken = self._memory.begin_snapshot(sequence, position, draft.pending)
+            if taken is None:
                 self._sharing.kept(sequence, position)
+                continue
+            snapshots.append(taken)
+            if position < start + FIRST_SNAPSHOT:
+                end = position
         if end == sequence.known:
             self._sharing.remove(sequence)
         draft.add(sequence, end, snapshots)

@@ -130,13 +130,26 @@ class SequenceMemory:
         Args:
             spare_blocks: how many must stay free beyond that.
             shared: positions of its prompt where others go on, see SnapshotPolicy.
-            last_resort: nothing else runs: even the snapshot that would be hit may give way.
+            last_resort: nothing else runs: even the history that would be hit may give way.
 
         Returns:
             Whether there was enough, and the prefix hit, if any.
         """
         limit = self.reusable(sequence)
         path = Path() if limit == 0 else self._cache.tree.find(sequence.space, sequence.history())
+        return self._start(sequence, path, limit, spare_blocks, shared, last_resort=last_resort)
+
+    def _start(
+        self,
+        sequence: Sequence,
+        path: Path,
+        limit: int,
+        spare_blocks: int,
+        shared: Iterable[int],
+        *,
+        last_resort: bool,
+    ) -> tuple[Room, Restore | None]:
+        """See start(); ``path`` is as far as the sequence's history is known."""
         node = self._cache.hit(path, limit, self._unit)
         table: list[int] = []
         if node is not None:
@@ -156,8 +169,8 @@ class SequenceMemory:
                 self._cache.unpin(node)
             if coming:
                 return Room.COMING, None
-            if last_resort and not self._slots.free and self._cache.evict_slot():
-                return self.start(sequence, spare_blocks, shared, last_resort=True)
+            if last_resort and node is not None:
+                return self._start(sequence, Path(), limit, spare_blocks, shared, last_resort=False)
             return Room.NONE, None
         sequence.slot = slot
         if self._speculative and sequence.guessable:
