@@ -122,7 +122,7 @@ class ObjectStore:
         return self._call(f"get {key}", read)
 
     def read_into(self, key: str, offset: int, target: memoryview) -> int:
-        """Reads the bytes of an object from ``offset``, which is in it, on into a buffer that is not empty.
+        """Reads the bytes of an object from ``offset`` on into a buffer that is not empty.
 
         Returns:
             How many there were: fewer than asked for at the object's end.
@@ -132,7 +132,12 @@ class ObjectStore:
         """
 
         def read() -> int:
-            response = self._client.get_object(self._bucket, key, offset=offset, length=len(target))
+            try:
+                response = self._client.get_object(self._bucket, key, offset=offset, length=len(target))
+            except S3Error as error:
+                if error.code == "InvalidRange":
+                    return 0
+                raise
             try:
                 if offset and response.status != 206:
                     raise InvalidResponseError(response.status, response.headers.get("content-type"), "not the range")

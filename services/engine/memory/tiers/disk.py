@@ -125,15 +125,8 @@ class DiskFiles:
                 task.result()
         return header
 
-    def read_item(self, entry: Entry) -> bytes:
-        """Header and payload."""
-        data = bytearray(item_bytes(entry, self._layout))
-        with self._opened(entry) as descriptor:
-            _read_into(descriptor, 0, [memoryview(data)])
-        return bytes(data)
-
-    def write(self, header: Header, payload: Sequence[Bytes]) -> int:
-        """Returns the bytes of the file, which is there for good."""
+    def write(self, header: Header, payload: Sequence[Bytes]) -> None:
+        """Makes the file; when this returns it is there for good."""
         name = _name(header.entry.key)
         new = f"{name}.new"
         data = encode(header, self._layout)
@@ -150,7 +143,6 @@ class DiskFiles:
             with suppress(OSError):
                 os.unlink(self._directory / new)
             raise _failure(error, "writing") from error
-        return item_bytes(header.entry, self._layout)
 
     def remove(self, key: Key) -> None:
         """None there is fine."""

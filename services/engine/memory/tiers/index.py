@@ -47,7 +47,7 @@ class Buffer:
         self.kept = False
         """It is the host tier's copy."""
         self.origin: Tier | None = None
-        """Where the bytes came from; None: from the device, or from outside."""
+        """Where the bytes come from; None: from the device, or from outside."""
         self.waiters: list[Callable[[bool], None]] = []
         """Called, under the lock, when the bytes are there, or are not going to be."""
 
@@ -55,7 +55,7 @@ class Buffer:
 class Record:
     """An entry that some tier has or is about to have."""
 
-    __slots__ = ("buffer", "children", "claims", "entry", "parent", "pinned_until", "tiers", "uses")
+    __slots__ = ("buffer", "children", "claims", "entry", "parent", "persisted", "pinned_until", "tiers", "uses")
 
     def __init__(self, entry: Entry, parent: Record | None) -> None:
         self.entry = entry
@@ -67,7 +67,10 @@ class Record:
         self.claims = 0
         """Jobs that may still make a first copy."""
         self.uses = 0
+        """How often it was told that it was made or served a hit."""
         self.pinned_until = 0.0
+        self.persisted = False
+        """It is to be in every tier."""
 
 
 class Books:
@@ -107,7 +110,7 @@ class Index:
         self.layout = layout
         self.arena = arena
         self.lock = threading.Condition(threading.RLock())
-        """Told of whenever memory of the arena comes back."""
+        """Notified when a buffer is filled and when one has fewer readers."""
         self.books = {tier: Books(limit) for tier, limit in limits.items()}
         self._observer = observer
         self._tell = tell
@@ -284,6 +287,16 @@ class Index:
         self._answer(buffer, False)
         self.release(record, buffer)
 
+    def spoil(self, record: Record, buffer: Buffer) -> bool:
+        """The bytes are damaged: nobody gets them any more. False: somebody has found that out before."""
+        if record.buffer is not buffer:
+            return False
+        if buffer.kept:
+            self.drop(record, Tier.HOST)
+        else:
+            self._detach(record)
+        return True
+
     def release(self, record: Record, buffer: Buffer) -> None:
         """One reader less."""
         buffer.readers -= 1
@@ -300,6 +313,7 @@ class Index:
         waiters, buffer.waiters = buffer.waiters, []
         for call in waiters:
             call(there)
+        self.lock.notify_all()
 
     def _detach(self, record: Record) -> None:
         buffer, record.buffer = record.buffer, None
@@ -320,23 +334,19 @@ class Index:
 
     # Room.
 
-    def take_room(self, size: int, keep: Key | None, *, evict: bool = True) -> Run | None:
-        """Memory of the arena, for which others may have to go; None: too much of it is in use.
-
-        Args:
-            keep: this entry stays.
-        """
+    def take_room(self, size: int, *, evict: bool = True) -> Run | None:
+        """Memory of the arena, for which others may have to go; None: too much of it is in use."""
         run = self.arena.take(size)
         if run is not None or not evict or Tier.HOST not in self.books:
             return run
 
         def may_go(key: Key) -> bool:
             record = self._records[key]
-            free = record.buffer is not None and not record.buffer.readers and key != keep
-            return free and (len(record.tiers) > 1 or not record.children)
+            # One that is to come counts as a child: what it stands on stays.
+            return not self._is_read(key) and (len(record.tiers) > 1 or not record.children)
 
         books = self.books[Tier.HOST]
-        can = sum(books.sizes[key] for key in books.sizes if key != keep and not self._is_read(key))
+        can = sum(size for key, size in books.sizes.items() if not self._is_read(key))
         if self.arena.free + can < self.arena.room(size):
             return None
         while run is None:

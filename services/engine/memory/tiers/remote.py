@@ -22,6 +22,7 @@ from services.engine.memory.tiers.header import (
     Header,
     HeaderRejected,
     decode,
+    encode,
     header_bytes,
     header_length,
     item_bytes,
@@ -77,6 +78,18 @@ class StoreObjects:
         names = ((listed.key[len(self._prefix) :], listed) for listed in found)
         return {Key(bytes.fromhex(name)): listed for name, listed in names if _NAME.fullmatch(name)}
 
+    def headers(self, wanted: Mapping[Key, ListedObject]) -> Iterator[tuple[Key, Header | CopyFailed]]:
+        """Those of listed objects, and what is wrong with the others."""
+        return zip(
+            wanted, self._pool.map(self._header, wanted, (listed.size for listed in wanted.values())), strict=True
+        )
+
+    def _header(self, key: Key, size: int) -> Header | CopyFailed:
+        try:
+            return self.header(key, size)
+        except CopyFailed as error:
+            return error
+
     def header(self, key: Key, size: int) -> Header:
         """That of an object of so many bytes."""
         with self._asking():
@@ -107,11 +120,12 @@ class StoreObjects:
         except HeaderRejected as error:
             raise CopyFailed("damaged", f"object {entry.key.hex()}: {error}") from error
 
-    def write(self, key: Key, item: bytes) -> None:
+    def write(self, header: Header, payload: Sequence[Bytes]) -> None:
         """Makes the object; that somebody else has made it is as good."""
         with self._asking():
+            item = b"".join((encode(header, self._layout), *(piece.data for piece in payload)))
             try:
-                self._store.put(self._name(key), item, if_absent=True)
+                self._store.put(self._name(header.entry.key), item, if_absent=True)
             except PreconditionFailed:
                 return
 
@@ -129,10 +143,16 @@ class StoreObjects:
         return bytes(data)
 
     def _read_into(self, key: Key, offset: int, pieces: Sequence[memoryview]) -> None:
-        for piece in pieces:
-            if self._store.read_into(self._name(key), offset, piece) != len(piece):
-                raise CopyFailed("damaged", f"object {key.hex()} ends before {offset + len(piece):,}")
-            offset += len(piece)
+        length = sum(map(len, pieces))
+        whole = (
+            pieces[0] if len(pieces) == 1 else memoryview(bytearray(length))
+        )  # a question for each would take longer
+        if self._store.read_into(self._name(key), offset, whole) != length:
+            raise CopyFailed("damaged", f"object {key.hex()} ends before {offset + length:,}")
+        if len(pieces) > 1:
+            for piece in pieces:
+                piece[:] = whole[: len(piece)]
+                whole = whole[len(piece) :]
 
     def _checked(self, data: bytes, key: Key, size: int) -> Header:
         header = decode(data, self._layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TypeAlias
 
@@ -68,6 +68,15 @@ class Worker:
                     return False
                 self._changed.wait(left)
             return True
+
+    def forgo(self, rank: int) -> None:
+        """Leaves undone what waits with this rank or a higher one."""
+        with self._changed:
+            left = [entry[3] for entry in self._ready if entry[0] >= rank]
+            self._ready = [entry for entry in self._ready if entry[0] < rank]
+            heapify(self._ready)
+        for failed in left:
+            self._safely(failed)
 
     def close(self, until: float) -> bool:
         """Ends the threads when they have done what they are doing; False: one still does at that time."""
