@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -18,6 +16,7 @@ from services.engine.memory.tiers.disk_tier import DiskTier
 from services.engine.memory.tiers.fetcher import Fetcher, Source
 from services.engine.memory.tiers.index import Buffer, Index, Record
 from services.engine.memory.tiers.items import Items
+from services.engine.memory.tiers.limits import TierLimits
 from services.engine.memory.tiers.loads import Loads
 from services.engine.memory.tiers.lower import WRITE_RANK, LowerTier
 from services.engine.memory.tiers.persists import Persists
@@ -55,31 +54,12 @@ _END_SECONDS = 2.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TierLimits:
-    """What tiers there are, and how much each may hold."""
-
-    host: bool
-    """Whether the host keeps copies; without it, its memory is only the way to the others."""
-    host_bytes: int
-    host_rate: float
-    """Bytes a second between the host and the device, as a first guess."""
-    load_seconds: float
-    """After which a load that still waits for bytes has failed."""
-    disk_dir: Path | None = None
-    """None: no disk."""
-    disk_bytes: int = 0
-    store_bytes: int = 0
-    store_poll_seconds: float = 30.0
-    store_after_uses: int = 1
-
-
 class TierManager:
     """Implements Tiers. Its threads do everything; whatever fails is a miss, counted and logged.
 
     Args:
         wake: called on any thread when there are events; it must not block.
-        store: None: no store.
+        store: used if the limits speak of one.
 
     Raises:
         DirectoryInUse: the disk's directory cannot be used.
@@ -100,7 +80,9 @@ class TierManager:
         sizes = {}
         arena = HostArena(transfer.host_memory(limits.host_bytes), self._layout.block_bytes)
         self._files = None if limits.disk_dir is None else DiskFiles(limits.disk_dir, self._layout)
-        self._objects = None if store is None else StoreObjects(store, self._layout)
+        self._objects = None
+        if limits.store and store is not None:
+            self._objects = StoreObjects(store, self._layout)
         if limits.host:
             sizes[Tier.HOST] = arena.limit
         sources: dict[Tier, Source] = {}

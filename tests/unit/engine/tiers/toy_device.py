@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from services.engine.memory.tiers.checksums import WORD, checksum, weights
-from services.engine.memory.tiers.manager import TierLimits, TierManager
+from services.engine.memory.tiers.limits import TierLimits
+from services.engine.memory.tiers.manager import TierManager
 from services.engine.memory.tiers.ports import (
     Bytes,
     Entry,
