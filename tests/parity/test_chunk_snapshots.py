@@ -19,8 +19,10 @@ from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResu
 from services.engine.reads import PromptRead
 from services.engine.request import AdapterPin, Pooling, Request, SamplingParams
 from services.engine.runner import ModelRunner
-from tests.parity.fused_models import TINY, _record, random_adapters, random_model, spoil
+from tests.parity.fused_models import TINY, _record, cuda_runner, random_adapters, random_model, spoil
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = 2e-4
 LIMITS = SchedulerConfig(
     max_num_seqs=6, token_budget=300, block_size=16, num_blocks=60, num_slots=24, max_model_len=512
 )
@@ -208,3 +210,103 @@ def test_going_on_behind_a_snapshot_inside_of_a_block() -> None:
     for pool in (*whole.cache.keys, *whole.cache.values):
         assert torch.equal(pool[21, :6], pool[6, :6]), "the copy"
         assert not torch.equal(pool[21, 6:10], pool[6, 6:10]), "what went on from it"
+
+
+class Fused:
+    """The GPU's runner, in the interpreter where there is none, and what it says."""
+
+    def __init__(
+        self, *, adapters: int = 0, speculative: bool = False, largest_graph: int = 0, waiting_writes: int | None = None
+    ) -> None:
+        model = random_model(TINY, torch.float32, DEVICE, mtp=speculative)
+        limits = replace(LIMITS, speculative=speculative)
+        lora = random_adapters(model, adapters)
+        self.runner = cuda_runner(model, limits, lora, largest_graph=largest_graph, waiting_writes=waiting_writes)
+        self.cache = self.runner._cache
+        self.logits: list[Tensor] = []
+        _record(self.runner.forward, "logits", self.logits)
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        self.logits.clear()
+        return [self.runner.launch(plan).result() for plan in plans]
+
+    def check_states(self, plain: Plain, slots: Sequence[int]) -> None:
+        """Against those of a plain runner."""
+        assert len(plain.cache.conv_states) == len(self.cache.conv) == 1
+        conv, recurrent = plain.states(slots)
+        torch.testing.assert_close(self.cache.conv[0, list(slots)].cpu().mT, conv, atol=TOLERANCE, rtol=1e-4)
+        torch.testing.assert_close(self.cache.recurrent[0, list(slots)].cpu(), recurrent, atol=TOLERANCE, rtol=1e-4)
+        if self.cache.waiting is not None:
+            spans = self.cache.waiting.spans[0, list(slots)]
+            assert bool(((spans & 15) == spans >> 4).all()), "something waits"
+
+
+@pytest.mark.parametrize(
+    ("start", "ends", "end"), [(0, (9, 10, 11), 12), (16, (31, 64), 90), (3, (36, 37), 60), (0, (8,), 72)]
+)
+@pytest.mark.parametrize("waiting_writes", [0, 3])
+def test_chains_on_the_device(start: int, ends: tuple[int, ...], end: int, waiting_writes: int) -> None:
+    request = prompt("a", end)
+    snapshots = [(position, 10 + place) for place, position in enumerate(ends)]
+    before = [StepPlan([chunk(request, 0, start, 3, 5)])] if start else []
+    plan = StepPlan([chunk(request, start, end, 3, 5, *snapshots)])
+    fused, parts = Fused(waiting_writes=waiting_writes), Plain(random_model(TINY, torch.float32))
+    split = in_steps(plan)
+    got, expected = fused.run([*before, plan]), parts.run([*before, *split])
+    torch.testing.assert_close(fused.logits[-1].cpu(), parts.logits[-1], atol=TOLERANCE, rtol=0)
+    assert got[-1].tokens[0].token_id == expected[-1].tokens[0].token_id
+    fused.check_states(parts, [3, *(slot for _, slot in snapshots)])
+
+
+@pytest.mark.parametrize("largest_graph", [0, pytest.param(8, marks=pytest.mark.cuda)])
+def test_chains_and_ordinary_chunks_on_the_device(largest_graph: int) -> None:
+    before, plan = several()
+    fused = Fused(adapters=2, largest_graph=largest_graph)
+    parts = Plain(random_model(TINY, torch.float32), adapters=2)
+    split = in_steps(plan)
+    replays = fused.runner.replays
+    got, expected = fused.run([*before, plan]), parts.run([*before, *split])
+    assert (fused.runner.replays > replays) == (largest_graph > 0)
+    ours, theirs = by_request([plan], got[1:]), by_request(split, expected[1:])
+    assert {name: token for name, (token, _) in ours.items()} == {name: token for name, (token, _) in theirs.items()}
+    for name, (_, logprob) in ours.items():
+        assert abs(logprob - theirs[name][1]) < 10 * TOLERANCE
+    fused.check_states(parts, [2, 3, 4, 12, 13, 14, 15, 16])
+
+
+def test_reads_and_guesses_on_the_device() -> None:
+    """Of a step with chains: rows are found where they would be without."""
+    scored = prompt("a", 70, prompt_logprobs=2, pooling=Pooling.MEAN)
+    second = prompt("b", 30)
+    chunks = [chunk(scored, 0, 70, 3, 5, (20, 10), (33, 11)), chunk(second, 0, 30, 4, 20, (8, 12))]
+    plan = StepPlan(chunks, reads=[PromptRead(0, 0, 70)])
+    fused = Fused(speculative=True)
+    plain = Plain(random_model(TINY, torch.float32, mtp=True), speculative=True)
+    (ours,), (theirs,) = (
+        fused.run([plan]),
+        plain.run([replace(plan, chunks=[c._replace(snapshots=()) for c in chunks])]),
+    )
+    assert list(ours.guesses) == list(theirs.guesses)
+    assert [token.token_id for token in ours.tokens] == [token.token_id for token in theirs.tokens]
+    (mine,), (other,) = ours.reports, theirs.reports
+    assert mine.scores is not None
+    assert other.scores is not None
+    assert mine.scores.ranks.tolist() == other.scores.ranks.tolist()
+    np.testing.assert_allclose(mine.scores.logprobs, other.scores.logprobs, atol=TOLERANCE)
+    np.testing.assert_allclose(mine.pooled, other.pooled, rtol=1e-4, atol=TOLERANCE)
+
+
+def test_going_on_inside_of_a_block_on_the_device() -> None:
+    first = prompt("a", 40)
+    second = Request("b", (*first.prompt_token_ids[:22], 5, 9, 11, 3), GREEDY)
+    fused, alone = Fused(), Plain(random_model(TINY, torch.float32))
+    fused.run([StepPlan([chunk(first, 0, 40, 3, 5, (22, 10))])])
+    reused = chunk(second, 22, 26, 4, 20)._replace(blocks=[5, 21])
+    got = fused.run([StepPlan([reused], [StateCopy(10, 4)], block_copies=[BlockCopy(6, 21)])])
+    computed = alone.run([StepPlan([chunk(second, 0, 26, 4, 30)])])
+    assert got[0].tokens[0].token_id == computed[0].tokens[0].token_id
+    torch.testing.assert_close(fused.logits[-1].cpu(), alone.logits[-1], atol=TOLERANCE, rtol=0)
+    for page in fused.cache.pages:
+        for pool in (page.keys, page.values):
+            assert torch.equal(pool[21, :6], pool[6, :6])
+            assert not torch.equal(pool[21, 6:10], pool[6, 6:10])
