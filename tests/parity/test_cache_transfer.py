@@ -13,21 +13,29 @@ from torch import Tensor
 import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.cache_payload import Pieces
 from services.engine.cache_transfer import CpuCacheTransfer
+from services.engine.cuda.cache_transfer import CudaCacheTransfer
+from services.engine.cuda.stream import EngineStream
 from services.engine.memory.tiers.checksums import WORD, checksum, weights
 from services.engine.memory.tiers.ports import Bytes, CacheTransfer
 from services.engine.model.batch import CacheBuffers
 from services.engine.model.config import ModelConfig
+from services.engine.model.device_batch import DeviceCache
 from tests.parity.fused_models import TINY, random_model, spoil
 
 BLOCKS, BLOCK_SIZE, SLOTS = 40, 16, 7
-ODD = replace(TINY, linear_value_heads=3, linear_key_heads=3, linear_key_dim=12, linear_value_dim=10)
-"""A state whose parts are no whole number of 16 bytes."""
+SMALL = replace(TINY, layer_types=TINY.layer_types * 3)
+ODD = replace(SMALL, linear_value_heads=3, linear_key_heads=3, linear_key_dim=12, linear_value_dim=8)
+"""A state that is no whole number of 16 bytes."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Device:
     """A transfer and the pools behind it, random numbers in them."""
 
     def __init__(self, kind: str, config: ModelConfig, identity: str = "model") -> None:
+        if kind != "torch":
+            self._on_device(kind, config, identity)
+            return
         model = random_model(config, torch.float32)
         cache: CacheBuffers = model.allocate_cache(BLOCKS, BLOCK_SIZE, SLOTS)
         spoil(cache)
@@ -36,6 +44,29 @@ class Device:
         # As it lies in memory: channels last.
         conv = [pool.transpose(1, 2) for pool in cache.conv_states]
         self._states: Sequence[tuple[Tensor, int]] = [(pool, 0) for pool in (*conv, *cache.recurrent_states)]
+
+    def _on_device(self, kind: str, config: ModelConfig, identity: str) -> None:
+        cache = DeviceCache.allocate(
+            config,
+            torch.bfloat16,
+            DEVICE,
+            num_blocks=BLOCKS,
+            block_size=BLOCK_SIZE,
+            num_slots=SLOTS,
+            kv_dtype=torch.float8_e4m3fn if kind == "float8" else None,
+            waiting_writes=4 if kind == "waiting" else 0,
+        )
+        pages = [(page.keys, page.values, page.key_scales, page.value_scales) for page in cache.pages]
+        self._blocks = [(pool, 0) for kinds in zip(*pages, strict=True) for pool in kinds if pool is not None]
+        self._states = [(pool, 1) for pool in cache.state_pools()]
+        generator = torch.Generator().manual_seed(0)
+        for pool, _ in (*self._blocks, *self._states):
+            raw = pool.view(torch.uint8)
+            raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+        staging = CudaCacheTransfer(cache, EngineStream(DEVICE), identity).layout
+        # Two blocks at a time, and a state in several parts.
+        room = 2 * max(2 * staging.block_bytes, staging.slot_bytes // 2) + 24
+        self.transfer = CudaCacheTransfer(cache, EngineStream(DEVICE), identity, staging_bytes=room)
 
     def block(self, index: int) -> bytes:
         return b"".join(_bytes(pool.select(at, index)) for pool, at in self._blocks)
@@ -76,7 +107,7 @@ def sums_of(device: Device, payload: Bytes, blocks: int, state: bool) -> list[in
     return [checksum(item, weight) for item in items]
 
 
-KINDS = ["torch"]
+KINDS = ["torch", "bfloat16", "float8", "waiting"]
 
 
 @pytest.fixture(params=KINDS)
@@ -85,7 +116,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("sizes", [[10**9], [24, 1000, 3, 0, 77777], [4096]], ids=["whole", "odd", "pages"])
-@pytest.mark.parametrize("config", [TINY, ODD], ids=["tiny", "odd"])
+@pytest.mark.parametrize("config", [SMALL, ODD], ids=["small", "odd"])
 def test_there_and_back(kind: str, config: ModelConfig, sizes: list[int]) -> None:
     device = Device(kind, config)
     transfer, layout = device.transfer, device.transfer.layout
@@ -95,7 +126,7 @@ def test_there_and_back(kind: str, config: ModelConfig, sizes: list[int]) -> Non
     sums = transfer.save(source, 2, cut(memory, sizes), transfer.fence())
     state = before[1][2]
     padding = bytes(layout.slot_bytes - len(state))
-    assert len(padding) < 16
+    assert len(padding) == (8 if (kind, config) == ("waiting", ODD) else 0)
     assert memory.tobytes() == b"".join(before[0][block] for block in source) + state + padding
     assert list(sums) == sums_of(device, memory, 4, state=True)
     assert device.everything() == before
@@ -112,7 +143,7 @@ def test_there_and_back(kind: str, config: ModelConfig, sizes: list[int]) -> Non
 
 def test_parts_of_a_payload(kind: str) -> None:
     """Blocks from the middle on with the state, blocks without it, and the state alone."""
-    device = Device(kind, TINY)
+    device = Device(kind, SMALL)
     transfer, layout = device.transfer, device.transfer.layout
     size, before = layout.block_bytes, device.everything()
     memory = transfer.host_memory(3 * size + layout.slot_bytes)
@@ -129,7 +160,7 @@ def test_parts_of_a_payload(kind: str) -> None:
 
 
 def test_one_wrong_bit_shows(kind: str) -> None:
-    device = Device(kind, TINY)
+    device = Device(kind, SMALL)
     transfer, layout = device.transfer, device.transfer.layout
     memory = transfer.host_memory(2 * layout.block_bytes + layout.slot_bytes)
     sums = transfer.save([5, 17], 2, [memory], transfer.fence())
@@ -141,7 +172,7 @@ def test_one_wrong_bit_shows(kind: str) -> None:
 
 
 def test_pieces_of_another_size_are_refused(kind: str) -> None:
-    device = Device(kind, TINY)
+    device = Device(kind, SMALL)
     transfer, layout = device.transfer, device.transfer.layout
     before = device.everything()
     for size in (layout.block_bytes - 8, layout.block_bytes + 8, layout.block_bytes + layout.slot_bytes):
@@ -153,11 +184,53 @@ def test_pieces_of_another_size_are_refused(kind: str) -> None:
     assert device.everything() == before
 
 
+def test_a_staging_buffer_that_is_too_small() -> None:
+    cache = DeviceCache.allocate(
+        SMALL, torch.bfloat16, DEVICE, num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_slots=SLOTS
+    )
+    with pytest.raises(ValueError, match="does not hold"):
+        CudaCacheTransfer(cache, EngineStream(DEVICE), "model", staging_bytes=4096)
+
+
+def test_states_that_are_no_whole_number_of_words_are_refused() -> None:
+    cache = DeviceCache.allocate(
+        ODD, torch.bfloat16, DEVICE, num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_slots=SLOTS, waiting_writes=3
+    )
+    with pytest.raises(ValueError, match="multiples of 8"):
+        CudaCacheTransfer(cache, EngineStream(DEVICE), "model")
+
+
+@pytest.mark.cuda
+def test_a_save_sees_the_steps_before_its_fence() -> None:
+    """And none waits for the device before it has to."""
+    engine = EngineStream(DEVICE)
+    cache = DeviceCache.allocate(
+        SMALL, torch.bfloat16, DEVICE, num_blocks=BLOCKS, block_size=BLOCK_SIZE, num_slots=SLOTS
+    )
+    transfer = CudaCacheTransfer(cache, engine, "model")
+    transfer.warm_up()
+    memory = transfer.host_memory(2 * transfer.layout.block_bytes + transfer.layout.slot_bytes)
+    busy = torch.randn(4096, 4096, device=DEVICE)
+    torch.cuda.synchronize()
+    with engine.active():
+        for _ in range(200):
+            busy = busy @ busy
+        for pool in (*cache.stacked.pools(), *(pool.flatten(2).view(torch.uint8) for pool in cache.state_pools())):
+            pool[:, 3:5].fill_(9)
+    fence = transfer.fence()
+    assert not fence._event.query()
+    sums = transfer.save([3, 4], 3, [memory], fence)
+    assert bool((memory == 9).all())
+    assert sums[0] == sums[1] == checksum(memory[: transfer.layout.block_bytes], weights(2**20))
+    transfer.close()
+    assert bool((memory == 9).all())
+
+
 def test_the_fingerprint_is_of_all_that_the_bytes_depend_on(kind: str) -> None:
-    plain = Device(kind, TINY).transfer.layout
-    assert Device(kind, TINY).transfer.layout == plain
-    others = [Device(kind, TINY, "another").transfer.layout, Device(kind, ODD).transfer.layout]
-    others += [Device(kind, replace(TINY, layer_types=TINY.layer_types * 2)).transfer.layout]
+    plain = Device(kind, SMALL).transfer.layout
+    assert Device(kind, SMALL).transfer.layout == plain
+    others = [Device(kind, SMALL, "another").transfer.layout, Device(kind, ODD).transfer.layout]
+    others += [Device(kind, replace(SMALL, layer_types=SMALL.layer_types * 2)).transfer.layout]
     assert len({layout.fingerprint for layout in (plain, *others)}) == 4
 
 
