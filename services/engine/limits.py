@@ -48,6 +48,10 @@ class SchedulerConfig:
     """What a token's attention to one token before it costs, as a part of everything else about it."""
     snapshot_interval: int = 0
     """Tokens between two snapshots in long texts; 0: by the sizes above."""
+    session_seconds: float = 600.0
+    """For so long after a request of a session its history is kept before others."""
+    most_sessions: int = 4096
+    """Sessions to remember."""
     load_patience: float = 2.0
     """Seconds that a request waits for a tier to load what it goes on from."""
 

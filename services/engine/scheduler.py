@@ -24,6 +24,7 @@ from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.radix import Pending
 from services.engine.memory.sequences import Room, SequenceMemory, Snapshot
+from services.engine.memory.sessions import Sessions
 from services.engine.memory.sharing import Sharing
 from services.engine.memory.tiers.ports import Event, Job, Tiers
 from services.engine.plan import FIRST_SNAPSHOT, MOST_VERIFIED, SampledToken, StepPlan, StepResult
@@ -61,6 +62,13 @@ class Scheduler:
         self._memory = SequenceMemory(config, lambda: self._now, tiers)
         self._roster = Roster(config)
         self._sharing = Sharing()
+        self.sessions = Sessions(
+            self._memory.cache,
+            self._memory.stored,
+            seconds=config.session_seconds,
+            most=config.most_sessions,
+            clock=lambda: self._now,
+        )
         self._expired: list[SequenceUpdate] = []
         self._in_flight: deque[Draft] = deque()
         """Oldest first."""
@@ -221,7 +229,8 @@ class Scheduler:
 
     def take_events(self, events: SequenceABC[Event]) -> None:
         """What the tiers have done."""
-        self._memory.take_events(events)
+        for node in self._memory.take_events(events):
+            self.sessions.saved(node)
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken so long on the device."""
@@ -343,6 +352,7 @@ class Scheduler:
         shared = self._sharing.branches(sequence)
         room, restore = self._memory.start(sequence, headroom + draft.blocks_kept, shared, last_resort=alone)
         if room is Room.COMING:
+            sequence.load_began = self._now
             sequence.load_until = self._now + self.config.load_patience
             return self._defer(draft, sequence)
         if room is Room.NONE:
@@ -351,8 +361,7 @@ class Scheduler:
         if restore is not None:
             draft.restores.append(restore)
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
-            sequence.scheduled_at = draft.now
+            sequence.admitted(draft.now, self._memory.cost.seconds(0, sequence.computed))
         return _Admission.ADMITTED
 
     def _waits(self, sequence: Sequence, limit: int) -> bool:
@@ -477,9 +486,11 @@ class Scheduler:
             keep: what was computed is sound, and others may go on from it.
         """
         self._roster.remove(sequence)
-        self._memory.free(sequence, self._youngest, keep=keep)
+        node = self._memory.free(sequence, self._youngest, keep=keep)
         self._sharing.withdraw(sequence)
         self._sharing.remove(sequence)
+        if node is not None and sequence.request.session is not None:
+            self.sessions.ended(sequence.request.session, node, sequence.request.pin.version)
         if keep_tokens > 0:
             sequence.cut(keep_tokens)
         return sequence.last_update(reason, error, token)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken
-from services.engine.memory.tiers.ports import Space, space_of
+from services.engine.memory.tiers.ports import Space, Tier, space_of
 from services.engine.memory.tokens import encode
 from services.engine.plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
 from services.engine.reads import PromptRead, PromptReport, Reading
@@ -39,6 +39,7 @@ class Sequence:
         "_min_tokens",
         "_stops",
         "blocks",
+        "cached_from",
         "cached_tokens",
         "computed",
         "ended",
@@ -47,8 +48,11 @@ class Sequence:
         "guessable",
         "known",
         "known_at_end",
+        "load_began",
+        "load_tier",
         "load_tried",
         "load_until",
+        "loaded_tokens",
         "matcher",
         "max_output",
         "output_ids",
@@ -60,6 +64,7 @@ class Sequence:
         "reported",
         "request",
         "sampling_logprobs",
+        "saved_seconds",
         "scheduled_at",
         "slot",
         "space",
@@ -102,17 +107,39 @@ class Sequence:
         """Whether it has been looked for in the tiers."""
         self.ticket = 0
         """Of the load that it waits for; 0: it waits for none."""
+        self.load_began = 0.0
         self.load_until = 0.0
-        """When it no longer does."""
+        """When it no longer waits."""
+        self.load_tier: Tier | None = None
+        """Where that comes from."""
+        self.loaded_tokens = 0
+        """How far it reaches."""
         self.reading = Reading.of(request)
         """None: the prompt is computed and nothing of it is told."""
         self.cached_tokens: int | None = None
         """None until it is admitted the first time."""
+        self.cached_from: Tier | None = None
+        """The tier that they came from; None: the device had them."""
+        self.saved_seconds = 0.0
+        """What computing them would have taken, less the wait for a tier."""
         self.preemptions = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.reported = False
         self.ended = False
+
+    def admitted(self, now: float, seconds: float) -> None:
+        """It runs for the first time.
+
+        Args:
+            seconds: what computing the tokens would have taken that come from the cache.
+        """
+        self.cached_tokens = self.computed
+        self.scheduled_at = now
+        self.saved_seconds = seconds
+        if 0 < self.loaded_tokens <= self.computed:
+            self.cached_from = self.load_tier
+            self.saved_seconds = seconds - (now - self.load_began)
 
     def history(self) -> bytes:
         """Prompt and output as bytes, TOKEN_BYTES a token, without what is pending."""
@@ -284,5 +311,7 @@ class Sequence:
                 self.preemptions,
                 self.scheduled_at,
                 self.first_token_at,
+                self.cached_from,
+                self.saved_seconds,
             ),
         )

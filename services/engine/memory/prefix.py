@@ -224,6 +224,12 @@ class PrefixCache:
         self.prune(node)
         return True
 
+    def drop(self, node: Node) -> None:
+        """Gives up what the device has of a node, unless somebody reads it or something on the device stands on it."""
+        if node.pins or any(child.blocks is not None for child in node.children.values()):
+            return
+        self._forget(node)
+
     def clear(self) -> None:
         """Gives up all that no step in flight reads."""
         while self.evict_blocks():

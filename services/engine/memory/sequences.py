@@ -77,7 +77,7 @@ class SequenceMemory:
         )
         self.stored: StoredHistories | None = None
         if tiers is not None:
-            self.stored = StoredHistories(self._cache, self._blocks, self._slots, tiers, self.cost, clock)
+            self.stored = StoredHistories(self._cache, self._blocks, self._slots, tiers, self.cost)
         self._policy = SnapshotPolicy(
             unit=self._unit,
             gap=math.lcm(self._unit, max(config.block_size, FIRST_SNAPSHOT)),
@@ -225,8 +225,8 @@ class SequenceMemory:
         history = sequence.history()
         computed = sequence.computed
         # States behind answers were computed token by token, not in tiles: where bits matter, they are not the same.
-        worthwhile = self._caching and self._unit == 1 and computed >= 2 * self._block_size
-        worthwhile = worthwhile and sequence.request.pooling is None
+        least = 1 if sequence.request.session is not None else 2 * self._block_size
+        worthwhile = self._caching and self._unit == 1 and computed >= least and sequence.request.pooling is None
         if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
             tokens = history[: computed * TOKEN_BYTES]
             node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
@@ -307,10 +307,9 @@ class SequenceMemory:
         """What the tiers are to do when all steps planned so far have been launched."""
         return [] if self.stored is None else self.stored.take_jobs()
 
-    def take_events(self, events: SequenceABC[Event]) -> None:
-        """What the tiers have done."""
-        if self.stored is not None:
-            self.stored.take(events)
+    def take_events(self, events: SequenceABC[Event]) -> list[Node]:
+        """What the tiers have done; returns where they have a copy more."""
+        return [] if self.stored is None else self.stored.take(events)
 
     @property
     def loading(self) -> bool:
@@ -337,7 +336,7 @@ class SequenceMemory:
             if not ticket:
                 self._slots.release(slot)
                 return False
-        sequence.ticket = ticket
+        sequence.ticket, sequence.load_tier, sequence.loaded_tokens = ticket, wanted.tier, wanted.node.end
         return True
 
     def _take_blocks(self, count: int) -> list[int] | None:

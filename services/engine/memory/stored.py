@@ -62,25 +62,19 @@ class Wanted:
     node: Node
     chain: Sequence[_Stored]
     """The entries that are read, in the order of the history."""
-    seconds: float
-    """What the load takes, and the computing of the rest."""
+    tier: Tier
+    """The slowest that it comes from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
     """A load under way: its targets are nobody else's."""
 
-    ticket: int
     space: Space
     tokens: bytes
-    start: int
-    """Tokens whose KV the device had."""
     blocks: Sequence[int]
     """Of the whole history up to its end; those that were there are shared."""
     slot: int
-    tier: Tier
-    """The slowest."""
-    began: float
 
 
 class StoredHistories:
@@ -97,14 +91,12 @@ class StoredHistories:
         slots: SlotPool,
         tiers: Tiers,
         cost: ComputeCost,
-        clock: Callable[[], float],
     ) -> None:
         self._cache = cache
         self._blocks = blocks
         self._slots = slots
         self._tiers = tiers
         self._cost = cost
-        self._clock = clock
         self._layout: Layout = tiers.layout
         self._stored: dict[Key, _Stored] = {}
         self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
@@ -132,8 +124,12 @@ class StoredHistories:
 
     # Saving.
 
-    def offer(self, node: Node) -> None:
-        """A snapshot is there; it is saved unless computing it again is no slower than loading."""
+    def offer(self, node: Node, *, wanted: bool = False) -> None:
+        """A snapshot is there; it is saved unless computing it again is no slower than loading.
+
+        Args:
+            wanted: it is saved whatever it takes.
+        """
         if not node.slot or node.blocks is None or node.saving or node.key is not None or node.parent is None:
             return
         above = node.parent
@@ -142,12 +138,14 @@ class StoredHistories:
         parent = None if above.key is None else self._stored[above.key].entry
         seconds = self._cost.seconds(above.end, node.end)
         entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
-        if entry.key in self._stored or seconds <= self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
+        if entry.key in self._stored:
+            return
+        if not wanted and seconds <= self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
             return
         first = entry.first_block(self._layout.block_size)
         blocks = self._cache.table(node.path())[first:]
         held = sum(len(others) for _, others in self._saving.values())
-        if self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
+        if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
             self._put_off.append(node)
             return
         self._blocks.share(blocks)
@@ -190,7 +188,8 @@ class StoredHistories:
             needed = [stored for stored in chain if stored.entry.end > there] or chain[-1:]
             seconds = self._cost.seconds(node.end, limit) + self._load_seconds(needed, there, node.end)
             if seconds < fastest:
-                best, fastest = Wanted(node, needed, seconds), seconds
+                tier = max((stored.fastest or Tier.STORE for stored in needed), key=_SPEED.index)
+                best, fastest = Wanted(node, needed, tier), seconds
         return best
 
     def ticket(self, node: Node) -> int:
@@ -221,11 +220,8 @@ class StoredHistories:
             self._blocks.release(old)
             return 0
         self._tickets += 1
-        tier = max((stored.fastest or Tier.STORE for stored in wanted.chain), key=_SPEED.index)
         parts = list(self._parts(wanted.chain, len(old), fresh, slot))
-        self._loading[self._tickets] = Loading(
-            self._tickets, node.space, node.tokens(), there, [*old, *fresh], slot, tier, self._clock()
-        )
+        self._loading[self._tickets] = Loading(node.space, node.tokens(), [*old, *fresh], slot)
         self._targets[node] = self._tickets
         self._jobs.append(Load(self._tickets, parts))
         return self._tickets
@@ -274,29 +270,33 @@ class StoredHistories:
 
     # What the tiers tell.
 
-    def take(self, events: Sequence[Event]) -> list[tuple[Loading, bool]]:
-        """Takes in what has happened; returns the loads that have ended, and whether they succeeded."""
-        ended: list[tuple[Loading, bool]] = []
+    def take(self, events: Sequence[Event]) -> list[Node]:
+        """Takes in what has happened; returns the nodes whose state a tier has now."""
+        kept: list[Node] = []
         for event in events:
             match event:
                 case Kept():
-                    self._kept(event.entry, event.tier)
+                    node = self._kept(event.entry, event.tier)
+                    if node is not None:
+                        kept.append(node)
                 case Released():
                     self._released(event.key)
                 case Dropped():
                     self._dropped(event.key, event.tier)
                 case Loaded():
-                    ended.append(self._loaded(event))
+                    self._loaded(event)
                 case Persisted():
-                    self._persisting.pop(event.ticket)(event.missing)
-        return ended
+                    done = self._persisting.pop(event.ticket, None)
+                    if done is not None:
+                        done(event.missing)
+        return kept
 
-    def _kept(self, entry: Entry, tier: Tier) -> None:
+    def _kept(self, entry: Entry, tier: Tier) -> Node | None:
         stored = self._stored.get(entry.key)
         if stored is None:
             above = None if entry.parent is None else self._stored.get(entry.parent)
             if entry.parent is not None and above is None:
-                return
+                return None
             history = entry.tokens if above is None else above.node.tokens() + entry.tokens
             node = self._cache.reach(entry.space, history)
             stored = self._stored[entry.key] = _Stored(entry, node)
@@ -305,8 +305,11 @@ class StoredHistories:
             else:
                 self._alternates.setdefault(node, []).append(entry.key)
         stored.tiers.add(tier)
+        return stored.node
 
     def _released(self, key: Key) -> None:
+        if key not in self._saving:
+            return
         node, blocks = self._saving.pop(key)
         self._blocks.release(blocks)
         node.saving = False
@@ -337,8 +340,10 @@ class StoredHistories:
             self._alternates[node] = others
         self._cache.prune(node)
 
-    def _loaded(self, event: Loaded) -> tuple[Loading, bool]:
-        loading = self._loading.pop(event.ticket)
+    def _loaded(self, event: Loaded) -> None:
+        loading = self._loading.pop(event.ticket, None)
+        if loading is None:
+            return
         for node in [node for node, ticket in self._targets.items() if ticket == event.ticket]:
             del self._targets[node]
         if event.failed:
@@ -346,7 +351,6 @@ class StoredHistories:
         else:
             self._cache.insert(loading.space, loading.tokens, loading.blocks, loading.slot)
         self._blocks.release(loading.blocks)
-        return loading, not event.failed
 
     # For sessions.
 
