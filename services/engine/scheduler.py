@@ -151,7 +151,7 @@ class Scheduler:
         if partial or self._roster.waiting:
             self._add_prefills(draft, partial)
         if not draft.has_chunks:
-            if self._in_flight or self._memory.loading:
+            if self._in_flight or self._memory.copying:
                 return None
             roster = self._roster
             raise IntegrityError(f"{len(roster.running)} running and {len(roster.waiting)} waiting, but no step to run")

@@ -312,9 +312,9 @@ class SequenceMemory:
         return [] if self.stored is None else self.stored.take(events)
 
     @property
-    def loading(self) -> bool:
-        """Whether a load is under way."""
-        return self.stored is not None and self.stored.loading
+    def copying(self) -> bool:
+        """Whether the tiers have blocks in hand: a load or a save is under way."""
+        return self.stored is not None and self.stored.copying
 
     def is_loading(self, ticket: int) -> bool:
         return self.stored is not None and self.stored.is_loading(ticket)

@@ -111,8 +111,9 @@ class StoredHistories:
         self._put_off: deque[Node] = deque(maxlen=_PUT_OFF)
 
     @property
-    def loading(self) -> bool:
-        return bool(self._loading)
+    def copying(self) -> bool:
+        """Whether a load or a save is under way."""
+        return bool(self._loading or self._saving)
 
     def is_loading(self, ticket: int) -> bool:
         return ticket in self._loading

@@ -19,6 +19,7 @@ from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
 from tests.unit.engine.machine import ToyRunner, behind, request
 from tests.unit.engine.toy_reads import Told
+from tests.unit.engine.toy_tiers import ToyTiers
 
 READS: list[dict[str, object]] = [
     {},
@@ -46,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(2, 80),
         prefix_cache=st.sampled_from([True, True, True, False]),
         interval=st.sampled_from([9, 1000]),
+        tiers=st.booleans(),
     )
     def start(
         self,
@@ -60,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         prefix_cache: bool,
         interval: int,
+        tiers: bool,
     ) -> None:
         speculative = depth == 0
         if speculative:
@@ -82,8 +85,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             snapshot_interval=interval,
         )
         self.depth = depth
-        self.scheduler = Scheduler(self.config, depth)
         self.runner = ToyRunner(self.config, depth)
+        self.tiers = ToyTiers(self.runner, block_size) if tiers else None
+        self.scheduler = Scheduler(self.config, depth, self.tiers)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
         self.requests = {}
@@ -269,6 +273,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {update.request_id for update in updates} == names & self.live
         self._take(updates)
 
+    @rule(jobs=st.integers(1, 5))
+    def work(self, jobs: int) -> None:
+        """The tiers get on with what they were given."""
+        if self.tiers is not None:
+            self._serve_tiers()
+            self.tiers.work(jobs)
+            self._serve_tiers()
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """A tier has no room for one of its entries."""
+        if self.tiers is not None and self.tiers.entries:
+            self.tiers.drop(data.draw(st.sampled_from(sorted(self.tiers.entries))))
+
+    @rule(broken=st.sampled_from([False, False, True]), price=st.sampled_from([0.0, 0.0, 0.001, 1.0]))
+    def weather(self, broken: bool, price: float) -> None:
+        """Tiers fail, or get slower."""
+        if self.tiers is not None:
+            self.tiers.broken, self.tiers.price = broken, price
+
+    def _serve_tiers(self) -> None:
+        """As the loop does between two steps."""
+        if self.tiers is not None:
+            self.scheduler.take_events(self.tiers.take_events())
+            self.tiers.submit(self.scheduler.take_jobs())
+
     @rule()
     def run_dry(self) -> None:
         """With no new arrivals every request ends, within a bound that no starving scheduler meets."""
@@ -279,9 +309,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.live:
                 break
             self.step()
+            if self.tiers is not None:
+                self.tiers.work()
+                self._serve_tiers()
         assert not self.live
         while self.flight:
             self.land()
+        while self.tiers is not None and (self.tiers.jobs or self.tiers.events or self.scheduler._memory.copying):
+            self._serve_tiers()
+            self.tiers.work()
         counts = self.scheduler.counts()
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert not self.scheduler.has_work
@@ -318,7 +354,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline = self.requests[name].deadline
             assert deadline is None or deadline > self.now
         assert plan is None or self.live
-        assert plan is not None or self.flight or not self.live
+        assert plan is not None or self.flight or not self.live or self.scheduler._memory.copying
+        self._serve_tiers()
         if plan is not None:
             self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions)
         return plan
@@ -347,7 +384,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in waiting:
             if started and sequence.rank < max(started):
                 limit = self.scheduler._memory.reusable(sequence)
-                assert self.scheduler._sharing.promised(sequence, limit) >= self.config.block_size
+                promised = self.scheduler._sharing.promised(sequence, limit)
+                assert sequence.ticket or promised >= self.config.block_size
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)
