@@ -80,8 +80,8 @@ class EnginePool:
         self._ending: str | None = None
         """Why no request is sent any more; None: requests are."""
         self._waiters: set[asyncio.Future[None]] = set()
-        self._sessions: OrderedDict[str, str] = OrderedDict()
-        """The address that each client's session is at, least recently used first."""
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """The address that each client's session (its owner's) is at, least recently used first."""
         self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
         self._channels = Channels(certificates, settings.grpc_tls_server_name, traced=bool(settings.otlp_endpoint))
         # In the order given: the dictionary keeps it.
@@ -263,7 +263,7 @@ class EnginePool:
 
     def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
         session = affinity.session
-        home = None if session is None else self._sessions.get(session)
+        home = None if session is None else self._sessions.get((affinity.owner, session))
         # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
         client = next((client for client in usable if client.address == home), None)
         if client is not None:
@@ -276,8 +276,8 @@ class EnginePool:
             client = self._clients[address]
             self._metrics.routed.labels(reason).inc()
         if session is not None:
-            self._sessions[session] = client.address
-            self._sessions.move_to_end(session)
+            self._sessions[affinity.owner, session] = client.address
+            self._sessions.move_to_end((affinity.owner, session))
             while len(self._sessions) > self._settings.sticky_sessions:
                 self._sessions.popitem(last=False)
         return client
