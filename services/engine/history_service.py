@@ -209,7 +209,9 @@ class _Arriving:
 async def _over(work: concurrent.futures.Future[Any]) -> None:
     """Waits until a thread is done with something, however that ends, and also while this task is cancelled: what it
     uses is given back only then."""
-    waiting = asyncio.ensure_future(asyncio.wait([asyncio.wrap_future(work)]))
+    ended = asyncio.wrap_future(work)
+    ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody else tells of it
+    waiting = asyncio.ensure_future(asyncio.wait([ended]))
     cancelled: asyncio.CancelledError | None = None
     while not waiting.done():
         try:

@@ -12,7 +12,14 @@ import structlog
 from grpc import aio
 
 from services.common.errors import AdapterRejected, TemperError, Unavailable
-from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
+from services.common.pb import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    histories_pb2_grpc,
+    sessions_pb2_grpc,
+)
 from services.gateway.breaker import BreakerPolicy, CircuitBreaker
 from services.gateway.channels import Channels
 from services.gateway.errors import engine_error
@@ -175,6 +182,10 @@ class EngineClient:
     def sessions(self) -> sessions_pb2_grpc.SessionsAsyncStub:
         """The engine's training sessions."""
         return sessions_pb2_grpc.SessionsStub(self._open_channel())
+
+    def histories(self) -> histories_pb2_grpc.HistoriesAsyncStub:
+        """What the engine keeps of clients' sessions."""
+        return histories_pb2_grpc.HistoriesStub(self._open_channel())
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Fetches the tokenizer files."""

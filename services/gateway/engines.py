@@ -261,6 +261,30 @@ class EnginePool:
         admitted = [client for client in ready if client.breaker.admits]
         return admitted or sorted(ready, key=lambda client: client.breaker.badness)[:1]
 
+    def home(self, owner: str, session: str) -> EngineClient | None:
+        """The engine that the requests of a client's session go to; None: it has had none here, or that has left."""
+        return self._clients.get(self._sessions.get((owner, session), ""))
+
+    def settle(self, owner: str, session: str) -> EngineClient:
+        """The engine that the requests of a session go to from now on: its own, or the one with least to do.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        usable = self._usable()
+        if not usable:
+            raise Unavailable("no engine is ready", retry_after=2.0)
+        home = self.home(owner, session)
+        client = home if home in usable else min(usable, key=lambda client: client.load)
+        self._remember(owner, session, client)
+        return client
+
+    def _remember(self, owner: str, session: str, client: EngineClient) -> None:
+        self._sessions[owner, session] = client.address
+        self._sessions.move_to_end((owner, session))
+        while len(self._sessions) > self._settings.sticky_sessions:
+            self._sessions.popitem(last=False)
+
     def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
         session = affinity.session
         home = None if session is None else self._sessions.get((affinity.owner, session))
@@ -276,10 +300,7 @@ class EnginePool:
             client = self._clients[address]
             self._metrics.routed.labels(reason).inc()
         if session is not None:
-            self._sessions[affinity.owner, session] = client.address
-            self._sessions.move_to_end((affinity.owner, session))
-            while len(self._sessions) > self._settings.sticky_sessions:
-                self._sessions.popitem(last=False)
+            self._remember(affinity.owner, session, client)
         return client
 
     def end_requests(self, reason: str) -> None:

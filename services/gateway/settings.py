@@ -34,6 +34,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Largest JSON body; more is answered with 413."""
     max_upload_bytes: int = Field(2 * 2**30, ge=1024)
     """Largest adapter upload."""
+    max_session_bytes: int = Field(16 * 2**30, ge=1024)
+    """Largest file of a session that may be imported."""
     max_in_flight: int = Field(1024, ge=1)
     """Completions (choices) in the gateway at a time; more are answered with 503 and Retry-After."""
     max_choices: int = Field(128, ge=1)
