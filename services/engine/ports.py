@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from services.common.errors import InvalidRequest
-from services.engine.histories import SessionName
+from services.engine.histories import SessionName, check_session
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
 from services.engine.request import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from services.engine.constraints.matcher import OutputMatcher
     from services.engine.private_versions import PrivateVersion
     from services.engine.wire import AdapterChoice
+
 
 Sink = Callable[[list[SequenceUpdate]], None]
 """Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it
@@ -68,6 +69,8 @@ class Submission:
         if not self.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
+        if self.session is not None:
+            check_session(self.session)
         check_boundaries(self.boundaries, len(self.prompt_token_ids))
 
     def pinned(self, pin: AdapterPin, arrival: int) -> Request:

@@ -20,7 +20,7 @@ _WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logpro
 """Settings that mean something where the tokens are given."""
 
 
-MOST_BOUNDARIES = 4096
+MAX_BOUNDARIES = 4096
 """Ends of messages that a request may name."""
 MOST_PROMPT_ALTERNATIVES = 128
 """Tokens that may be reported beside each one of a prompt."""
@@ -262,13 +262,14 @@ def check_prompt_logprobs(alternatives: int | None, first: int, prompt_tokens: i
         )
 
 
-def check_boundaries(boundaries: tuple[int, ...], prompt_tokens: int) -> None:
-    """Raises InvalidRequest if these are no ends of messages in a prompt."""
-    if len(boundaries) > MOST_BOUNDARIES:
+def check_boundaries(boundaries: tuple[int, ...], prompt: int) -> None:
+    """Raises InvalidRequest if these are no ends of messages inside a prompt of so many tokens."""
+    if len(boundaries) > MAX_BOUNDARIES:
         raise InvalidRequest(
-            f"boundaries has {len(boundaries)} places, at most {MOST_BOUNDARIES} are allowed", param="boundaries"
+            f"a prompt may have {MAX_BOUNDARIES} boundaries, it has {len(boundaries)}: send the last ones",
+            param="boundaries",
         )
-    if boundaries and not (boundaries[0] > 0 and boundaries[-1] < prompt_tokens):
-        raise InvalidRequest(f"boundaries must lie inside of the prompt of {prompt_tokens} tokens", param="boundaries")
-    if any(b <= a for a, b in pairwise(boundaries)):
-        raise InvalidRequest("boundaries must be ascending", param="boundaries")
+    if any(one >= other for one, other in pairwise((0, *boundaries, prompt))):
+        raise InvalidRequest(
+            f"boundaries must ascend and lie inside the prompt, between 0 and {prompt}", param="boundaries"
+        )
