@@ -151,7 +151,7 @@ class StoredHistories:
         if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
             self._put_off.append(node)
             return
-        self._blocks.share(blocks)
+        self._blocks.hold(blocks)
         self._cache.pin(node)
         node.saving = True
         node.key = entry.key
@@ -217,11 +217,13 @@ class StoredHistories:
         if there < node.end:
             # The block in which the KV ends that is there comes whole from the entry behind.
             old = old[: there // size]
-        self._blocks.share(old)
+        self._blocks.hold(old)
         fresh = take_blocks(-(-node.end // size) - len(old))
         if fresh is None:
-            self._blocks.release(old)
+            self._blocks.let_go(old)
             return 0
+        self._blocks.hold(fresh)
+        self._blocks.release(fresh)
         self._tickets += 1
         parts = list(self._parts(wanted.chain, len(old), fresh, slot))
         self._loading[self._tickets] = Loading(node.space, node.tokens(), [*old, *fresh], slot)
@@ -314,7 +316,7 @@ class StoredHistories:
         if key not in self._saving:
             return
         node, blocks = self._saving.pop(key)
-        self._blocks.release(blocks)
+        self._blocks.let_go(blocks)
         node.saving = False
         stored = self._stored.get(key)
         if stored is not None and not stored.tiers:
@@ -353,7 +355,7 @@ class StoredHistories:
             self._slots.release(loading.slot)
         else:
             self._cache.insert(loading.space, loading.tokens, loading.blocks, loading.slot)
-        self._blocks.release(loading.blocks)
+        self._blocks.let_go(loading.blocks)
 
     # For sessions.
 
