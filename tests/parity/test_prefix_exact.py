@@ -1,0 +1,95 @@
+"""The prefix cache changes no answer: random trees of requests, with little memory and many at a time, against each
+request alone without a cache. What is compared, and how, is in benchmarks.prefix_exact, which also does 2,000 of them.
+
+Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt without
+any cache moved one by up to 1.3e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; half of them by 1.9e-6 or
+less), and the bound is eight times that. A wrong state is off by 1e-2 and more, which the last test shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.prefix_exact import BOUND, Bench, Totals, splits
+from benchmarks.prefix_workloads import make_workload
+from services.engine.plan import StepPlan
+
+_SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
+_STRUCTURES = st.randoms(use_true_random=False)
+
+
+@pytest.fixture(scope="module")
+def in_tokens() -> Bench:
+    return Bench(token_by_token=True)
+
+
+@pytest.fixture(scope="module")
+def in_chunks() -> Bench:
+    return Bench(token_by_token=False)
+
+
+def compared(bench: Bench, *draws: Random) -> Totals:
+    totals = Totals()
+    for draw in draws:
+        bench.compare(make_workload(draw), totals)
+    return totals
+
+
+@settings(_SETTINGS, max_examples=25)
+@given(_STRUCTURES)
+def test_token_by_token_a_cache_changes_no_bit(in_tokens: Bench, draw: Random) -> None:
+    totals = compared(in_tokens, draw)
+    assert not totals.differences, totals.first
+    assert totals.largest == 0.0
+
+
+@settings(_SETTINGS, max_examples=100)
+@given(_STRUCTURES)
+def test_in_chunks_a_cache_changes_no_more_than_rounding_does(in_chunks: Bench, draw: Random) -> None:
+    totals = compared(in_chunks, draw)
+    assert not totals.differences, totals.first
+
+
+def test_the_workloads_have_hits_and_preemptions(in_chunks: Bench) -> None:
+    totals = compared(in_chunks, *map(Random, range(20)))
+    assert not totals.differences, totals.first
+    assert totals.cached_tokens > totals.prompt_tokens // 10
+    assert totals.preemptions > 0
+
+
+def test_splitting_a_prompt_alone_moves_log_probabilities_by_less_than_half_the_bound(in_chunks: Bench) -> None:
+    for seed in range(20):
+        draw = Random(seed)
+        assert splits(in_chunks, make_workload(draw), draw) < BOUND / 2
+
+
+def without_restores(plan: StepPlan) -> StepPlan:
+    """Sequences go on from whatever was in their slots."""
+    return replace(plan, copies_before=())
+
+
+def with_a_wrong_block(plan: StepPlan) -> StepPlan:
+    """Sequences that go on behind cached blocks read another first one."""
+    return replace(
+        plan,
+        chunks=[
+            chunk._replace(blocks=[0, *chunk.blocks[1:]])
+            if chunk.start >= 16 and chunk.start > len(chunk.blocks) and not chunk.is_decode
+            else chunk
+            for chunk in plan.chunks
+        ],
+    )
+
+
+@pytest.mark.parametrize("token_by_token", [True, False])
+@pytest.mark.parametrize("damage", [without_restores, with_a_wrong_block])
+def test_a_wrong_hit_is_found(damage: Callable[[StepPlan], StepPlan], token_by_token: bool) -> None:
+    totals = compared(Bench(token_by_token=token_by_token, damage=damage), *map(Random, range(6)))
+    assert totals.differences > 0
+    assert "cached" in totals.first
