@@ -80,7 +80,7 @@ def make_workload(draw: Random) -> Workload:
                 keep,
                 tuple(tokens.randrange(VOCAB) for _ in range(size)),
                 _sampling(draw),
-                parent.pin if parent is not None and stays else draw.choice(ADAPTERS),
+                parent.pin if parent is not None and stays else draw.choice((ADAPTERS[0], *ADAPTERS)),
                 parent.salt if parent is not None and stays else draw.choice(("", "", "salt")),
                 draw.choice((0, 0, 0, 0, -1, 1)),
             )

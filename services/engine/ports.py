@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from services.common.errors import InvalidRequest
+from services.engine.histories import SessionName
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
 from services.engine.request import AdapterPin, Pooling, Request, SamplingParams, check_prompt_logprobs
@@ -49,6 +50,10 @@ class Submission:
     """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
     traceparent: str = ""
     """See Request."""
+    boundaries: tuple[int, ...] = ()
+    """Positions in the prompt where a message ends, ascending."""
+    session: SessionName | None = None
+    """Whose history this goes on; None: nobody's."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
