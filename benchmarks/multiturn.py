@@ -1,7 +1,7 @@
 """Multi-turn traffic on the engine in this process: `python -m benchmarks.multiturn --model qwen3.5-4b --random`.
 
-Workloads, seeded, of random tokens, ignore_eos, temperature 1, prompts as raw tokens without a word about where messages end
-(`--marks` tells):
+Workloads of random tokens, seeded, with ignore_eos and temperature 1; prompts are raw tokens, without a word about
+where messages end (`--marks` tells):
 
 - a: W3, 16 at a time: 64 sessions of 4 turns (1,024 ± 32 tokens, then 64 ± 8 each) and 64 single requests; 64 out
 - b: W4, 8 at a time: 128 sessions of 2 turns (8,192 ± 64, then 256 of a tool); 256 out
@@ -21,8 +21,8 @@ A prompt is the one before, its answer and what is new. One JSON line a workload
 - prefilled: tokens of prompts that steps computed; new: prompt tokens less the ideal, the least there is to compute
 
 The cache is emptied before each workload, behind a short run of its kind that warms up. If the histories of W4 do not
-fit the KV blocks all at once, it has fewer sessions (`sessions` beside `of`). `--scale` makes sessions fewer and `--shrink`
-everything shorter: neither on a GPU, a fiftieth and a sixteenth on a CPU, where there is only to be seen that it runs.
+fit the KV blocks all at once, it has fewer sessions (`sessions` beside `of`). `--scale` makes sessions fewer and
+`--shrink` everything shorter: neither on a GPU; by 50 and 16 on a CPU, where all there is to see is that it runs.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def measure(engine: InProcessEngine, workload: Workload, *, marks: bool) -> dict
 
 
 def _short(workload: Workload) -> Workload:
-    """As many requests at once for a few tokens each: what a workload of this kind makes an engine compile or capture."""
+    """As many requests at once, a few tokens each: whatever an engine compiles or captures for this workload."""
     kept = workload.order[: workload.concurrency]
     sessions = tuple(
         replace(session, turns=tuple(replace(turn, out=min(turn.out, 8)) for turn in session.turns[:2]))
@@ -261,7 +261,7 @@ _HEAD = ("", "seconds", "out tok/s", "TTFT cold", "warm, ms", "cached / ideal", 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """The results for people, vLLM's beside them where it was measured."""
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     for line in lines:
         if "failed" in line:
             rows.append((line["workload"], line["failed"], "", "", "", "", ""))
@@ -362,9 +362,7 @@ def run(options: argparse.Namespace) -> int:
         **start,
         **environment(),
     }
-    print(
-        f"{memory.num_blocks:,} KV blocks, {loop.config.num_slots} state slots, {start}\n{memory.table()}", flush=True
-    )
+    print(f"{memory.num_blocks:,} KV blocks, {loop.config.num_slots} state slots, {start}", memory.table(), sep="\n")
     lines: list[dict[str, Any]] = []
     try:
         for name in options.workload:

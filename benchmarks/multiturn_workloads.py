@@ -1,4 +1,4 @@
-"""Multi-turn traffic for `benchmarks.multiturn`: sessions whose prompts go on behind what was said before. No torch here."""
+"""The workloads of `benchmarks.multiturn`: sessions whose prompts go on behind what was said before. No torch here."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ Random trees of requests (benchmarks.prefix_workloads) go through scheduler, cac
 float32 on the CPU, with little memory and many at a time; then each request alone, without a cache. It is done in two
 ways, of which `tests/parity/test_prefix_exact.py` does some hundred each.
 
-token by token: the plans are the scheduler's, but the runner is given each chunk as chunks of one token, in both runs. So
-the same numbers go through the same instructions, whatever was cut, batched, preempted or cached, and tokens and
-log-probabilities must be equal to the bit.
+token by token: the plans are the scheduler's, but the runner is given each chunk as chunks of one token, in both runs.
+So the same numbers go through the same instructions, whatever was cut, batched, preempted or cached, and tokens and
+log-probabilities must be equal to the bit. Slots and blocks are whole cache lines here, so that not even an alignment
+differs.
 
 in chunks: as an engine does it. Float32 products round by their number of rows, so how a prompt was cut shows in the
 last bits: `--splits` measures by how much, without any cache. The second run is forced to the first one's tokens. At
@@ -186,7 +187,7 @@ class Bench:
             if right and not self.token_by_token and answer.finished.request.sampling.greedy:
                 behind = other.top_logprobs[0] - (other.logprob or 0.0)
                 right = behind <= 2 * BOUND
-                totals.ties += 0 < behind and right
+                totals.ties += behind > 0 and right
             if token.token_id == other.token_id:
                 totals.largest = max(totals.largest, distance)
             if not right:
@@ -211,7 +212,7 @@ class Bench:
         tokens: dict[str, list[SampledToken]] = {}
         for _ in range(_MOST_STEPS):
             for number in list(coming)[: workload.arrivals]:
-                ask, history = workload.asks[number], ()
+                ask, history = workload.asks[number], tuple[int, ...]()
                 if ask.behind is not None:
                     answer = answers.get(f"r{ask.behind}")
                     known = prompts.get(ask.behind, ())

@@ -1,9 +1,9 @@
 """The prefix cache changes no answer: random trees of requests, with little memory and many at a time, against each
 request alone without a cache. What is compared, and how, is in benchmarks.prefix_exact, which also does 2,000 of them.
 
-Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt without
-any cache moved one by up to 1.3e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; half of them by 1.9e-6 or
-less), and the bound is eight times that. A wrong state is off by 1e-2 and more, which the last test shows.
+Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt
+without any cache moved one by up to SPLIT in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; MEDIAN in the
+median one), and the bound is EIGHT times that. A wrong state is off by 1e-2 and more, which the last test shows.
 """
 
 from __future__ import annotations
