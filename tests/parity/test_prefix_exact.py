@@ -2,8 +2,8 @@
 request alone without a cache. What is compared, and how, is in benchmarks.prefix_exact, which also does 2,000 of them.
 
 Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt
-without any cache moved one by up to SPLIT in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; MEDIAN in the
-median one), and the bound is EIGHT times that. A wrong state is off by 1e-2 and more, which the last test shows.
+without any cache moved one by up to 2.4e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; by 1.4e-6 in
+the median one), and the bound is four times that. Wrong states and keys are off by 1, as the last test shows.
 """
 
 from __future__ import annotations
@@ -93,3 +93,5 @@ def test_a_wrong_hit_is_found(damage: Callable[[StepPlan], StepPlan], token_by_t
     totals = compared(Bench(token_by_token=token_by_token, damage=damage), *map(Random, range(3)))
     assert totals.differences > 0
     assert "cached" in totals.first
+    # In chunks the same tokens are compared: what is found is not a matter of the bound.
+    assert token_by_token or totals.largest > 1000 * BOUND
