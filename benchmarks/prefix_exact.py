@@ -88,17 +88,15 @@ class TokenByToken:
         """
         if plan.reads or any(chunk.guesses or chunk.out_slot for chunk in plan.chunks):
             raise ValueError("a plan that guesses or reads prompts cannot be run token by token")
-        before = replace(plan, chunks=(), copies_after=())
-        sampled: list[SampledToken] = []
-        singles = [single for chunk in plan.chunks for single in _singles(chunk)]
-        for number, (single, copies) in enumerate(singles):
-            step = StepPlan([single], copies_after=copies)
-            if number == 0:
-                step = replace(before, chunks=[single], copies_after=copies)
-            if number == len(singles) - 1:
-                step = replace(step, copies_after=[*copies, *plan.copies_after])
-            sampled += self._runner.execute(step).tokens
-        return StepResult(sampled)
+        return StepResult([token for step in single_steps(plan) for token in self._runner.execute(step).tokens])
+
+
+def single_steps(plan: StepPlan) -> list[StepPlan]:
+    """The same as steps of one token: what is copied before and behind it, and within its chunks, lies between them."""
+    steps = [StepPlan([single], copies_after=copies) for chunk in plan.chunks for single, copies in _singles(chunk)]
+    steps[0] = replace(plan, chunks=steps[0].chunks, copies_after=steps[0].copies_after)
+    steps[-1] = replace(steps[-1], copies_after=[*steps[-1].copies_after, *plan.copies_after])
+    return steps
 
 
 def _singles(chunk: Chunk) -> list[tuple[Chunk, list[StateCopy]]]:
@@ -317,7 +315,14 @@ def main() -> None:
                 bench.compare(make_workload(Random(seed)), totals)
             seconds = round(time.perf_counter() - began, 1)
             bound = 0.0 if bench.token_by_token else BOUND
-            line = {"way": way, "seed": options.seed, "bound": bound, **asdict(totals), "seconds": seconds}
+            line = {
+                "benchmark": "prefix_exact",
+                "way": way,
+                "seed": options.seed,
+                "bound": bound,
+                **asdict(totals),
+                "seconds": seconds,
+            }
             put_line(line | environment(), options.out)
             right = right and not totals.differences
     sys.exit(0 if right else 1)
@@ -330,6 +335,7 @@ def _splits(count: int, seed: int, progress: Progress) -> dict[str, Any]:
         found.append(splits(bench, make_workload(draw), draw))
     ordered = sorted(found)
     return {
+        "benchmark": "prefix_exact",
         "way": "splits",
         "workloads": count,
         "seed": seed,

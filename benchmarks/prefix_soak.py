@@ -1,7 +1,7 @@
 """Random traffic on an engine for a long time: `python -m benchmarks.prefix_soak --seconds 3600`.
 
-The loop, its scheduler, the prefix cache and the tiny model on the CPU, with few blocks and slots: chats that go on, branch,
-are repeated, cancelled, cut at a stop string or late for their deadline, of three salts. `--seconds` are of CPU
+The loop, its scheduler, the prefix cache and the tiny model on the CPU, with few blocks and slots: chats that go on,
+branch, are repeated, cancelled, cut at a stop string or late for their deadline, of three salts. `--seconds` are of CPU
 time. What must hold, all the time and to the token:
 
 - the books agree (check_integrity between steps), and when all is over nothing is in use, and nothing cached once the
@@ -408,9 +408,8 @@ def main() -> None:
             outcome = soak.run(options.seconds, progress)
     finally:
         soak.stop()
-    put_line(
-        {"benchmark": "prefix_soak", "cpu_seconds": options.seconds, **summary(soak), **environment()}, options.out
-    )
+    line = {"benchmark": "prefix_soak", "seed": options.seed, "cpu_seconds": options.seconds, **summary(soak)}
+    put_line(line | environment(), options.out)
     sys.exit(1 if outcome.problems or outcome.growth_mib > options.growth else 0)
 
 

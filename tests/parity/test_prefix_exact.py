@@ -16,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.prefix_exact import BOUND, Bench, Totals, splits
+from benchmarks.prefix_exact import BOUND, Bench, Totals, single_steps, splits
 from benchmarks.prefix_workloads import make_workload
-from services.engine.plan import StepPlan
+from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan
+from services.engine.request import Request, SamplingParams
 
 _SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _STRUCTURES = st.randoms(use_true_random=False)
@@ -67,6 +68,22 @@ def test_splitting_a_prompt_alone_moves_log_probabilities_by_less_than_half_the_
     for seed in range(10):
         draw = Random(seed)
         assert splits(in_chunks, make_workload(draw), draw) < BOUND / 2
+
+
+def test_a_plan_becomes_steps_of_one_token() -> None:
+    request = Request("r", tuple(range(50, 62)), SamplingParams())
+    chunk = Chunk(request, range(50, 61), 0, [1], 3, False, [], 0, next_id=61, snapshots=[(9, 5), (10, 6)])
+    last = Chunk(request, [7], 12, [1], 4, True, [7], 1)
+    copies = {"copies_before": [StateCopy(8, 4)], "copies_after": [StateCopy(4, 9)], "block_copies": [BlockCopy(2, 1)]}
+    steps = single_steps(StepPlan([chunk, last], **copies))
+    assert [step.chunks[0].token_ids for step in steps] == [*((token,) for token in range(50, 61)), (7,)]
+    assert [step.chunks[0].start for step in steps] == [*range(11), 12]
+    assert [step.chunks[0].next_id for step in steps[:11]] == list(range(51, 62))
+    assert [step.chunks[0].samples for step in steps] == [False] * 11 + [True]
+    assert (list(steps[0].copies_before), list(steps[0].block_copies)) == ([StateCopy(8, 4)], [BlockCopy(2, 1)])
+    assert not any(step.copies_before or step.block_copies for step in steps[1:])
+    behind = {number: list(step.copies_after) for number, step in enumerate(steps) if step.copies_after}
+    assert behind == {8: [StateCopy(3, 5)], 9: [StateCopy(3, 6)], 11: [StateCopy(4, 9)]}
 
 
 def without_restores(plan: StepPlan) -> StepPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.in_process import InProcessEngine, settings_for
-from benchmarks.multiturn import PEERS, Traffic, measure, report, table
+from benchmarks.multiturn import PEERS, Traffic, main, measure, report, table
 from benchmarks.multiturn_workloads import GENERATORS, Session, Sizes, Turn, Workload, fitting
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -156,3 +157,20 @@ def test_requests_that_fail_are_no_figures(engine: InProcessEngine) -> None:
         Traffic(engine, long, "x", marks=False).run()
     with pytest.raises(ValueError):
         report(long, [])
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "multiturn.jsonl"
+    arguments = f"--device cpu --model {TINY} --workload e,w --shrink 64 --cache off --marks --out {out}"
+    # Processes of their own keep their log and Triton's cache as these say; this one runs other tests.
+    monkeypatch.setattr("benchmarks.in_process.only_warnings", lambda: None)
+    monkeypatch.setattr("services.pod.preflight.use_kernel_cache", lambda settings: None)
+    monkeypatch.setattr("sys.argv", ["multiturn", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["e", "w1024", "w8192"]
+    assert {line["cached"] for line in lines} == {0}
+    assert all(line["prefilled"] >= line["prompt_tokens"] - line["requests"] for line in lines)
+    assert "GRPO" in capsys.readouterr().out
