@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -39,16 +40,9 @@ class Session:
         return sum(len(each.new) + each.out for each in self.turns[:turn]) - 1
 
     def marks(self, turn: int) -> Tokens:
-        """Where messages end in a turn's prompt."""
-        ends: list[int] = []
-        length = 0
-        for number, each in enumerate(self.turns[: turn + 1]):
-            length += len(each.new)
-            ends.append(length)
-            if number < turn:
-                length += each.out
-                ends.append(length)
-        return tuple(ends)
+        """Where messages end inside of a turn's prompt: each earlier one and each answer."""
+        lengths = [length for each in self.turns[:turn] for length in (len(each.new), each.out)]
+        return tuple(accumulate(lengths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,10 @@ class Submission:
     """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
     traceparent: str = ""
     """See Request."""
-    boundaries: tuple[int, ...] = ()
-    """Positions in the prompt where a message ends, ascending."""
     session: SessionName | None = None
-    """Whose history this goes on; None: nobody's."""
+    """Whose history the prompt and its answer belong to; None: nobody's."""
+    boundaries: tuple[int, ...] = ()
+    """Places inside the prompt where a message ends, ascending: what comes later probably goes on from one."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
