@@ -27,6 +27,8 @@ PREFIX = "tp-"
 """Of every key, so that people and secret scanners recognise one."""
 PATTERN = r"\btp-[A-Za-z0-9_-]{43}"
 """A key in a text."""
+KEY_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""Of what logs call a key."""
 ANONYMOUS = "anonymous"
 """Who calls a gateway without keys."""
 MAX_FILE_BYTES = 16 * 2**20
@@ -71,7 +73,7 @@ class KeyLimits(_Strict):
 class ApiKey(_Strict):
     """One key, without the key."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    id: str = Field(pattern=KEY_ID_PATTERN)
     """What logs call it."""
     name: str = Field("", max_length=200)
     """For people."""

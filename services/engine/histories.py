@@ -6,12 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from services.common.errors import InvalidRequest
+
+MAX_NAME = 256
+"""Characters of a session's name, and of its owner's."""
+
 
 class SessionName(NamedTuple):
     """A session of an owner (an API key's; empty where there are no keys)."""
 
     owner: str
     name: str
+
+
+def check_session(session: SessionName) -> None:
+    """Raises InvalidRequest for a name that no session can have."""
+    if not 0 < len(session.name) <= MAX_NAME or len(session.owner) > MAX_NAME:
+        raise InvalidRequest(
+            f"the name of a session must have 1 to {MAX_NAME} characters and its owner at most as many, they have "
+            f"{len(session.name)} and {len(session.owner)}",
+            param="session",
+        )
 
 
 @dataclass(frozen=True, slots=True)

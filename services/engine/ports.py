@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from services.common.errors import InvalidRequest
-from services.engine.histories import SessionName
+from services.engine.histories import SessionName, check_session
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
-from services.engine.request import AdapterPin, Pooling, Request, SamplingParams, check_prompt_logprobs
+from services.engine.request import (
+    AdapterPin,
+    Pooling,
+    Request,
+    SamplingParams,
+    check_boundaries,
+    check_prompt_logprobs,
+)
 from services.engine.updates import Finished, SequenceUpdate
 
 if TYPE_CHECKING:
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from services.engine.constraints.matcher import OutputMatcher
     from services.engine.private_versions import PrivateVersion
     from services.engine.wire import AdapterChoice
+
 
 Sink = Callable[[list[SequenceUpdate]], None]
 """Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it
@@ -51,9 +59,9 @@ class Submission:
     traceparent: str = ""
     """See Request."""
     session: SessionName | None = None
-    """Whose history the prompt and its answer belong to; None: nobody's."""
+    """See Request."""
     boundaries: tuple[int, ...] = ()
-    """Places inside the prompt where a message ends, ascending: what comes later probably goes on from one."""
+    """See Request."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -61,6 +69,9 @@ class Submission:
         if not self.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
+        if self.session is not None:
+            check_session(self.session)
+        check_boundaries(self.boundaries, len(self.prompt_token_ids))
 
     def pinned(self, pin: AdapterPin, arrival: int) -> Request:
         """The scheduler's request."""
@@ -78,6 +89,8 @@ class Submission:
             self.pooling,
             self.matcher,
             self.traceparent,
+            self.session,
+            self.boundaries,
         )
 
 

@@ -11,6 +11,7 @@ from services.common.names import check_adapter_name
 from services.common.pb import engine_pb2 as pb
 from services.engine.constraints.spec import Constraint, ConstraintKind, Thinking
 from services.engine.errors import to_message
+from services.engine.histories import SessionName, check_session
 from services.engine.ports import Submission
 from services.engine.reads import PromptScores
 from services.engine.request import FinishReason, Pooling, SamplingParams
@@ -110,7 +111,20 @@ def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
         prompt_logprobs_from=message.prompt_logprobs_from,
         pooling=_pooling(message),
         traceparent=tracing.checked(message.traceparent),
+        session=session_name(message.session) if message.HasField("session") else None,
+        boundaries=tuple(message.boundaries),
     )
+
+
+def session_name(message: pb.SessionRef) -> SessionName:
+    """Reads which session is meant.
+
+    Raises:
+        InvalidRequest: no session can have this name.
+    """
+    name = SessionName(message.owner, message.name)
+    check_session(name)
+    return name
 
 
 def _pooling(message: pb.GenerateRequest) -> Pooling | None:

@@ -23,7 +23,7 @@ from services.gateway.access.audit import AuditLog
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.middleware import TIMEOUT_HEADER, Access
 from services.gateway.access.openapi import describe_keys
-from services.gateway.access.rules import RULE, RuleBook
+from services.gateway.access.rules import RULE, Rule, RuleBook
 from services.gateway.api import (
     adapter_tools,
     adapters,
@@ -33,6 +33,7 @@ from services.gateway.api import (
     embeddings,
     files,
     health,
+    histories,
     messages,
     models,
     responses,
@@ -188,6 +189,7 @@ def create_app(
         adapters,
         training,
         sessions,
+        histories,
         files,
         batches,
         health,
@@ -201,9 +203,7 @@ def create_app(
         seconds=settings.body_timeout_seconds,
         is_upload=_is_upload,
     )
-    app.add_middleware(
-        BodyLimit, limit=settings.max_body_bytes, upload_limit=settings.max_upload_bytes, is_upload=_is_upload
-    )
+    app.add_middleware(BodyLimit, limit=_body_limit(settings))
     rules = RuleBook(metrics_public=settings.metrics_public)
     describe_bounds(app)
     describe_examples(app)
@@ -213,7 +213,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=_CORS_HEADERS,
             expose_headers=_EXPOSED_HEADERS,
         )
@@ -222,9 +222,21 @@ def create_app(
 
 
 def _is_upload(scope: Scope) -> bool:
-    """A multipart body on a route that takes one; on any other it is a body like all."""
+    """A body that is not read into memory: a multipart one on a route that takes one, or one that is passed on."""
+    rule: Rule = scope[RULE]
     multipart = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/form-data")
-    return multipart and bool(scope[RULE].upload)
+    return rule.streams or (multipart and rule.upload)
+
+
+def _body_limit(settings: GatewaySettings) -> Callable[[Scope], int]:
+    """Bytes that the body of a request may have."""
+
+    def limit(scope: Scope) -> int:
+        if not _is_upload(scope):
+            return settings.max_body_bytes
+        return settings.max_session_bytes if scope[RULE].streams else settings.max_upload_bytes
+
+    return limit
 
 
 class BadSetting(InvalidRequest):

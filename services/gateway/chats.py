@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.gateway.constraints import chat_constraint, check_chat
 from services.gateway.generation import Generation, Job
 from services.gateway.prompt_scores import check_size
-from services.gateway.prompts import chat_prompt, opens_thinking, token_budget
+from services.gateway.prompts import chat_prompt, opens_thinking, token_budget, turn_boundaries
 from services.gateway.reasoning import thinking_message
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.state import Gateway
@@ -58,6 +58,7 @@ async def chat_generation(
                 resumed=bool(body.continue_final_message),
                 limits=limits,
                 constraint=constraint,
+                boundaries=turn_boundaries(served, prompt),
             )
         ],
         prefix=prefix,

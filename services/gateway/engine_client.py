@@ -12,7 +12,14 @@ import structlog
 from grpc import aio
 
 from services.common.errors import AdapterRejected, TemperError, Unavailable
-from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
+from services.common.pb import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    histories_pb2_grpc,
+    sessions_pb2_grpc,
+)
 from services.gateway.breaker import BreakerPolicy, CircuitBreaker
 from services.gateway.channels import Channels
 from services.gateway.errors import engine_error
@@ -30,6 +37,7 @@ _ROLLOUTS = 64
 
 ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
+_BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
 _FAULTS = (engine_pb2.ERROR_CODE_INTERNAL, engine_pb2.ERROR_CODE_UNSPECIFIED)
 """Errors that are the engine's own."""
 
@@ -140,8 +148,14 @@ class EngineClient:
             inbox.put(index, EngineLost(self.last_error))
             return
         cached = self.prefixes.matched(route.chain) * BLOCK_TOKENS
-        self.prefixes.add(route.chain)
-        sent = Sent(index, inbox, named_adapter(request), max(0, route.tokens - cached))
+        predicted = self.prefixes.route(route.chain, route.tokens)
+        sent = Sent(
+            index,
+            inbox,
+            named_adapter(request),
+            max(0, route.tokens - cached),
+            None if request.pooling or request.HasField("prompt_logprobs") else predicted,
+        )
         self._requests.add(request.request_id, sent)
         self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
@@ -168,6 +182,10 @@ class EngineClient:
     def sessions(self) -> sessions_pb2_grpc.SessionsAsyncStub:
         """The engine's training sessions."""
         return sessions_pb2_grpc.SessionsStub(self._open_channel())
+
+    def histories(self) -> histories_pb2_grpc.HistoriesAsyncStub:
+        """What the engine keeps of clients' sessions."""
+        return histories_pb2_grpc.HistoriesStub(self._open_channel())
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """Fetches the tokenizer files."""
@@ -319,6 +337,10 @@ class EngineClient:
                 sent = self._requests.get(name)
                 if sent is None:
                     continue
+                if sent.predicted is not None:
+                    if not update.HasField("error") and update.finish_reason not in _BROKEN_OFF:
+                        self.prefixes.told(sent.predicted, update.cached_tokens)
+                    sent.predicted = None
                 if update.finish_reason != _RUNNING or update.HasField("error"):
                     self._requests.remove(name)
                     failed = self._judge(update) or failed

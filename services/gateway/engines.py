@@ -80,8 +80,8 @@ class EnginePool:
         self._ending: str | None = None
         """Why no request is sent any more; None: requests are."""
         self._waiters: set[asyncio.Future[None]] = set()
-        self._sessions: OrderedDict[str, str] = OrderedDict()
-        """The address that each client's session is at, least recently used first."""
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """The address that each client's session (its owner's) is at, least recently used first."""
         self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
         self._channels = Channels(certificates, settings.grpc_tls_server_name, traced=bool(settings.otlp_endpoint))
         # In the order given: the dictionary keeps it.
@@ -261,9 +261,33 @@ class EnginePool:
         admitted = [client for client in ready if client.breaker.admits]
         return admitted or sorted(ready, key=lambda client: client.breaker.badness)[:1]
 
+    def home(self, owner: str, session: str) -> EngineClient | None:
+        """The engine that the requests of a client's session go to; None: it has had none here, or that has left."""
+        return self._clients.get(self._sessions.get((owner, session), ""))
+
+    def settle(self, owner: str, session: str) -> EngineClient:
+        """The engine that the requests of a session go to from now on: its own, or the one with least to do.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        usable = self._usable()
+        if not usable:
+            raise Unavailable("no engine is ready", retry_after=2.0)
+        home = self.home(owner, session)
+        client = home if home in usable else min(usable, key=lambda client: client.load)
+        self._remember(owner, session, client)
+        return client
+
+    def _remember(self, owner: str, session: str, client: EngineClient) -> None:
+        self._sessions[owner, session] = client.address
+        self._sessions.move_to_end((owner, session))
+        while len(self._sessions) > self._settings.sticky_sessions:
+            self._sessions.popitem(last=False)
+
     def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
         session = affinity.session
-        home = None if session is None else self._sessions.get(session)
+        home = None if session is None else self._sessions.get((affinity.owner, session))
         # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
         client = next((client for client in usable if client.address == home), None)
         if client is not None:
@@ -276,10 +300,7 @@ class EnginePool:
             client = self._clients[address]
             self._metrics.routed.labels(reason).inc()
         if session is not None:
-            self._sessions[session] = client.address
-            self._sessions.move_to_end(session)
-            while len(self._sessions) > self._settings.sticky_sessions:
-                self._sessions.popitem(last=False)
+            self._remember(affinity.owner, session, client)
         return client
 
     def end_requests(self, reason: str) -> None:

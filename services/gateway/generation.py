@@ -22,6 +22,7 @@ from services.gateway.request_limits import check_messages, check_prompts
 from services.gateway.routing import Affinity
 from services.gateway.schemas.sampling import SamplingFields
 from services.gateway.state import Gateway
+from services.gateway.tenancy import cache_salt, owner, session_of
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser
 
@@ -44,6 +45,8 @@ class Job:
     """How long that may be."""
     constraint: engine_pb2.Constraint | None = None
     """What the completion, or what follows its reasoning, must look like."""
+    boundaries: Sequence[int] = ()
+    """Where in the prompt a message ends and another may follow."""
 
 
 class Generation:
@@ -87,7 +90,7 @@ class Generation:
         self.model = body.model
         self.served = served
         self.jobs = jobs
-        self.affinity = Affinity(body.session_id, body.prompt_cache_key)
+        self.affinity = Affinity(body.session_id, body.prompt_cache_key or body.user or None, owner())
         """Set before ``steps`` is called, where a header says more than the body."""
         self._gateway = gateway
         self._started = time.monotonic()
@@ -103,6 +106,7 @@ class Generation:
         self._traceparent = traceparent
         if self._span.recorded:
             self._span.set(_attributes(body, operation, self.id, total))
+        salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
         deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
         end_ids = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids, *(body.stop_token_ids or ())))
         end_think = served.vocabulary.markup.get(END_THINK)
@@ -144,11 +148,12 @@ class Generation:
                     adapter=adapter,
                     deadline_unix_ms=deadline,
                     traceparent=traceparent,
-                    cache_salt=body.cache_salt or "",
+                    cache_salt=salt,
                     priority=body.priority or 0,
                     keep_rollout=job.max_tokens > 0,
                     # Once a prompt: what its first choice is told counts for the others. A stream cannot wait for it.
                     prompt_logprobs=prompt_logprobs if body.stream or index % body.choices == 0 else None,
+                    boundaries=job.boundaries,
                 )
             )
 
@@ -169,6 +174,10 @@ class Generation:
             TemperError: what an engine answered instead of tokens, or that it is gone.
         """
         metrics = self._gateway.metrics
+        if (session := self.affinity.history) is not None:
+            named = session_of(session)
+            for request in self._requests:
+                request.session.CopyFrom(named)
         try:
             prompts = [job.prompt for job in self.jobs]
             async with self._gateway.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:

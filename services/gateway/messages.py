@@ -129,7 +129,8 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
-    return _given(stop=body.stop_sequences, **{field: getattr(body, field) for field in _SAME})
+    user = None if body.metadata is None else body.metadata.user_id
+    return _given(stop=body.stop_sequences, user=user, **{field: getattr(body, field) for field in _SAME})
 
 
 def _thinking(body: ConversationFields) -> dict[str, Any]:

@@ -126,23 +126,19 @@ class BodyLimit:
 
     Args:
         app: what it surrounds.
-        limit: bytes of an ordinary body.
-        upload_limit: bytes of a multipart body on a route that takes one.
-        is_upload: whether a request is one.
+        limit: bytes that the body of a request may have.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, upload_limit: int, is_upload: Callable[[Scope], bool]) -> None:
+    def __init__(self, app: ASGIApp, limit: Callable[[Scope], int]) -> None:
         self._app = app
         self._limit = limit
-        self._upload_limit = upload_limit
-        self._is_upload = is_upload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        limit = self._upload_limit if self._is_upload(scope) else self._limit
+        limit = self._limit(scope)
         announced = headers.get("content-length", "")
         if announced.isascii() and announced.isdigit() and len(announced) < 20:
             excess = int(announced) > limit

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from services.gateway.inbox import Inbox
+from services.gateway.prefixes import Prediction
 
 
 @dataclass(slots=True)
@@ -18,6 +19,8 @@ class Sent:
     """That it names; empty: none."""
     prefill: int
     """Prompt tokens to compute before the first of its answer; 0 from there on."""
+    predicted: Prediction | None
+    """What the engine should have of its prompt; None: such a prompt is read whole."""
     begun: bool = False
 
 

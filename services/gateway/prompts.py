@@ -15,6 +15,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.text.chat import END_THINK, THINK
 
 _TAIL_TOKENS = 16
+_MOST_BOUNDARIES = 4096
 _RESERVED = RESERVED_KWARGS | {"self"}
 
 
@@ -118,6 +119,21 @@ def opens_thinking(served: ServedModel, prompt: list[int]) -> bool:
         if token == closing or token in served.codec.special_ids:
             return False
     return False
+
+
+def turn_boundaries(served: ServedModel, prompt: list[int]) -> list[int]:
+    """Where in a chat's prompt a turn ends and another begins, ascending: the last ones, if there are too many to tell.
+    What clients write contains no control token, so every one of them is the template's."""
+    start, place = served.codec.turn_start_id, 0
+    found: list[int] = []
+    if start is None:
+        return found
+    try:
+        while True:  # by the list's own search: a prompt may have a quarter of a million tokens
+            place = prompt.index(start, place + 1)
+            found.append(place)
+    except ValueError:
+        return found[-_MOST_BOUNDARIES:]
 
 
 def token_budget(

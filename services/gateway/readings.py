@@ -18,6 +18,7 @@ from services.gateway.prompt_scores import PromptScores, check_complete
 from services.gateway.request_limits import check_prompts
 from services.gateway.schemas.readings import ReadingFields
 from services.gateway.state import Gateway
+from services.gateway.tenancy import cache_salt
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class Question:
     first: int = 0
     """The first token whose log-probability is asked for."""
     pooling: engine_pb2.Pooling.ValueType = engine_pb2.POOLING_UNSPECIFIED
+    boundaries: Sequence[int] = ()
+    """Where others of its kind may part from it."""
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ class Readings:
         self._body = body
         self._traceparent = traceparent
         self._adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
+        self._salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
         self._deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
 
     async def read(self, questions: Sequence[Question], take: Callable[[int, Reading], T]) -> list[T]:
@@ -122,11 +126,12 @@ class Readings:
             adapter=self._adapter,
             deadline_unix_ms=self._deadline,
             traceparent=self._traceparent,
-            cache_salt=self._body.cache_salt or "",
+            cache_salt=self._salt,
             priority=self._body.priority or 0,
             prompt_logprobs=question.alternatives,
             prompt_logprobs_from=question.first,
             pooling=question.pooling,
+            boundaries=question.boundaries,
         )
         reading = Reading()
         async with self._gateway.engines.exchange([request]) as exchange:

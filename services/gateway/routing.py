@@ -48,6 +48,14 @@ class Affinity:
     """Its requests go to one engine."""
     cache_key: str | None = None
     """Its requests probably begin alike."""
+    owner: str = ""
+    """Whose session it is: others may have one of the same name."""
+
+    @property
+    def history(self) -> str | None:
+        """What the engine keeps together as a session. A cache key is one, too, but not bound to an engine: where a
+        product has one key for all of its users, they would all meet in the same place."""
+        return self.session or self.cache_key
 
 
 @dataclass(frozen=True, slots=True)

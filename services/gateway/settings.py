@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -15,6 +15,8 @@ from services.gateway.listen import ListenSettings
 from services.gateway.quotas.decision import Limits
 
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
+
+CacheScope: TypeAlias = Literal["shared", "key"]
 
 
 class GatewaySettings(ListenSettings, CommonSettings):
@@ -32,6 +34,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Largest JSON body; more is answered with 413."""
     max_upload_bytes: int = Field(2 * 2**30, ge=1024)
     """Largest adapter upload."""
+    max_session_bytes: int = Field(16 * 2**30, ge=1024)
+    """Largest file of a session that may be imported."""
     max_in_flight: int = Field(1024, ge=1)
     """Completions (choices) in the gateway at a time; more are answered with 503 and Retry-After."""
     max_choices: int = Field(128, ge=1)
@@ -56,6 +60,9 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Blocks of 64 prompt tokens that are remembered for each engine, to send equal beginnings there again."""
     sticky_sessions: int = Field(65536, ge=1)
     """Most `session_id`s whose engine is remembered; the one longest unused is forgotten first."""
+    cache_scope: CacheScope = "shared"
+    """Whose requests share cached prompt state: "shared": those of all API keys; "key": those of one key. By how soon
+    it is answered, a client can learn whether somebody in the scope has sent the same beginning before."""
     breaker_failures: int = Field(5, ge=1)
     """Failures in a row (steps, or connections lost with requests) after which an engine gets nothing for a while."""
     breaker_window_seconds: float = Field(30.0, gt=0)
@@ -211,6 +218,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
             )
         if self.grpc_tls_server_name and self.grpc_tls_cert is None:
             raise ValueError("TEMPER_GRPC_TLS_SERVER_NAME does nothing without TEMPER_GRPC_TLS_CERT, _KEY and _CA")
+        if self.cache_scope == "key" and not self.api_keys_file:
+            raise ValueError("TEMPER_CACHE_SCOPE=key does nothing without TEMPER_API_KEYS_FILE: all callers are one")
         return self
 
     @property

@@ -15,6 +15,7 @@ from services.common.registry import AdapterRegistry
 from services.common.tracing import NO_TRACER, Tracer
 from services.gateway.batches.host import BatchStores
 from services.gateway.engines import EnginePool
+from services.gateway.histories import HistoryRouter
 from services.gateway.idempotency import Idempotency, RedisRecords
 from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
@@ -74,6 +75,8 @@ class Gateway:
         self.shelf = Shelf(responses)
         self.sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         """Training sessions, each in one of the engines."""
+        self.histories = HistoryRouter(engines, settings.request_timeout_seconds)
+        """Clients' sessions, as engines keep them."""
         self.admission = Admission(settings.max_in_flight)
         self.idempotency = Idempotency(RedisRecords(settings))
         """Answers to requests with an Idempotency-Key."""

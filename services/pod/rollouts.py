@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from array import array
@@ -52,6 +53,8 @@ class EngineRollouts:
         self._sequences = min(sequences, loop.config.max_num_seqs)
         self._timeout = timeout_seconds
         self._calls = itertools.count()
+        self._scoring = f"score:{secrets.token_hex(16)}"
+        """What salts of scores begin with: no client can send it, and no process before this one has used it."""
 
     def check(self, prompt_tokens: int, max_tokens: int) -> None:
         """See RolloutSource.check."""
@@ -120,7 +123,7 @@ class EngineRollouts:
                 SamplingParams.forcing(request.completion, request.temperature),
                 adapter,
                 # Only of this call: whether the cache still has a prompt of an earlier one must not show in the bits.
-                cache_salt=f"score:{call}",
+                cache_salt=f"{self._scoring}:{call}",
                 priority=_PRIORITY,
                 background=True,
             )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.common.pb import engine_pb2 as temper_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19temper/v1/histories.proto\x12\ttemper.v1\x1a\x16temper/v1/engine.proto\"%\n\x14ListHistoriesRequest\x12\r\n\x05owner\x18\x01 \x01(\t\">\n\x15ListHistoriesResponse\x12%\n\thistories\x18\x01 \x03(\x0b\x32\x12.temper.v1.History\";\n\x11GetHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\"<\n\x12SaveHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\">\n\x14\x44\x65leteHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\"\x17\n\x15\x44\x65leteHistoryResponse\">\n\x14\x45xportHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\"\x1c\n\x0cHistoryChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"L\n\x14ImportHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x97\x02\n\x07History\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x17\n\x0f\x63reated_unix_ms\x18\x05 \x01(\x03\x12\x14\n\x0cused_unix_ms\x18\x06 \x01(\x03\x12\x17\n\x0f\x65xpires_unix_ms\x18\x07 \x01(\x03\x12\r\n\x05saved\x18\x08 \x01(\x08\x12,\n\x05\x62ytes\x18\t \x03(\x0b\x32\x1d.temper.v1.History.BytesEntry\x1a,\n\nBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x9e\x03\n\tHistories\x12I\n\x04List\x12\x1f.temper.v1.ListHistoriesRequest\x1a .temper.v1.ListHistoriesResponse\x12\x37\n\x03Get\x12\x1c.temper.v1.GetHistoryRequest\x1a\x12.temper.v1.History\x12\x39\n\x04Save\x12\x1d.temper.v1.SaveHistoryRequest\x1a\x12.temper.v1.History\x12K\n\x06\x44\x65lete\x12\x1f.temper.v1.DeleteHistoryRequest\x1a .temper.v1.DeleteHistoryResponse\x12\x44\n\x06\x45xport\x12\x1f.temper.v1.ExportHistoryRequest\x1a\x17.temper.v1.HistoryChunk0\x01\x12?\n\x06Import\x12\x1f.temper.v1.ImportHistoryRequest\x1a\x12.temper.v1.History(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19temper/v1/histories.proto\x12\ttemper.v1\x1a\x16temper/v1/engine.proto\"%\n\x14ListHistoriesRequest\x12\r\n\x05owner\x18\x01 \x01(\t\">\n\x15ListHistoriesResponse\x12%\n\thistories\x18\x01 \x03(\x0b\x32\x12.temper.v1.History\";\n\x11GetHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\"<\n\x12SaveHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\">\n\x14\x44\x65leteHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\"\x17\n\x15\x44\x65leteHistoryResponse\">\n\x14\x45xportHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\"\x1c\n\x0cHistoryChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"Z\n\x14ImportHistoryRequest\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0c\n\x04last\x18\x03 \x01(\x08\"\x97\x02\n\x07History\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.temper.v1.SessionRef\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x17\n\x0f\x63reated_unix_ms\x18\x05 \x01(\x03\x12\x14\n\x0cused_unix_ms\x18\x06 \x01(\x03\x12\x17\n\x0f\x65xpires_unix_ms\x18\x07 \x01(\x03\x12\r\n\x05saved\x18\x08 \x01(\x08\x12,\n\x05\x62ytes\x18\t \x03(\x0b\x32\x1d.temper.v1.History.BytesEntry\x1a,\n\nBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\x9e\x03\n\tHistories\x12I\n\x04List\x12\x1f.temper.v1.ListHistoriesRequest\x1a .temper.v1.ListHistoriesResponse\x12\x37\n\x03Get\x12\x1c.temper.v1.GetHistoryRequest\x1a\x12.temper.v1.History\x12\x39\n\x04Save\x12\x1d.temper.v1.SaveHistoryRequest\x1a\x12.temper.v1.History\x12K\n\x06\x44\x65lete\x12\x1f.temper.v1.DeleteHistoryRequest\x1a .temper.v1.DeleteHistoryResponse\x12\x44\n\x06\x45xport\x12\x1f.temper.v1.ExportHistoryRequest\x1a\x17.temper.v1.HistoryChunk0\x01\x12?\n\x06Import\x12\x1f.temper.v1.ImportHistoryRequest\x1a\x12.temper.v1.History(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,11 +51,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HISTORYCHUNK']._serialized_start=443
   _globals['_HISTORYCHUNK']._serialized_end=471
   _globals['_IMPORTHISTORYREQUEST']._serialized_start=473
-  _globals['_IMPORTHISTORYREQUEST']._serialized_end=549
-  _globals['_HISTORY']._serialized_start=552
-  _globals['_HISTORY']._serialized_end=831
-  _globals['_HISTORY_BYTESENTRY']._serialized_start=787
-  _globals['_HISTORY_BYTESENTRY']._serialized_end=831
-  _globals['_HISTORIES']._serialized_start=834
-  _globals['_HISTORIES']._serialized_end=1248
+  _globals['_IMPORTHISTORYREQUEST']._serialized_end=563
+  _globals['_HISTORY']._serialized_start=566
+  _globals['_HISTORY']._serialized_end=845
+  _globals['_HISTORY_BYTESENTRY']._serialized_start=801
+  _globals['_HISTORY_BYTESENTRY']._serialized_end=845
+  _globals['_HISTORIES']._serialized_start=848
+  _globals['_HISTORIES']._serialized_end=1262
 # @@protoc_insertion_point(module_scope)

@@ -178,7 +178,10 @@ class ImportHistoryRequest(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
+    last: _builtins.bool
+    """In the last message only: a stream that ends without it was broken off, and nothing is imported."""
     @_builtins.property
     def session(self) -> _engine_pb2.SessionRef:
         """In the first message only."""
@@ -188,10 +191,11 @@ class ImportHistoryRequest(_message.Message):
         *,
         session: _engine_pb2.SessionRef | None = ...,
         data: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "last", b"last", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -108,8 +108,8 @@ class HistoriesServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Import(self, request_iterator, context):
-        """The first chunk names the session, the others carry such a file. INVALID_REQUEST: it is damaged, or of another model
-        or configuration.
+        """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+        model or configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -46,8 +46,8 @@ class HistoriesStub:
     Export: _grpc.UnaryStreamMultiCallable[_histories_pb2.ExportHistoryRequest, _histories_pb2.HistoryChunk]
     """A session as one file, in pieces of at most 1 MiB."""
     Import: _grpc.StreamUnaryMultiCallable[_histories_pb2.ImportHistoryRequest, _histories_pb2.History]
-    """The first chunk names the session, the others carry such a file. INVALID_REQUEST: it is damaged, or of another model
-    or configuration.
+    """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+    model or configuration.
     """
 
 @_typing.type_check_only
@@ -68,8 +68,8 @@ class HistoriesAsyncStub(HistoriesStub):
     Export: _aio.UnaryStreamMultiCallable[_histories_pb2.ExportHistoryRequest, _histories_pb2.HistoryChunk]  # type: ignore[assignment]
     """A session as one file, in pieces of at most 1 MiB."""
     Import: _aio.StreamUnaryMultiCallable[_histories_pb2.ImportHistoryRequest, _histories_pb2.History]  # type: ignore[assignment]
-    """The first chunk names the session, the others carry such a file. INVALID_REQUEST: it is damaged, or of another model
-    or configuration.
+    """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+    model or configuration.
     """
 
 class HistoriesServicer(metaclass=_abc_1.ABCMeta):
@@ -123,8 +123,8 @@ class HistoriesServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_histories_pb2.ImportHistoryRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_histories_pb2.History, _abc.Awaitable[_histories_pb2.History]]:
-        """The first chunk names the session, the others carry such a file. INVALID_REQUEST: it is damaged, or of another model
-        or configuration.
+        """The first message names the session, all together carry such a file. INVALID_REQUEST: it is damaged, or of another
+        model or configuration.
         """
 
 def add_HistoriesServicer_to_server(servicer: HistoriesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

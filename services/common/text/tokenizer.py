@@ -66,6 +66,7 @@ class TextCodec:
         self._eos_ids = self._find_eos(names)
         self._source = self._template_source(config)
         self._template = ChatTemplate(self._source, names) if self._source is not None else None
+        self._turn_start_id = self._find_turn_start()
         self._digest = hashlib.sha256(
             b"".join(hashlib.sha256(name.encode() + b"\0" + data).digest() for name, data in self._files.items())
         ).hexdigest()
@@ -121,6 +122,12 @@ class TextCodec:
     def added_ids(self) -> Mapping[str, int]:
         """Every added token by its text, special or not: `<|im_end|>`, `</think>`, …"""
         return self._added_ids
+
+    @property
+    def turn_start_id(self) -> int | None:
+        """The special token that each turn of a rendered chat begins with, as far as the chat template has one:
+        `<|im_start|>`. In a chat only the template puts it there."""
+        return self._turn_start_id
 
     @property
     def vocab_size(self) -> int:
@@ -334,6 +341,20 @@ class TextCodec:
         if not found:
             raise CheckpointRejected("neither tokenizer_config.json nor generation_config.json names an eos token")
         return tuple(dict.fromkeys(found))
+
+    def _find_turn_start(self) -> int | None:
+        """What the template begins the turn with that the model is to write."""
+        if self._template is None:
+            return None
+        asked = [{"role": "user", "content": "a"}]
+        try:
+            told, open_ = (
+                self._render(asked, tools=None, add_generation_prompt=opens, kwargs={}) for opens in (False, True)
+            )
+        except InvalidRequest:  # a template that wants more than a question
+            return None
+        first = self.encode(open_.removeprefix(told))[:1] if open_ != told and open_.startswith(told) else []
+        return first[0] if first and first[0] in self._special_ids else None
 
 
 def _content(value: Any) -> str:

@@ -23,7 +23,8 @@ class Rule:
 
     ``route``: method and path, as the route is declared. ``scopes``: one of these; empty: open to everybody.
     ``audited``: calls are written to the audit log. ``generates``: refused before its body is read while the gateway is
-    full. ``upload``: takes a large multipart body. ``idempotent``: understands Idempotency-Key.
+    full. ``upload``: takes a large multipart body. ``streams``: takes a larger one, which nobody keeps. ``idempotent``:
+    understands Idempotency-Key.
     """
 
     route: str
@@ -31,6 +32,7 @@ class Rule:
     audited: bool = False
     generates: bool = False
     upload: bool = False
+    streams: bool = False
     idempotent: bool = False
 
     @property
@@ -93,6 +95,13 @@ RULES: tuple[Rule, ...] = (
     _inference("GET /v1/batches"),
     _inference("GET /v1/batches/{batch_id}"),
     _inference("POST /v1/batches/{batch_id}/cancel"),
+    _inference("GET /v1/sessions"),
+    _inference("GET /v1/sessions/{session_id:path}/export"),
+    # What is imported is believed as if it had been computed here.
+    Rule("PUT /v1/sessions/{session_id:path}/import", _ADMIN, audited=True, streams=True),
+    _inference("POST /v1/sessions/{session_id:path}/save"),
+    _inference("GET /v1/sessions/{session_id:path}"),
+    _inference("DELETE /v1/sessions/{session_id:path}"),
     Rule("GET /version", _ANY),
     Rule("GET /load", _ANY),
     Rule("GET /v1/models", _ANY),

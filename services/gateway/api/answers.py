@@ -77,7 +77,7 @@ async def answer(
     """
     streaming = False
     try:
-        session = _session(request, body)
+        session = session_named(request, body)
         generation = await while_connected(request, prepare(request, body, gateway))
         generation.affinity = replace(generation.affinity, session=session)
         if not body.stream:
@@ -102,7 +102,7 @@ async def within(reservation: Reservation, request: Request, work: Coroutine[Any
         reservation.release()
 
 
-def _session(request: Request, body: SamplingFields) -> str | None:
+def session_named(request: Request, body: SamplingFields) -> str | None:
     """The session that body or header name.
 
     Raises:

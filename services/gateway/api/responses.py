@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
@@ -10,7 +11,7 @@ from fastapi.responses import Response
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.common.json_rules import NULL
 from services.gateway.access.principal import principal_of
-from services.gateway.api.answers import SESSION_HEADER, answer, json_response
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response, session_named
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
@@ -93,7 +94,9 @@ async def _begin(
     held = [reservation]
     try:
         held.append(gateway.background.reserve())
+        session = session_named(request, chat)
         generation = await while_connected(request, prepare_chat(request, chat, gateway))
+        generation.affinity = replace(generation.affinity, session=session)
         await gateway.responses.save(Place(owner, record.id), record)
         told = json_response(record.response, None)  # before the model begins to change it
         gateway.background.begin(answering.work(generation, tuple(held)))

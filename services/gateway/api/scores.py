@@ -54,7 +54,8 @@ async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Resp
         return _entry(index, completions[index], reading, body, bare=not prompt)
 
     # What stands before is the same for all: it may come from the prefix cache.
-    questions = [Question([*prompt, *tokens], alternatives, len(prompt)) for tokens in completions]
+    parting = [len(prompt)] if prompt else []
+    questions = [Question([*prompt, *tokens], alternatives, len(prompt), boundaries=parting) for tokens in completions]
     data = await readings.read(questions, entry)
     adapter = data[0]["adapter"]
     whole: dict[str, Any] = {

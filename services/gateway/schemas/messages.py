@@ -285,7 +285,7 @@ class Metadata(RequestModel):
     """About the request."""
 
     user_id: str | None = None
-    """Accepted and ignored."""
+    """What `user` is in a chat: requests of one belong to a session whose cached state is kept."""
 
 
 def _standard(value: str | None) -> str | None:

@@ -194,11 +194,11 @@ class ResponseRequest(SamplerFields):
     service_tier: ServiceTier = None
     """Only "auto" or "default"."""
     user: str | None = None
-    """Told with the response."""
+    """Told with the response; without `prompt_cache_key` it stands in for that."""
     safety_identifier: str | None = None
     """Told with the response."""
-    prompt_cache_key: str | None = None
-    """Told with the response: prompts are matched by their tokens; see cache_salt for isolation."""
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    """As in chat, and told with the response."""
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     """Accepted and ignored."""
 

@@ -114,13 +114,13 @@ class SamplingFields(SamplerFields, ConstraintFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Adds `prompt_logprobs`: of each token of the prompt, with so many alternatives. Not together with stream."""
     session_id: str | None = Field(None, min_length=1, max_length=256)
-    """Requests of one session go to one engine while it is there, so that it has the session's beginning cached;
-    `usage.session` says to which. The header X-Session-Id says the same."""
+    """Requests of one session go to one engine while it is there, and what that has computed of the session is kept
+    before other things; `usage.session` says which engine it is. The header X-Session-Id says the same."""
     prompt_cache_key: str | None = Field(None, max_length=1024)
-    """Prompts that no engine has seen go to the same engine under the same key. What is cached is found by its tokens;
-    see cache_salt for isolation."""
+    """Without `session_id`: the session that is kept, without being bound to one engine; prompts that no engine has
+    seen go to the same one under the same key. What is cached is found by its tokens; see cache_salt for isolation."""
     user: str | None = None
-    """Accepted and ignored."""
+    """Stands in for a `prompt_cache_key` that is not given."""
 
     json_rules: ClassVar[Rules] = (
         only_with("stream_options", has(stream=True)),

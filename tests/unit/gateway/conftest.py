@@ -142,6 +142,7 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.requests.clear()
     engine.aborts.clear()
     engine.rollouts.clear()
+    engine.histories.kept.clear()
     engine.sessions.opened.clear()
     engine.sessions.futures.clear()
     engine.sessions.refuses, engine.sessions.holds = None, False

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 import grpc
 from grpc import aio
 
-from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2, engine_pb2_grpc, sessions_pb2_grpc
+from services.common.pb import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    histories_pb2_grpc,
+    sessions_pb2_grpc,
+)
+from services.engine.history_service import HistoryService
+from tests.unit.engine.memory_histories import MemoryHistories
 from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec, tokenizer_files
 
@@ -103,6 +112,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         self.running: dict[str, asyncio.Task[None]] = {}
         self.port = 0
         self.sessions = FakeSessions(secrets.token_hex(6))
+        self.histories = MemoryHistories()
+        self._history_service = HistoryService(self.histories)
         self._server: aio.Server | None = None
         self._streams: set[asyncio.Queue[engine_pb2.EngineFrame | None]] = set()
 
@@ -117,6 +128,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdaptersServicer_to_server(self, self._server)
         sessions_pb2_grpc.add_SessionsServicer_to_server(self.sessions, self._server)
+        histories_pb2_grpc.add_HistoriesServicer_to_server(self._history_service, self._server)
         listen = f"127.0.0.1:{port}"
         if self.credentials is None:
             self.port = self._server.add_insecure_port(listen)

@@ -260,7 +260,7 @@ def test_sampling_fields_reach_the_engine(running: Running, client: openai.OpenA
     assert not sampling.HasField("top_logprobs")
     assert sampling.temperature == pytest.approx(0.5)
     assert sampling.repetition_penalty == pytest.approx(1.1)
-    assert (request.cache_salt, request.priority) == ("s", -1)
+    assert (request.cache_salt, request.priority) == ("client:s", -1)
     assert request.adapter.named == engine_pb2.NamedAdapter(name="bot", version=2)
     assert request.deadline_unix_ms > 0
 

@@ -17,7 +17,7 @@ from services.gateway.discovery import Discovery, EngineTarget, resolve
 from services.gateway.engine_client import EngineClient
 from services.gateway.engines import EnginePool
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.routing import Affinity
+from services.gateway.routing import Affinity, route_of
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, dies, fails, hangs, says
@@ -339,7 +339,34 @@ async def test_a_session_moves_only_when_its_engine_goes(engines: list[FakeEngin
     assert (len(home.requests), len(moved.requests)) == (6, 2), "it stays where it went"
     for name in "abc":
         await run(pool, request(), Affinity(name))
-    assert list(pool._sessions) == ["b", "c"]
+    assert list(pool._sessions) == [("", "b"), ("", "c")]
+
+
+async def test_an_engine_that_tells_of_less_than_before_has_lost_it(engines: list[FakeEngine], make: Maker) -> None:
+    pool = make(engines[:1])
+    await until(lambda: ready(pool))
+    engine, client = engines[0], client_of(pool, engines[0])
+    common, longer = list(range(4 * 64)), list(range(9 * 64))
+    chain = route_of(request(), longer, Affinity()).chain
+    await run(pool, request(longer))
+    engine.cached_tokens = 4 * 64
+    await run(pool, request([*common, 1, 2, 3]))
+    assert client.prefixes.matched(chain) == 9
+    engine.cached_tokens = 0
+    for asked in (
+        engine_pb2.GenerateRequest(pooling=engine_pb2.POOLING_LAST),
+        engine_pb2.GenerateRequest(prompt_logprobs=0),
+    ):
+        asked.MergeFrom(request([*common, 4, 5, 6]))
+        await run(pool, asked)
+        assert client.prefixes.matched(chain) == 9, "such a prompt is read whole"
+    engine.behaviour = fails(engine_pb2.ERROR_CODE_INVALID_REQUEST, "no")
+    with pytest.raises(TemperError):
+        await run(pool, request([*common, 7]))
+    assert client.prefixes.matched(chain) == 9, "nor does a refusal say anything"
+    engine.behaviour = says("x")
+    await run(pool, request([*common, 7]))
+    assert client.prefixes.matched(chain) == 4
 
 
 def test_sessions_in_requests(running: Running, http: httpx.Client) -> None:

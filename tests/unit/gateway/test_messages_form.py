@@ -44,8 +44,9 @@ def test_the_least() -> None:
 
 
 def test_everything_about_sampling() -> None:
-    form = form_of(stop_sequences=["a"], stream=True, temperature=0, top_p=0.5, top_k=3)
-    given = {"max_tokens": 9, "stop": ["a"], "stream": True, "temperature": 0, "top_p": 0.5, "top_k": 3}
+    given = {"stop_sequences": ["a"], "stream": True, "temperature": 0, "top_p": 0.5, "top_k": 3}
+    form = form_of(**given, metadata={"user_id": "u"})
+    given = {"max_tokens": 9, "stop": ["a"], "stream": True, "temperature": 0, "top_p": 0.5, "top_k": 3, "user": "u"}
     assert given.items() <= form.items()
 
 

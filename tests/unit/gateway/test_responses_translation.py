@@ -103,13 +103,13 @@ def test_options() -> None:
         cache_salt="s",
         priority=-1,
         chat_template_kwargs={"enable_thinking": True},
+        user="u",
+        prompt_cache_key="k",
         # These stay here: they are not about what the model writes.
         metadata={"a": "b"},
         store=True,
-        user="u",
         stream_options={"include_obfuscation": False},
         truncation="disabled",
-        prompt_cache_key="k",
     )
     del made["messages"]
     assert made == {
@@ -128,6 +128,8 @@ def test_options() -> None:
         "cache_salt": "s",
         "priority": -1,
         "chat_template_kwargs": {"enable_thinking": True},
+        "user": "u",
+        "prompt_cache_key": "k",
     }
 
 

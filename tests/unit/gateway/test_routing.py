@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pb import engine_pb2
-from services.gateway.prefixes import BLOCK_TOKENS, PrefixIndex, hash_chain
+from services.gateway.prefixes import BLOCK_TOKENS, Prediction, PrefixIndex, hash_chain
 from services.gateway.routing import Affinity, Candidate, Route, allowance, choose, route_of, share
 
 CANDIDATES = st.lists(
@@ -180,3 +180,97 @@ def test_senseless_numbers_are_refused() -> None:
         Candidate("e", float("inf"))
     with pytest.raises(ValueError, match="capacity"):
         PrefixIndex(0)
+
+
+# -- what engines tell of their caches
+
+
+def chain(*blocks: int) -> tuple[bytes, ...]:
+    return hash_chain([token for token in blocks for _ in range(BLOCK_TOKENS)], b"")
+
+
+def routed(index: PrefixIndex, *blocks: int, hit: int | None = None) -> Prediction:
+    """A prompt of these blocks and a little more, of which the engine had ``hit`` tokens; None: it has not said it."""
+    prediction = index.route(chain(*blocks), BLOCK_TOKENS * len(blocks) + 7)
+    if hit is not None:
+        index.told(prediction, hit)
+    return prediction
+
+
+def test_a_lost_beginning_is_forgotten_with_what_lies_behind() -> None:
+    index = PrefixIndex(100)
+    routed(index, 1, 2, 3, 4, 5, hit=0)
+    routed(index, 1, 2, 6, hit=2 * BLOCK_TOKENS)
+    routed(index, 9, 9, hit=0)
+    assert routed(index, 1, 2, 7).certain == 2
+    index.told(index.route(chain(1, 2, 8), 3 * BLOCK_TOKENS + 1), 0)
+    assert index.matched(chain(1, 2, 3, 4, 5)) == 2, "it was last used before what is gone now"
+    assert index.matched(chain(1, 2, 6)) == 2
+    assert index.matched(chain(1, 2, 8)) == 3, "that is being computed"
+    assert index.matched(chain(1, 2, 7)) == 3, "and so was this, since"
+    assert index.matched(chain(9, 9)) == 2, "that is another story"
+    assert routed(index, 1, 2, 5).certain == 0, "nothing is certain there any more"
+
+
+def test_a_part_that_is_lost_leaves_the_rest() -> None:
+    index = PrefixIndex(100)
+    routed(index, 1, 2, 3, 4, hit=0)
+    routed(index, 1, 5, hit=BLOCK_TOKENS)
+    routed(index, 1, 2, 3, 4, 6, hit=4 * BLOCK_TOKENS)
+    routed(index, 1, 2, 3, 7, hit=BLOCK_TOKENS)
+    assert index.matched(chain(1, 2, 3, 4, 6)) == 5, "no hit was told of the place where the prompts part"
+    assert routed(index, 1, 2, 3, 4, 8, hit=BLOCK_TOKENS).certain == 4
+    assert index.matched(chain(1, 2, 3, 4, 6)) == 4
+    assert index.matched(chain(1, 2, 3, 7)) == 4
+    assert index.matched(chain(1, 5)) == 2, "the beginning is still there, and so is what parts there"
+
+
+def test_what_is_being_computed_cannot_be_missed() -> None:
+    index = PrefixIndex(100)
+    waiting = [routed(index, 1, 2, 3, number) for number in range(4, 8)]
+    assert all(one.certain == 0 for one in waiting)
+    for one in waiting:
+        index.told(one, 0)
+    assert all(index.matched(one.chain) == 4 for one in waiting)
+    # One that was asked before a hit was told says nothing about what was told since.
+    early = routed(index, 1, 2, 3, 9, hit=3 * BLOCK_TOKENS)
+    late = [routed(index, 1, 2, 3, number) for number in (10, 11)]
+    index.told(late[0], 0)
+    routed(index, 1, 2, 3, 12, hit=3 * BLOCK_TOKENS)
+    index.told(late[1], 0)
+    assert routed(index, 1, 2, 3, 13).certain == 3
+    assert early.certain == 0
+
+
+def test_a_hit_inside_a_block_is_of_prompts_that_have_all_of_it() -> None:
+    index = PrefixIndex(100)
+    routed(index, 1, 2, 3, hit=0)
+    routed(index, 1, 2, 4, hit=BLOCK_TOKENS + 16)
+    assert routed(index, 1, 5, hit=0).certain == 0
+    assert routed(index, 1, 2, 6).certain == 2
+    # A prompt that ends with the block cannot be hit at its end.
+    assert index.route(chain(1, 2), 2 * BLOCK_TOKENS).certain == 0
+    routed(index, 1, 2, 7, hit=BLOCK_TOKENS + 1)
+    assert index.matched(chain(1, 2, 3)) == 3, "how much of the block it was says nothing"
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(BLOCKS, st.integers(0, 7 * BLOCK_TOKENS), st.booleans()), min_size=1, max_size=30), st.data())
+def test_the_index_stays_one_of_beginnings_whatever_is_told(
+    prompts: list[tuple[list[int], int, bool]], data: st.DataObject
+) -> None:
+    index = PrefixIndex(data.draw(st.integers(1, 20)))
+    open_: list[Prediction] = []
+    seen: list[tuple[bytes, ...]] = []
+    for blocks, hit, at_once in prompts:
+        open_.append(routed(index, *blocks))
+        seen.append(open_[-1].chain)
+        if at_once or len(open_) > 3:
+            index.told(open_.pop(data.draw(st.integers(0, len(open_) - 1))), hit)
+        known = {block for other in seen for block in other if block in index._blocks}
+        assert len(known) == len(index)
+        for other in seen:
+            present = [block in known for block in other]
+            assert present == sorted(present, reverse=True)
+        linked = [child for block in index._blocks.values() for child in block.children()]
+        assert sorted(linked) == sorted(name for name, block in index._blocks.items() if block.parent is not None)

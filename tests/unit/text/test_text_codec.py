@@ -220,6 +220,29 @@ def test_facts(codec: TextCodec, tokenizer_files: dict[str, bytes]) -> None:
         bare.encode_chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [
+        (None, "<|im_start|>"),  # the tiny model's own
+        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}", None),  # nothing to write
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}A:{% endif %}", None),
+        ("{{ raise_exception('a system message is needed') }}", None),
+        ("{{ add_generation_prompt }}", None),  # not a longer text, but another
+        ("{% if add_generation_prompt %}<|im_start|>{% endif %}", "<|im_start|>"),
+        ("{% if add_generation_prompt %}<think>{% endif %}", None),  # a control token that models write themselves
+    ],
+)
+def test_what_turns_begin_with(tokenizer_files: dict[str, bytes], template: str | None, begins: str | None) -> None:
+    files = tokenizer_files if template is None else {**tokenizer_files, "chat_template.jinja": template.encode()}
+    codec = TextCodec(files)
+    assert codec.turn_start_id == (None if begins is None else codec.token_id(begins))
+
+
+def test_a_codec_without_a_template_has_no_turns(tokenizer_files: dict[str, bytes]) -> None:
+    files = {name: data for name, data in tokenizer_files.items() if name != "chat_template.jinja"}
+    assert TextCodec(files).turn_start_id is None
+
+
 def test_generation_tags_are_tolerated(tokenizer_files: dict[str, bytes]) -> None:
     template = b"{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     codec = TextCodec({**tokenizer_files, "chat_template.jinja": template})

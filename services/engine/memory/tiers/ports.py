@@ -252,6 +252,14 @@ class Tiers(Protocol):
         are under way included."""
         ...
 
+    def settle(self) -> None:
+        """Waits until nothing is copied from or to the device any more."""
+        ...
+
+    def tell_all(self) -> None:
+        """Tells Kept of every copy again, to books that are made anew."""
+        ...
+
 
 # The device's side.
 
