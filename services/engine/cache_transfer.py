@@ -43,6 +43,12 @@ class CpuCacheTransfer:
     def layout(self) -> Layout:
         return self._layout
 
+    def warm_up(self) -> None:
+        """There is nothing to compile."""
+
+    def close(self) -> None:
+        """Its memory is the interpreter's."""
+
     def fence(self) -> Fence:
         """A CPU's steps are done when they have been launched."""
         return None

@@ -33,6 +33,7 @@ from services.engine.ports import (
     Submission,
 )
 from services.engine.rollouts import RolloutMemory
+from services.engine.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -159,6 +160,18 @@ class EngineLoop:
             else:
                 self._commands.put(call)
         return future
+
+    def call_with_scheduler(self, function: Callable[[Scheduler], _T]) -> Future[_T]:
+        """Same, with the scheduler of the moment, after what the tiers have told has been taken in and before they are
+        given what the function wants of them."""
+
+        def call() -> _T:
+            self._pipeline.serve_tiers()
+            result = function(self._pipeline.scheduler)
+            self._pipeline.serve_tiers()
+            return result
+
+        return self.call_at_boundary(call)
 
     def retry_adapters(self) -> None:
         """Told by the adapter manager when an adapter is loaded, has failed to load, or a slot is free."""

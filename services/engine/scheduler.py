@@ -22,10 +22,11 @@ from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.draft import Draft
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.radix import Pending
+from services.engine.memory.radix import Node, Pending
 from services.engine.memory.sequences import Room, SequenceMemory, Snapshot
 from services.engine.memory.sessions import Sessions
 from services.engine.memory.sharing import Sharing
+from services.engine.memory.stored import StoredHistories
 from services.engine.memory.tiers.ports import Event, Job, Tiers
 from services.engine.plan import FIRST_SNAPSHOT, MOST_VERIFIED, SampledToken, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
@@ -222,6 +223,15 @@ class Scheduler:
     def clear_cache(self) -> None:
         """Forgets all histories that the device keeps."""
         self._memory.clear_cache()
+
+    @property
+    def stored(self) -> StoredHistories | None:
+        """What the tiers have, for sessions; None: there are none."""
+        return self._memory.stored
+
+    def device_bytes(self, node: Node) -> int:
+        """What the device has of a history."""
+        return self._memory.cache.history_bytes(node)
 
     def take_jobs(self) -> list[Job]:
         """What the tiers are to do once every plan made so far has been launched."""

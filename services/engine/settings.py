@@ -56,8 +56,15 @@ class EngineSettings(CommonSettings):
     """auto: the model's dtype. fp8: half of that on the GPU, with a scale a token and head."""
     max_num_seqs: int = Field(0, ge=0, le=4096)
     """Sequences that run at once, one state slot each; 0: 64 on cpu, 256 on cuda (fewer where memory is short)."""
-    state_snapshots: int = Field(64, ge=0)
-    """State slots kept for the prefix cache."""
+    state_snapshots: int = Field(0, ge=0)
+    """State slots kept for the prefix cache; 0: 64 on cpu, 8 to 1,024 on cuda, a seventh of what the rest leaves."""
+    snapshot_interval: int = Field(0, ge=0)
+    """Tokens between two states that are kept of a long text in which no message ends; 0: as many as the KV of takes
+    twice the memory of a state."""
+    session_seconds: float = Field(600.0, ge=0)
+    """For so long after a request of a session its history is kept before others."""
+    max_sessions: int = Field(4096, ge=1)
+    """Sessions that are remembered; the one that was not used for longest is forgotten first."""
     prefix_cache: bool = True
     """Reuse KV and state of equal prompt beginnings."""
     max_model_len: int = Field(0, ge=0)

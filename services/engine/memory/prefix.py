@@ -102,6 +102,11 @@ class PrefixCache:
             table += node.blocks
         return table
 
+    def history_bytes(self, node: Node) -> int:
+        """What the device has of a history up to this node: its blocks, and the snapshot at its end."""
+        blocks = sum(len(each.blocks or ()) for each in node.path())
+        return self._sizes.block * blocks + (self._sizes.slot if node.slot else 0)
+
     # Using.
 
     def pin(self, node: Node) -> None:

@@ -131,7 +131,9 @@ class StoredHistories:
         Args:
             wanted: it is saved whatever it takes.
         """
-        if not node.slot or node.blocks is None or node.saving or node.key is not None or node.parent is None:
+        if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
+            return
+        if node.saving or node.key is not None:
             return
         above = node.parent
         while above.parent is not None and not (above.key is not None and above.key in self._stored):
@@ -374,9 +376,17 @@ class StoredHistories:
 
     def persist(self, node: Node, done: Callable[[Sequence[tuple[Key, Tier]]], None]) -> None:
         """Brings what is kept of a history to every tier; ``done`` gets what could not be brought where."""
+        keys: list[Key] = []
+        at: Node | None = node
+        while at is not None and at.key is None:
+            at = at.parent
+        stored = None if at is None or at.key is None else self._stored.get(at.key)
+        while stored is not None:  # what is being saved as well
+            keys.append(stored.entry.key)
+            stored = None if stored.entry.parent is None else self._stored.get(stored.entry.parent)
         self._tickets += 1
         self._persisting[self._tickets] = done
-        self._jobs.append(Persist(self._tickets, self.chain_keys(node)))
+        self._jobs.append(Persist(self._tickets, keys[::-1]))
 
     # For the integrity check.
 

@@ -48,6 +48,7 @@ from services.engine.memory.tiers.store_tier import StoreTier
 from services.engine.memory.tiers.troubles import Troubles
 from services.engine.memory.tiers.worker import Worker
 
+_MOMENT = 0.002
 _END_SECONDS = 2.0
 """For the threads to end, beyond what closing may take."""
 
@@ -166,6 +167,18 @@ class TierManager:
     def seconds(self, tier: Tier, size: int) -> float:
         """How long a load of so many bytes takes from this tier, with the wait for those that are under way."""
         return self._bandwidth.seconds(tier, size)
+
+    def settle(self) -> None:
+        """Waits until nothing is copied from or to the device any more; a load that waits for bytes fails before long."""
+        while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
+            time.sleep(_MOMENT)
+
+    def tell_all(self) -> None:
+        """Tells Kept of every copy again, parents first."""
+        with self._index.lock:
+            for record in sorted(self._index.records(), key=lambda record: record.entry.start):
+                for tier in sorted(record.tiers, key=lambda tier: tier.value):
+                    self._tell(Kept(record.entry, tier))
 
     def read(self, key: Key) -> Iterator[bytes]:
         """See Items.read."""

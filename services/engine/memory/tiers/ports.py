@@ -282,6 +282,14 @@ class CacheTransfer(Protocol):
     @property
     def layout(self) -> Layout: ...
 
+    def warm_up(self) -> None:
+        """Compiles what there is to compile, before the first request."""
+        ...
+
+    def close(self) -> None:
+        """Gives host memory back; nothing may be on its way."""
+        ...
+
     def fence(self) -> Fence:
         """The point behind all steps launched so far."""
         ...
@@ -338,6 +346,25 @@ class TierObserver(Protocol):
     def tier_evicted(self, tier: Tier | None, size: int) -> None:
         """Bytes given up for others; None: on the device."""
         ...
+
+
+class NoTierObserver:
+    """Where nobody measures."""
+
+    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
+        """Ignores it."""
+
+    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
+        """Ignores it."""
+
+    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
+        """Ignores it."""
+
+    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
+        """Ignores it."""
+
+    def tier_evicted(self, tier: Tier | None, size: int) -> None:
+        """Ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
