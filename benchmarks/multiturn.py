@@ -9,18 +9,20 @@ where messages end (`--marks` tells):
 - d: 256 requests at once on 8 prompts of 2,000 tokens, each with 100 of its own; 64 out
 - e: GRPO: 8 prompts of 512, 16 times each, all at once; 256 out
 - w: one request at a time: 1,024 and the 64 behind it, 8,192 and the 256 behind it, 20 times; 16 out
+- t, if asked for: the last by where the history lies, see benchmarks.tier_restore; in engines of its own
 
 A prompt is the one before, its answer and what is new. One JSON line a workload, and a table at the end:
 
 - seconds: from the first submission to the last token; out_tok_s: by them
 - ttft_ms: from submitting a request to its first update with a token, on the loop's clock. warm: of prompts of which
   something was computed before; cold: the others
-- cached: prompt tokens that requests say came from the cache. ideal: what was computed before (all but what is new and
-  the last token sampled; of a prompt that another request has, too, all of it that is equal, but for the last
-  token)
+- cached: prompt tokens that requests say came from the cache; from: by tier. ideal: what was computed before (all but
+  what is new and the last token sampled; of a prompt that another request has, too, all of it that is equal, but for
+  the last token)
 - prefilled: tokens of prompts that steps computed; new: prompt tokens less the ideal, the least there is to compute
 
-The cache is emptied before each workload, behind a short run of its kind that warms up. If the histories of W4 do not
+The device's cache is emptied before each workload, behind a short run of its kind, of other tokens, that warms up.
+Tiers are as the engine's settings have them (`--tiers`). If the histories of W4 do not
 fit the KV blocks all at once, it has fewer sessions (`sessions` beside `of`). `--scale` makes sessions fewer and
 `--shrink` everything shorter: neither on a GPU; by 50 and 16 on a CPU, where all there is to see is that it runs.
 """
@@ -31,13 +33,14 @@ import argparse
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import tier_restore
 from benchmarks.environment import environment, gpu
 from benchmarks.lines import put_line
 from benchmarks.multiturn_workloads import GENERATORS, Sizes, Workload, fitting
@@ -65,6 +68,8 @@ _ROOM = 0.97
 """Of the KV blocks for histories."""
 _SNAPSHOTS = ((100, 320), (0, 144))
 """State snapshots on a GPU of at least so many GiB: some 54 MB each."""
+_WARM_UP_SEED = 1_000_000
+"""Added for the tokens of what warms up."""
 _STUCK_SECONDS = 120.0
 """Without the end of any request."""
 
@@ -179,9 +184,13 @@ def report(workload: Workload, sent: Sequence[Sent]) -> dict[str, Any]:
     cached = sum(_cached(each) for each in sent)
     times: dict[str, list[float]] = {"cold": [], "warm": []}
     turns: dict[int, list[Sent]] = defaultdict(list)
+    tiers: Counter[str] = Counter()
     for each in sent:
         times["warm" if _reusable(workload, each) else "cold"].append(each.first - each.at)
         turns[each.turn].append(each)
+        if each.finished and each.finished.cached_tokens:
+            tier = each.finished.cached_from
+            tiers["device" if tier is None else tier.value] += each.finished.cached_tokens
     return {
         "requests": len(sent),
         "seconds": round(last - first, 3),
@@ -189,6 +198,7 @@ def report(workload: Workload, sent: Sequence[Sent]) -> dict[str, Any]:
         "out_tok_s": round(out / (last - first), 1),
         "ttft_ms": {kind: _milliseconds(values) for kind, values in times.items() if values},
         "prompt_tokens": prompts,
+        "from": dict(sorted(tiers.items())),
         "cached": cached,
         "ideal": ideal,
         "new": prompts - ideal,
@@ -216,12 +226,18 @@ def _milliseconds(values: Sequence[float]) -> dict[str, float]:
     return {name: round(1e3 * percentile(values, share), 2) for name, share in shares} | {"of": len(values)}
 
 
-def measure(engine: InProcessEngine, workload: Workload, *, marks: bool) -> dict[str, Any]:
-    """Runs a workload on an engine whose cache is empty; the fields above."""
+def measure(
+    engine: InProcessEngine, workload: Workload, *, warm_up: Workload | None = None, marks: bool
+) -> dict[str, Any]:
+    """Runs a workload on an engine whose device keeps nothing; the fields above.
+
+    Args:
+        warm_up: of the same kind, with other tokens; None: the workload itself.
+    """
     from benchmarks.step_times import recorded_steps
 
     began = time.perf_counter()
-    warm = _short(workload)
+    warm = _short(warm_up or workload)
     Traffic(engine, warm, f"{workload.name}-warm-up", marks=marks).run()
     _clear(engine)
     warmed = time.perf_counter()
@@ -309,6 +325,7 @@ def main() -> None:
     parser.add_argument("--shrink", type=float, default=0.0, help="divides lengths; 0: by 1 on a GPU, 16 on a CPU")
     parser.add_argument("--cache", choices=("on", "off"), default="on")
     parser.add_argument("--marks", action="store_true", help="tell the engine where messages end, and sessions")
+    parser.add_argument("--tiers", help="below the device; none: as the engine's settings have it, empty: none")
     parser.add_argument("--snapshots", type=int, default=0, help="state snapshots; 0: by the GPU's memory")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any other engine setting")
     parser.add_argument("--seed", type=int, default=0)
@@ -316,12 +333,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to append the results to")
     options = parser.parse_args()
     options.workload = options.workload.split(",")
-    unknown = [name for name in options.workload if name not in GENERATORS]
+    unknown = [name for name in options.workload if name not in (*GENERATORS, "t")]
     if unknown:
-        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(GENERATORS)}")
+        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(GENERATORS)} and t")
     if options.random != (options.model in SHAPES):
         parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
-    sys.exit(run(options))
+    if "t" in options.workload:
+        # Before there is an engine here, which would hold the device's memory.
+        options.workload.remove("t")
+        cuda = options.device == "cuda" or (options.device == "auto" and gpu() is not None)
+        tier_restore.run(options, shrink=options.shrink or (1.0 if cuda else 16.0))
+    sys.exit(run(options) if options.workload else 0)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -352,6 +374,7 @@ def run(options: argparse.Namespace) -> int:
         "model": options.model,
         "command": "python -m benchmarks.multiturn " + " ".join(sys.argv[1:]),
         "cache": options.cache,
+        "tiers": settings.tiers,
         "marks": options.marks,
         "sizes": asdict(sizes),
         "engine": {
@@ -366,7 +389,8 @@ def run(options: argparse.Namespace) -> int:
     lines: list[dict[str, Any]] = []
     try:
         for name in options.workload:
-            for workload in GENERATORS[name](sizes):
+            others = GENERATORS[name](replace(sizes, seed=sizes.seed + _WARM_UP_SEED))
+            for workload, other in zip(GENERATORS[name](sizes), others, strict=True):
                 if time.perf_counter() - began > options.seconds:
                     lines.append({"workload": workload.title, "failed": "no time left", "peer": {}})
                     continue
@@ -379,7 +403,7 @@ def run(options: argparse.Namespace) -> int:
                     "peer": PEERS.get(workload.name, {}) if sizes.whole else {},
                 }
                 try:
-                    line |= measure(engine, chosen, marks=options.marks)
+                    line |= measure(engine, chosen, warm_up=other, marks=options.marks)
                 except Exception as error:  # the other workloads' figures are still wanted
                     line["failed"] = describe(error)
                 lines.append(line)
@@ -395,7 +419,9 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     more, nothing for training, all else for KV."""
     from torch import cuda
 
-    given = dict(pair.split("=", 1) for pair in options.set)
+    given: dict[str, Any] = dict(pair.split("=", 1) for pair in options.set)
+    if options.tiers is not None:
+        given["tiers"] = options.tiers
     if options.device == "cpu" or not cuda.is_available():
         return {"max_num_seqs": 32, "state_snapshots": options.snapshots or 64} | given
     gib = cuda.get_device_properties(0).total_memory / 2**30

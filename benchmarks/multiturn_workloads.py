@@ -174,6 +174,13 @@ def one_at_a_time(sizes: Sizes, base: int, new: int) -> Workload:
     return Workload(name, f"alone: {base:,}, then {new} more", tuple(sessions), tuple(order), 1)
 
 
+def histories(sizes: Sizes, name: str, count: int, length: int) -> Workload:
+    """Single requests of random tokens, one after the other, with an answer of 16."""
+    random = _Tokens(sizes, name)
+    sessions = [Session((Turn(random.take(length), sizes.length(16)),)) for _ in range(count)]
+    return Workload(name, f"alone: {length:,}", tuple(sessions), tuple(range(count)), 1)
+
+
 GENERATORS: dict[str, Callable[[Sizes], tuple[Workload, ...]]] = {
     "a": lambda sizes: (chats(sizes),),
     "b": lambda sizes: (tools(sizes),),

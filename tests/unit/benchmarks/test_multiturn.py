@@ -103,7 +103,8 @@ def test_what_does_not_fit_is_left_out(whole: dict[str, Workload]) -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(settings_for(TINY, "cpu", max_num_seqs=8, token_budget=256), prefix_cache=True)
+    settings = settings_for(TINY, "cpu", max_num_seqs=8, token_budget=256, tiers="")
+    engine = InProcessEngine(settings, prefix_cache=True)
     yield engine
     engine.stop()
 
@@ -141,6 +142,7 @@ def test_figures(engine: InProcessEngine) -> None:
     assert found["ttft_ms"]["cold"]["of"] == found["ttft_ms"]["warm"]["of"] == 2
     assert found["new"] + found["ideal"] == found["prompt_tokens"]
     assert 0 < found["cached"] <= found["ideal"]
+    assert found["from"] == {"device": found["cached"]}
     # A prompt's last token may run as a decode.
     computed = found["prompt_tokens"] - found["cached"]
     assert computed - found["requests"] <= found["prefilled"] <= computed
