@@ -58,16 +58,23 @@ class Run:
 
 
 class InProcessEngine:
-    """Temperature 1, ignore_eos, no prefix cache: every run does the same work.
+    """Temperature 1, ignore_eos, and no prefix cache unless asked for: every run does the same work.
 
     Args:
         settings: prefix_cache and trainer are switched off; adapter_slots grows to the adapters and two to swap.
         adapters: how many different LoRA adapters requests use; request i uses adapter i mod ``adapters``.
         observer: told what happens.
+        prefix_cache: leave it on.
     """
 
     def __init__(
-        self, settings: EngineSettings, *, adapters: int = 0, rank: int = 16, observer: EngineObserver | None = None
+        self,
+        settings: EngineSettings,
+        *,
+        adapters: int = 0,
+        rank: int = 16,
+        observer: EngineObserver | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         config = ModelConfig.from_directory(settings.model)
         self.adapters = adapters
@@ -75,7 +82,7 @@ class InProcessEngine:
         slots = max(settings.adapter_slots, adapters + 2) if adapters else settings.adapter_slots
         settings = settings.model_copy(
             update={
-                "prefix_cache": False,
+                "prefix_cache": prefix_cache,
                 "trainer": False,
                 "adapter_slots": slots,
                 "max_lora_rank": max(rank, 16) if adapters else settings.max_lora_rank,

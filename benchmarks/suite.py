@@ -66,6 +66,7 @@ SECTIONS = (
     _serving("timeline", 200, "--cases 1x512x128,64x512x256,256x512x256 --profile {out}/timeline.json.gz"),
     _serving("speculation", 200, "--cases 1x512x128,8x512x128 --set speculative=mtp --acceptance 0.8"),
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
+    Section("multiturn", 400, (f"{_BENCH}.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
     Section("http", 300, (f"{_BENCH}.http --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
     Section("startup", 200, (f"{_BENCH}.startup --out {{out}}/startup.jsonl",)),
     Section(

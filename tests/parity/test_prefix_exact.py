@@ -1,0 +1,114 @@
+"""The prefix cache changes no answer: random trees of requests, with little memory and many at a time, against each
+request alone without a cache. What is compared, and how, is in benchmarks.prefix_exact, which also does 2,000 of them.
+
+Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt
+without any cache moved one by up to 2.4e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; by 1.4e-6 in
+the median one), and the bound is four times that. Wrong states and keys are off by 1, as the last test shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.prefix_exact import BOUND, Bench, Totals, single_steps, splits
+from benchmarks.prefix_workloads import make_workload
+from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan
+from services.engine.request import Request, SamplingParams
+
+_SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
+_STRUCTURES = st.randoms(use_true_random=False)
+
+
+@pytest.fixture(scope="module")
+def in_tokens() -> Bench:
+    return Bench(token_by_token=True)
+
+
+@pytest.fixture(scope="module")
+def in_chunks() -> Bench:
+    return Bench(token_by_token=False)
+
+
+def compared(bench: Bench, *draws: Random) -> Totals:
+    totals = Totals()
+    for draw in draws:
+        bench.compare(make_workload(draw), totals)
+    return totals
+
+
+@settings(_SETTINGS, max_examples=20)
+@given(_STRUCTURES)
+def test_token_by_token_a_cache_changes_no_bit(in_tokens: Bench, draw: Random) -> None:
+    totals = compared(in_tokens, draw)
+    assert not totals.differences, totals.first
+    assert totals.largest == 0.0
+
+
+@settings(_SETTINGS, max_examples=90)
+@given(_STRUCTURES)
+def test_in_chunks_a_cache_changes_no_more_than_rounding_does(in_chunks: Bench, draw: Random) -> None:
+    totals = compared(in_chunks, draw)
+    assert not totals.differences, totals.first
+
+
+def test_the_workloads_have_hits_and_preemptions(in_chunks: Bench) -> None:
+    totals = compared(in_chunks, *map(Random, range(20)))
+    assert not totals.differences, totals.first
+    assert totals.cached_tokens > totals.prompt_tokens // 10
+    assert totals.preemptions > 0
+
+
+def test_splitting_a_prompt_alone_moves_log_probabilities_by_less_than_half_the_bound(in_chunks: Bench) -> None:
+    for seed in range(10):
+        draw = Random(seed)
+        assert splits(in_chunks, make_workload(draw), draw) < BOUND / 2
+
+
+def test_a_plan_becomes_steps_of_one_token() -> None:
+    request = Request("r", tuple(range(50, 62)), SamplingParams())
+    chunk = Chunk(request, range(50, 61), 0, [1], 3, False, [], 0, next_id=61, snapshots=[(9, 5), (10, 6)])
+    last = Chunk(request, [7], 12, [1], 4, True, [7], 1)
+    copies = {"copies_before": [StateCopy(8, 4)], "copies_after": [StateCopy(4, 9)], "block_copies": [BlockCopy(2, 1)]}
+    steps = single_steps(StepPlan([chunk, last], **copies))
+    assert [step.chunks[0].token_ids for step in steps] == [*((token,) for token in range(50, 61)), (7,)]
+    assert [step.chunks[0].start for step in steps] == [*range(11), 12]
+    assert [step.chunks[0].next_id for step in steps[:11]] == list(range(51, 62))
+    assert [step.chunks[0].samples for step in steps] == [False] * 11 + [True]
+    assert (list(steps[0].copies_before), list(steps[0].block_copies)) == ([StateCopy(8, 4)], [BlockCopy(2, 1)])
+    assert not any(step.copies_before or step.block_copies for step in steps[1:])
+    behind = {number: list(step.copies_after) for number, step in enumerate(steps) if step.copies_after}
+    assert behind == {8: [StateCopy(3, 5)], 9: [StateCopy(3, 6)], 11: [StateCopy(4, 9)]}
+
+
+def without_restores(plan: StepPlan) -> StepPlan:
+    """Sequences go on from whatever was in their slots."""
+    return replace(plan, copies_before=())
+
+
+def with_a_wrong_block(plan: StepPlan) -> StepPlan:
+    """Sequences that go on behind cached blocks read another first one."""
+    return replace(
+        plan,
+        chunks=[
+            chunk._replace(blocks=[0, *chunk.blocks[1:]])
+            if chunk.start >= 16 and chunk.start > len(chunk.blocks) and not chunk.is_decode
+            else chunk
+            for chunk in plan.chunks
+        ],
+    )
+
+
+@pytest.mark.parametrize("token_by_token", [True, False])
+@pytest.mark.parametrize("damage", [without_restores, with_a_wrong_block])
+def test_a_wrong_hit_is_found(damage: Callable[[StepPlan], StepPlan], token_by_token: bool) -> None:
+    totals = compared(Bench(token_by_token=token_by_token, damage=damage), *map(Random, range(3)))
+    assert totals.differences > 0
+    assert "cached" in totals.first
+    # In chunks the same tokens are compared: what is found is not a matter of the bound.
+    assert token_by_token or totals.largest > 1000 * BOUND
