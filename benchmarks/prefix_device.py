@@ -140,15 +140,9 @@ def in_steps(plan: StepPlan) -> list[StepPlan]:
     """A step for each link of the only chunk, and a copy of the state behind each but the last."""
     (whole,) = plan.chunks
     steps: list[StepPlan] = []
-    for start, length, slot in links(whole):
-        end = start + length
-        last = end == len(whole.token_ids)
-        part = whole._replace(token_ids=whole.token_ids[start:end], start=start, snapshots=(), samples=last)
-        steps.append(
-            StepPlan([part])
-            if last
-            else StepPlan([part._replace(next_id=whole.token_ids[end])], copies_after=[StateCopy(whole.slot, slot)])
-        )
+    for link in links(whole):
+        copied = [] if link.samples else [StateCopy(whole.slot, link.out_slot)]
+        steps.append(StepPlan([link._replace(out_slot=0)], copies_after=copied))
     return steps
 
 
