@@ -58,11 +58,9 @@ def in_steps(plan: StepPlan) -> list[StepPlan]:
         copies: list[StateCopy] = []
         for whole, chain in zip(plan.chunks, chains, strict=True):
             if turn < len(chain):
-                start, length, slot = chain[turn]
-                known, end, last = whole.token_ids, start + length - whole.start, turn + 1 == len(chain)
-                part = whole._replace(token_ids=known[end - length : end], start=start, snapshots=())
-                chunks.append(part if last else part._replace(samples=False, next_id=known[end]))
-                copies += [] if last else [StateCopy(whole.slot, slot)]
+                link, last = chain[turn], turn + 1 == len(chain)
+                chunks.append(link._replace(out_slot=whole.out_slot))
+                copies += [] if last else [StateCopy(whole.slot, link.out_slot)]
         # A link of one token that samples is a decode then, and those come first.
         chunks.sort(key=lambda chunk: not chunk.is_decode)
         steps.append(StepPlan(chunks, copies_after=copies))
