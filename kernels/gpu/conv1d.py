@@ -125,6 +125,7 @@ def _conv_prefill_kernel(
     starts,
     slots,
     out_slots,
+    links,
     tile_segment,
     tile_row,
     out,
@@ -158,15 +159,18 @@ def _conv_prefill_kernel(
     if first >= end:
         return
     cached = tl.load(starts + segment) > 0
+    count = tl.load(links + segment)
+    # Rows before this one lie in the slot; those of a chain's other links lie in x, all that are looked back at.
+    origin = tl.where(count > 0, begin, 0)
     history = state + tl.load(slots + segment).to(tl.int64) * (KERNEL - 1) * channels
     # All loads before the first store, which the compiler would not move them across.
     inputs = ()
     for source in tl.static_range(KERNEL - 1):
         row = first + (source - (KERNEL - 1))
-        before = inside & (row < begin) & cached
+        before = inside & (row < origin) & cached
         past = tl.load(history + (row - begin + (KERNEL - 1)) * channels + channel, mask=before, other=0.0)
-        now = tl.load(x + row.to(tl.int64) * x_stride + channel, mask=inside & (row >= begin), other=0.0)
-        inputs = inputs + (tl.where(row < begin, past, now),)  # noqa: RUF005
+        now = tl.load(x + row.to(tl.int64) * x_stride + channel, mask=inside & (row >= origin), other=0.0)
+        inputs = inputs + (tl.where(row < origin, past, now),)  # noqa: RUF005
     for r in tl.static_range(ROWS):
         row = first + r
         now = tl.load(x + row.to(tl.int64) * x_stride + channel, mask=inside & (row < end), other=0.0)
@@ -178,19 +182,21 @@ def _conv_prefill_kernel(
             total += inputs[r + tap].to(tl.float32) * taps[tap].to(tl.float32)
         y = silu(total, out.dtype.element_ty).to(out.dtype.element_ty)
         tl.store(out + row.to(tl.int64) * out_stride + channel, y, mask=inside & (row < end))
-    if first == begin:
-        # Nobody but the program that reads the old state writes the new one, and only after it has read all it needs.
+    if (first == begin) & (count > 0):
+        # Nobody but the program that reads the old state writes the new one, and only after it has read all it needs:
+        # so it writes those behind a chain's other links too, the last of which may take the place of the old one.
         place = tl.arange(0, WINDOW)[:, None]
-        origin = end - (KERNEL - 1) + place
         kept = inside[None, :] & (place < KERNEL - 1)
-        new = x + origin.to(tl.int64) * x_stride + channel[None, :]
-        kept_now = tl.load(new, mask=kept & (origin >= begin), other=0.0)
-        old = history + (origin - begin + (KERNEL - 1)) * channels + channel[None, :]
-        kept_past = tl.load(old, mask=kept & (origin < begin) & cached, other=0.0)
-        tl.debug_barrier()
-        target = state + tl.load(out_slots + segment).to(tl.int64) * (KERNEL - 1) * channels
-        kept_here = tl.where(origin < begin, kept_past, kept_now)
-        tl.store(target + place * channels + channel[None, :], kept_here, mask=kept)
+        for link in tl.range(segment, segment + count, num_stages=1):
+            kept_row = tl.load(begins + link + 1) - (KERNEL - 1) + place
+            new = x + kept_row.to(tl.int64) * x_stride + channel[None, :]
+            kept_now = tl.load(new, mask=kept & (kept_row >= begin), other=0.0)
+            old = history + (kept_row - begin + (KERNEL - 1)) * channels + channel[None, :]
+            kept_past = tl.load(old, mask=kept & (kept_row < begin) & cached, other=0.0)
+            tl.debug_barrier()
+            target = state + tl.load(out_slots + link).to(tl.int64) * (KERNEL - 1) * channels
+            kept_here = tl.where(kept_row < begin, kept_past, kept_now)
+            tl.store(target + place * channels + channel[None, :], kept_here, mask=kept)
 
 
 def rows_of_program(rows: int) -> int:
@@ -265,8 +271,8 @@ def conv_prefill(
     num_warps: int = 2,
     pdl: bool = False,
 ) -> Tensor:
-    """Packed segments: nothing leaks from one into the next; each goes on from the state of its slot and leaves its new
-    one in its out_slot.
+    """Packed segments: nothing leaks from one chain into the next; each goes on from the state of its slot and leaves
+    those behind its links in their out_slots.
 
     Args:
         projected: [T, width ≥ conv_dim], the whole flat batch; rows contiguous.
@@ -296,6 +302,7 @@ def conv_prefill(
             segments.start,
             segments.slot,
             segments.out_slot,
+            segments.links,
             segments.tile_segment,
             segments.tile_row,
             out,

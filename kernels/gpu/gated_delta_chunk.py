@@ -10,7 +10,8 @@ normalised keys and queries, and S the state before the tile (UT transform, arXi
     S ← exp(G_L) S + Σ_t exp(G_L − G_t) k̂_t ⊗ W_t
 
 Everything that does not need S is computed first, all tiles at once (`gated_delta_tiles`); then one program for each
-segment, head and block of value dimensions walks through the tiles with its part of S in registers (`_scan_kernel`).
+chain of segments, head and block of value dimensions walks through the tiles with its part of S in registers
+(`_scan_kernel`).
 
 Keys and queries stay as they are, exact in bfloat16; their norms are factors of the tokens, applied in float32. What
 is rounded for the tensor cores (S, R, W, and the tile's two matrices) can be split into two bfloat16 terms instead.
@@ -61,6 +62,7 @@ def _scan_kernel(
     starts,
     slots,
     out_slots,
+    links,
     waiting,
     out,
     tokens,
@@ -86,9 +88,8 @@ def _scan_kernel(
         gdc_wait()
         gdc_launch_dependents()
     segment = tl.program_id(2)
-    begin = tl.load(begins + segment)
-    end = tl.load(begins + segment + 1)
-    if begin >= end:
+    count = tl.load(links + segment)
+    if count == 0:
         return
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
@@ -109,50 +110,55 @@ def _scan_kernel(
     if NORM:
         weight = tl.load(norm_weight + j, mask=j < VALUE_DIM, other=0.0)
 
-    for first in tl.range(begin, end, TILE_ROWS, num_stages=STAGES):
-        row = (first + t).to(tl.int64)
-        inside = row < end
-        key_mask = inside[:, None] & (i[None, :] < KEY_DIM)
-        vectors = mixed + row[:, None] * MIXED_STRIDE + key_head * KEY_DIM + i[None, :]
-        q = tl.load(vectors, mask=key_mask, other=0.0)
-        k = tl.load(vectors + KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
-        matrix = (head_rows + row[:, None]) * TILE_ROWS + t[None, :]
-        system = tl.load(systems + matrix, mask=inside[:, None], other=0.0)
-        score = tl.load(scores + matrix, mask=inside[:, None], other=0.0)
-        factor = factors + head_rows + row
-        count = HEADS * tokens
-        # In the order that keeps the least in registers at a time.
-        zero = tl.zeros([TILE_ROWS, BLOCK_V], tl.float32)
-        read = _product(k, s, zero, STATE_TERMS)
-        o = _product(q, s, zero, STATE_TERMS)
-        value_mask = inside[:, None] & (j[None, :] < VALUE_DIM)
-        v = tl.load(mixed + row[:, None] * MIXED_STRIDE + values, mask=value_mask, other=0.0).to(tl.float32)
-        beta = tl.load(factor, mask=inside, other=0.0)
-        r = beta[:, None] * v - tl.load(factor + count, mask=inside, other=0.0)[:, None] * read
-        w = _product(system, r, r, TILE_TERMS)
-        if TILE_TERMS == 2:
-            system = tl.load(systems + matrix + count * TILE_ROWS, mask=inside[:, None], other=0.0)
-            w = _product(system, r, w, 1)
-        o *= tl.load(factor + 2 * count, mask=inside, other=0.0)[:, None]
-        o = _product(score, w, o, TILE_TERMS)
-        if TILE_TERMS == 2:
-            score = tl.load(scores + matrix + count * TILE_ROWS, mask=inside[:, None], other=0.0)
-            o = _product(score, w, o, 1)
-        w *= tl.load(factor + 3 * count, mask=inside, other=0.0)[:, None]
-        s = _product(tl.trans(k), w, s * tl.load(factors + 4 * count + head_rows + first), TILE_TERMS)
+    planes = HEADS * tokens
 
-        if NORM:
-            z_places = projected + row[:, None] * PROJECTED_STRIDE + HEADS * VALUE_DIM + values
-            z = tl.load(z_places, mask=value_mask, other=0.0).to(tl.float32)
-            inverse = inverse_root(tl.sum(o * o, axis=1) / VALUE_DIM + eps)
-            o = o * inverse[:, None] * weight[None, :] * silu(z, out.dtype.element_ty)
-        places_out = out + row[:, None] * OUT_STRIDE + head * VALUE_DIM + j[None, :]
-        tl.store(places_out, o.to(out.dtype.element_ty), mask=value_mask)
-    place = tl.load(out_slots + segment).to(tl.int64) * HEADS + head
-    places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
-    tl.store(places, s.to(state.dtype.element_ty), mask=held)
-    if ROOM > 0:
-        none_waits(waiting, place, head, j, VALUE_DIM, ROOM)
+    for link in tl.range(segment, segment + count, num_stages=1):
+        begin = tl.load(begins + link)
+        end = tl.load(begins + link + 1)
+        for first in tl.range(begin, end, TILE_ROWS, num_stages=STAGES):
+            row = (first + t).to(tl.int64)
+            inside = row < end
+            key_mask = inside[:, None] & (i[None, :] < KEY_DIM)
+            vectors = mixed + row[:, None] * MIXED_STRIDE + key_head * KEY_DIM + i[None, :]
+            q = tl.load(vectors, mask=key_mask, other=0.0)
+            k = tl.load(vectors + KEY_HEADS * KEY_DIM, mask=key_mask, other=0.0)
+            matrix = (head_rows + row[:, None]) * TILE_ROWS + t[None, :]
+            system = tl.load(systems + matrix, mask=inside[:, None], other=0.0)
+            score = tl.load(scores + matrix, mask=inside[:, None], other=0.0)
+            factor = factors + head_rows + row
+            # In the order that keeps the least in registers at a time.
+            zero = tl.zeros([TILE_ROWS, BLOCK_V], tl.float32)
+            read = _product(k, s, zero, STATE_TERMS)
+            o = _product(q, s, zero, STATE_TERMS)
+            value_mask = inside[:, None] & (j[None, :] < VALUE_DIM)
+            v = tl.load(mixed + row[:, None] * MIXED_STRIDE + values, mask=value_mask, other=0.0).to(tl.float32)
+            beta = tl.load(factor, mask=inside, other=0.0)
+            r = beta[:, None] * v - tl.load(factor + planes, mask=inside, other=0.0)[:, None] * read
+            w = _product(system, r, r, TILE_TERMS)
+            if TILE_TERMS == 2:
+                system = tl.load(systems + matrix + planes * TILE_ROWS, mask=inside[:, None], other=0.0)
+                w = _product(system, r, w, 1)
+            o *= tl.load(factor + 2 * planes, mask=inside, other=0.0)[:, None]
+            o = _product(score, w, o, TILE_TERMS)
+            if TILE_TERMS == 2:
+                score = tl.load(scores + matrix + planes * TILE_ROWS, mask=inside[:, None], other=0.0)
+                o = _product(score, w, o, 1)
+            w *= tl.load(factor + 3 * planes, mask=inside, other=0.0)[:, None]
+            s = _product(tl.trans(k), w, s * tl.load(factors + 4 * planes + head_rows + first), TILE_TERMS)
+
+            if NORM:
+                z_places = projected + row[:, None] * PROJECTED_STRIDE + HEADS * VALUE_DIM + values
+                z = tl.load(z_places, mask=value_mask, other=0.0).to(tl.float32)
+                inverse = inverse_root(tl.sum(o * o, axis=1) / VALUE_DIM + eps)
+                o = o * inverse[:, None] * weight[None, :] * silu(z, out.dtype.element_ty)
+            places_out = out + row[:, None] * OUT_STRIDE + head * VALUE_DIM + j[None, :]
+            tl.store(places_out, o.to(out.dtype.element_ty), mask=value_mask)
+        # The last link's may take the place of what was read.
+        place = tl.load(out_slots + link).to(tl.int64) * HEADS + head
+        places = state + (place * KEY_DIM + i[:, None]) * VALUE_DIM + j[None, :]
+        tl.store(places, s.to(state.dtype.element_ty), mask=held)
+        if ROOM > 0:
+            none_waits(waiting, place, head, j, VALUE_DIM, ROOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +190,9 @@ class ChunkConfig:
 
 # With 2 stages Triton asks for the next tile behind the work on this one and then waits for it.
 FEW = ChunkConfig(block_v=32, num_warps=4, num_stages=3)
-"""One segment: its tiles follow one another, and what each takes is what counts."""
+"""One sequence: its tiles follow one another, and what each takes is what counts."""
 MANY = ChunkConfig(block_v=64, num_warps=4, num_stages=3)
-"""Two segments of 32 heads fill the device with one program a multiprocessor."""
+"""Two sequences of 32 heads fill the device with one program a multiprocessor."""
 EXACT = ChunkConfig(block_v=32, num_warps=4, num_stages=1)
 """float32 models: products are emulated in float32, for tests rather than speed."""
 _PROGRAMS = 132
@@ -208,7 +214,8 @@ def gated_delta_prefill(
     config: ChunkConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Packed segments: each goes on from the state of its slot and leaves its new one in its out_slot.
+    """Packed segments: each chain goes on from the state of its slot and leaves those behind its links in their
+    out_slots.
 
     Args:
         mixed: [T, conv_dim], the convolution's output, query | key | value heads, over the whole flat batch.
@@ -223,7 +230,7 @@ def gated_delta_prefill(
         waiting: of the same slots: what of the states' past is not in ``state`` yet; nothing waits for those that are
             written.
         out: [T, value_size], where to write; rows outside the segments stay as they are.
-        config: None chooses by the number of segments that fit into ``segments``.
+        config: None chooses by the number of chains that fit into ``segments``.
         pdl: launch before the kernel ahead has finished (programmatic dependent launch).
 
     Returns:
@@ -294,6 +301,7 @@ def scan_tiles(
         segments.start,
         segments.slot,
         segments.out_slot,
+        segments.links,
         waiting.arguments(state) if waiting else NONE,
         out,
         mixed.shape[0],
@@ -313,5 +321,5 @@ def scan_tiles(
 def _choose(shape: DeltaShape, segments: Segments, dtype: torch.dtype) -> ChunkConfig:
     if dtype == torch.float32:
         return EXACT
-    few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * segments.max_segments
+    few = triton.cdiv(shape.value_dim, FEW.block_v) * shape.value_heads * segments.max_chains
     return FEW if few <= _PROGRAMS else MANY

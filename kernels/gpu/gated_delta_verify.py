@@ -90,7 +90,7 @@ def gated_delta_verify(
         eps: of the gated norm.
         state: [num_slots, value_heads, key_dim, value_dim] float32 or bfloat16, contiguous. Read as zeros where a
             segment starts at 0.
-        segments: where the sequences lie; no slot is read by one and written by another.
+        segments: where the sequences lie, each on its own; no slot is read by one and written by another.
         out: [T, value_size], where to write; rows outside the segments stay as they are.
         num_warps: of a program, which has one head of one segment.
         pdl: launch before the kernels ahead have finished (kernels.gpu.ahead): none of them may write ``state`` or

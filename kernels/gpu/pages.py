@@ -1,7 +1,8 @@
-"""Pages of keys and values of one full-attention layer, in the model's dtype or as e4m3 with scales."""
+"""Pages of keys and values of full-attention layers, in the model's dtype or as e4m3 with scales."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,19 +69,8 @@ class KvPages:
         device: torch.device | str,
     ) -> KvPages:
         """Zeroed pages; scales too if ``dtype`` is float8_e4m3fn."""
-
-        def pages() -> Tensor:
-            # Through bytes: zeros of float8 need no fill kernel of their own type.
-            count = num_blocks * block_size * kv_heads * head_dim * dtype.itemsize
-            zeros = torch.zeros(count, dtype=torch.uint8, device=device)
-            return zeros.view(dtype).view(num_blocks, block_size, kv_heads, head_dim)
-
-        def scales() -> Tensor | None:
-            if dtype != torch.float8_e4m3fn:
-                return None
-            return torch.zeros(num_blocks, block_size, kv_heads, dtype=torch.float32, device=device)
-
-        return cls(pages(), pages(), scales(), scales())
+        (pages,) = StackedPages.allocate(1, num_blocks, block_size, kv_heads, head_dim, dtype, device).layers()
+        return pages
 
     @staticmethod
     def bytes_per_block(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -94,6 +84,48 @@ class KvPages:
         if self.key_scales is not None and self.value_scales is not None:
             keys, values = keys * self.key_scales.unsqueeze(-1), values * self.value_scales.unsqueeze(-1)
         return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPages:
+    """The pages of several layers, so that one kernel reaches a block of all of them."""
+
+    pages: Tensor
+    """[2, layers, num_blocks, block_size, kv_heads, head_dim], contiguous: keys and values."""
+    scales: Tensor | None
+    """[2, layers, num_blocks, block_size, kv_heads] float32, only with float8_e4m3fn."""
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> StackedPages:
+        """Zeroed."""
+        places = (2, layers, num_blocks, block_size, kv_heads)
+        # Through bytes: zeros of float8 need no fill kernel of their own type.
+        zeros = torch.zeros(math.prod(places) * head_dim * dtype.itemsize, dtype=torch.uint8, device=device)
+        scales = None
+        if dtype == torch.float8_e4m3fn:
+            scales = torch.zeros(places, dtype=torch.float32, device=device)
+        return cls(zeros.view(dtype).view(*places, head_dim), scales)
+
+    def layers(self) -> tuple[KvPages, ...]:
+        """Each layer's pages, views of these."""
+        keys, values = self.pages
+        if self.scales is None:
+            return tuple(KvPages(*layer) for layer in zip(keys, values, strict=True))
+        return tuple(KvPages(*layer) for layer in zip(keys, values, *self.scales, strict=True))
+
+    def pools(self) -> tuple[Tensor, ...]:
+        """All tensors as bytes, [2 · layers, num_blocks, bytes of a block]: all layers' keys, then their values."""
+        tensors = (self.pages,) if self.scales is None else (self.pages, self.scales)
+        return tuple(x.flatten(3).view(torch.uint8).flatten(0, 1) for x in tensors)
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ fits its capacity. Padding computes nothing: a padding segment has no rows, a pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ TILE = 64
 @dataclass(frozen=True, slots=True)
 class Segments:
     """S segments of consecutive rows and their tiles; all int32 on one device.
+
+    A sequence whose state is also wanted somewhere in the middle is a chain of segments, its links, one behind the
+    other: each goes on where the one before ends and leaves the state there. The first link has at least as many rows
+    as a convolution looks back, so that no other one needs what the slot holds of its past.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -37,14 +41,20 @@ class Segments:
     tile_row: Tensor
     """[C]: first row of each tile in the flat batch. A tile ends TILE rows later or with its segment."""
     out_slot: Tensor
-    """[S]: state slot to write to: ``slot``, or another one if the state of ``slot`` must stay as it is."""
+    """[S]: state slot to write to: ``slot``, or another one if the state of ``slot`` must stay as it is. Of a chain's
+    links only the last may have ``slot``."""
+    links: Tensor
+    """[S]: links of the chain that begins with this segment, 1 for a segment on its own; 0 for a chain's other links
+    and for padding."""
+    chains: int = field(default=0, kw_only=True)
+    """Chains that there can be, segments on their own included, to choose how to cut the work; 0: max_segments."""
 
     def __post_init__(self) -> None:
         count = self.start.shape[0]
-        shapes = [tuple(x.shape) for x in (self.begin, self.slot, self.adapter, self.out_slot)]
-        if shapes != [(count + 1,), (count,), (count,), (count,)] or self.tile_segment.shape != self.tile_row.shape:
-            raise ValueError(f"{count} segments with begin, slot, adapter, out_slot of shapes {shapes}")
-        integers = (self.begin, self.start, self.slot, self.out_slot, self.tile_segment, self.tile_row)
+        shapes = [tuple(x.shape) for x in (self.begin, self.slot, self.adapter, self.out_slot, self.links)]
+        if shapes != [(count + 1,), *[(count,)] * 4] or self.tile_segment.shape != self.tile_row.shape:
+            raise ValueError(f"{count} segments with begin, slot, adapter, out_slot, links of shapes {shapes}")
+        integers = (self.begin, self.start, self.slot, self.out_slot, self.links, self.tile_segment, self.tile_row)
         if any(x.dtype != torch.int32 for x in integers):
             raise ValueError("segments are int32")
 
@@ -55,6 +65,10 @@ class Segments:
     @property
     def max_tiles(self) -> int:
         return self.tile_segment.shape[0]
+
+    @property
+    def max_chains(self) -> int:
+        return self.chains or self.max_segments
 
     @classmethod
     def build(
@@ -69,12 +83,14 @@ class Segments:
         max_segments: int = 0,
         max_tiles: int = 0,
         out_slots: Sequence[int] | None = None,
+        links: Sequence[int] | None = None,
     ) -> Segments:
         """For segments of these lengths, in order and without gaps, from row ``first_row`` on.
 
         Args:
             max_segments, max_tiles: capacity to pad to; 0: none.
             out_slots: where states are written; None: to ``slots``.
+            links: see Segments.links; None: each segment is on its own.
         """
         begin = [first_row]
         tile_segment: list[int] = []
@@ -98,4 +114,5 @@ class Segments:
             tile_segment=buffer(tile_segment, -1, tiles),
             tile_row=buffer(tile_row, begin[-1], tiles),
             out_slot=buffer(slots if out_slots is None else out_slots, 0, spare),
+            links=buffer([1] * len(lengths) if links is None else links, 0, spare),
         )

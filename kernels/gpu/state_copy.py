@@ -1,4 +1,5 @@
-"""Copies of sequence states between slots of a pool. Reference: ``pool[:, targets] = pool[:, sources]``."""
+"""Copies between slots of a pool: of sequence states, and of blocks of keys and values. Reference: ``pool[:, targets] =
+pool[:, sources]``."""
 
 # Triton's language: constants are upper case, kernels have no annotations that mypy knows.
 # ruff: noqa: N803

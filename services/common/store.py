@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import tenacity
@@ -30,6 +31,7 @@ RETRY_SECONDS = 4.0
 """No attempt starts later than this after the first one, so a call on a frozen server ends after one read timeout."""
 ATTEMPTS = 4
 _BYTES_PER_SECOND = 20e6
+_STREAM_BYTES = 1 << 20
 _CONDITIONS = frozenset({"If-Match", "If-None-Match"})
 _MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _REFUSED = frozenset(
@@ -40,7 +42,8 @@ _OWNED = frozenset({"BucketAlreadyOwnedByYou", "BucketAlreadyExists"})
 
 T = TypeVar("T")
 Keys: TypeAlias = list[str]
-"""Spelled out, because ObjectStore has a method `list`."""
+Listing: TypeAlias = "list[ListedObject]"
+"""Both spelled out, because ObjectStore has a method `list`."""
 
 
 class ObjectNotFound(NotFound):
@@ -63,6 +66,16 @@ class StoredObject:
 
     data: bytes
     etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedObject:
+    """What a listing says of an object."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified: datetime
 
 
 class _Pool(urllib3.PoolManager):
@@ -107,6 +120,38 @@ class ObjectStore:
                 response.release_conn()
 
         return self._call(f"get {key}", read)
+
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """Reads the bytes of an object from ``offset`` on into a buffer that is not empty.
+
+        Returns:
+            How many there were: fewer than asked for at the object's end.
+
+        Raises:
+            ObjectNotFound: there is no such object.
+        """
+
+        def read() -> int:
+            try:
+                response = self._client.get_object(self._bucket, key, offset=offset, length=len(target))
+            except S3Error as error:
+                if error.code == "InvalidRange":
+                    return 0
+                raise
+            try:
+                if offset and response.status != 206:
+                    raise InvalidResponseError(response.status, response.headers.get("content-type"), "not the range")
+                count = 0
+                for block in response.stream(_STREAM_BYTES):
+                    block = block[: len(target) - count]
+                    target[count : count + len(block)] = block
+                    count += len(block)
+                return count
+            finally:
+                response.close()
+                response.release_conn()
+
+        return self._call(f"read {key}", read)
 
     def put(self, key: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str:
         """Writes an object and returns its etag.
@@ -156,6 +201,20 @@ class ObjectStore:
         def read() -> Keys:
             found = self._client.list_objects(self._bucket, prefix=prefix, recursive=recursive)
             return sorted(entry.object_name for entry in found if entry.object_name and not entry.is_dir)
+
+        return self._call(f"list {prefix}", read)
+
+    def list_objects(self, prefix: str) -> Listing:
+        """The objects whose keys start with ``prefix``, sorted by key."""
+
+        def read() -> Listing:
+            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            listed = (
+                ListedObject(entry.object_name, entry.size or 0, entry.last_modified or datetime.fromtimestamp(0, UTC))
+                for entry in found
+                if entry.object_name and not entry.is_dir
+            )
+            return sorted(listed, key=lambda entry: entry.key)
 
         return self._call(f"list {prefix}", read)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
-from services.engine.memory.prefix import Namespace
+from services.engine.memory.radix import Pending
 from services.engine.memory.sequences import Restore, Snapshot
 from services.engine.plan import Chunk, StateCopy, StepPlan
 from services.engine.reads import PromptRead, PromptReport
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
-
-Prefix = tuple[Namespace, SequenceABC[int]]
 
 
 class Draft:
@@ -23,8 +21,10 @@ class Draft:
         self.now = now
         self.restores: list[Restore] = []
         self.snapshots: list[Snapshot] = []
-        self.prefixes: set[Prefix] = set()
-        """Whose states the snapshots are."""
+        self.copies: list[StateCopy] = []
+        """Snapshots at the end of a chunk."""
+        self.pending = Pending()
+        """What can be used of the prefix cache once the step has run."""
         self.seats_kept = 0
         """For sequences that wait one step for a snapshot that is under way."""
         self.blocks_kept = 0
@@ -44,9 +44,11 @@ class Draft:
         self._verifying: list[tuple[Sequence, Chunk]] = []
         self._prefills: list[tuple[Sequence, Chunk]] = []
 
-    def add(self, sequence: Sequence, end: int) -> None:
-        """Plans a sequence's tokens up to position ``end``."""
-        chunk = sequence.advance(end)
+    def add(self, sequence: Sequence, end: int, snapshots: SequenceABC[Snapshot] = ()) -> None:
+        """Plans a sequence's tokens up to position ``end``, with snapshots on the way and there."""
+        self.snapshots += snapshots
+        self.copies += [StateCopy(sequence.slot, taken.slot) for taken in snapshots if taken.position == end]
+        chunk = sequence.advance(end, [(taken.position, taken.slot) for taken in snapshots if taken.position < end])
         self.budget -= end - chunk.start
         if sequence.reading is not None and (rows := sequence.reading.take(chunk.start, end)) is not None:
             self._reads.append((chunk, rows))
@@ -67,10 +69,6 @@ class Draft:
         self._verifying.append((sequence, chunk))
         self.decodes_output = True
 
-    def add_snapshot(self, snapshot: Snapshot) -> None:
-        self.snapshots.append(snapshot)
-        self.prefixes.add(prefix(snapshot.sequence, snapshot.position))
-
     @property
     def has_chunks(self) -> bool:
         return bool(self._chunks or self._verifying or self._prefills)
@@ -88,14 +86,16 @@ class Draft:
 
     def finish(self) -> StepPlan:
         """The plan, decodes first."""
-        others = self._verifying + self._prefills
+        # A sequence that goes on after a preemption may lack a few tokens of its answer only.
+        others = sorted(self._verifying + self._prefills, key=lambda pair: not pair[1].verifies)
         self.sampling = [*self.sequences, *(sequence for sequence, chunk in others if chunk.samples)]
         self.sequences += [sequence for sequence, _ in others]
         self._chunks += [chunk for _, chunk in others]
         self.plan = StepPlan(
             chunks=self._chunks,
-            copies_before=[restore.copy for restore in self.restores],
-            copies_after=[StateCopy(snapshot.sequence.slot, snapshot.slot) for snapshot in self.snapshots],
+            copies_before=[restore.state for restore in self.restores],
+            copies_after=self.copies,
+            block_copies=[restore.block for restore in self.restores if restore.block is not None],
             reads=self._placed_reads() if self._reads else (),
             masked=self.masked,
         )
@@ -116,8 +116,3 @@ class Draft:
     def _placed_reads(self) -> list[PromptRead]:
         places = {id(chunk): place for place, chunk in enumerate(self._chunks)}
         return [PromptRead(places[id(chunk)], *rows) for chunk, rows in self._reads]
-
-
-def prefix(sequence: Sequence, position: int) -> Prefix:
-    """What a state behind the first ``position`` tokens of a prompt depends on."""
-    return sequence.namespace, sequence.request.prompt_token_ids[:position]

@@ -38,6 +38,22 @@ class SchedulerConfig:
     kernels compute in tiles of as many tokens."""
     speculative: bool = False
     """The runner guesses tokens, which steps check. A running sequence has two state slots; one plan in flight."""
+    block_bytes: int = 1
+    """KV of a block, for comparing what the prefix cache may keep."""
+    slot_bytes: int = 1
+    """State of a sequence, for the same."""
+    token_seconds: float = 1e-4
+    """First guess of what computing a token of a prompt takes; measured from then on."""
+    attention_cost: float = 0.0
+    """What a token's attention to one token before it costs, as a part of everything else about it."""
+    snapshot_interval: int = 0
+    """Tokens between two snapshots in long texts; 0: by the sizes above."""
+    session_seconds: float = 600.0
+    """For so long after a request of a session its history is kept before others."""
+    most_sessions: int = 4096
+    """Sessions to remember."""
+    load_patience: float = 2.0
+    """Seconds that a request waits for a tier to load what it goes on from."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len", "prefill_alignment"):

@@ -20,6 +20,7 @@ import structlog
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.engine.desk import Desk
 from services.engine.limits import SchedulerConfig
+from services.engine.memory.tiers.ports import Tiers
 from services.engine.pipeline import Pipeline
 from services.engine.ports import (
     AdapterResolver,
@@ -32,11 +33,13 @@ from services.engine.ports import (
     Submission,
 )
 from services.engine.rollouts import RolloutMemory
+from services.engine.scheduler import Scheduler
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 _FAILURES_UNTIL_UNHEALTHY = 3
+_STALL_SECONDS = 0.02
 _QUIET_SECONDS = 0.2
 """How long nothing happens before the books are checked, which takes tens of milliseconds for 100,000 blocks."""
 
@@ -54,6 +57,7 @@ class EngineLoop:
         adapter_wait_seconds: how long a request waits for its adapter to load.
         observer: gets the metrics.
         clock: monotonic seconds; deadlines are on it.
+        tiers: what keeps more histories than the device does; None: nothing does. It calls ``wake``.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class EngineLoop:
         adapter_wait_seconds: float = 30.0,
         observer: LoopObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
         self.rollouts = rollouts
@@ -75,7 +80,7 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._clock = clock
         observer = observer if observer is not None else NoObserver()
-        self._pipeline = Pipeline(config, runner, gate, observer, clock)
+        self._pipeline = Pipeline(config, runner, gate, observer, clock, tiers)
         self._desk = Desk(self._pipeline, resolver, rollouts, observer, adapter_wait_seconds, clock)
 
         # Shared with other threads.
@@ -89,6 +94,8 @@ class EngineLoop:
         self._status = LoopStatus(self._pipeline.scheduler.counts(), 0, True, True, 0, 0)
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
+        self._woken = False
+        """Whether the tiers' call is among the commands."""
         self._busy_since: float | None = None
         """When the loop thread began what it does now; None: it waits for work. Written by that thread only."""
 
@@ -154,9 +161,27 @@ class EngineLoop:
                 self._commands.put(call)
         return future
 
+    def call_with_scheduler(self, function: Callable[[Scheduler], _T]) -> Future[_T]:
+        """Same, with the scheduler of the moment, after what the tiers have told has been taken in and before they are
+        given what the function wants of them."""
+
+        def call() -> _T:
+            self._pipeline.serve_tiers()
+            result = function(self._pipeline.scheduler)
+            self._pipeline.serve_tiers()
+            return result
+
+        return self.call_at_boundary(call)
+
     def retry_adapters(self) -> None:
         """Told by the adapter manager when an adapter is loaded, has failed to load, or a slot is free."""
         self._commands.put(self._mark_retry)
+
+    def wake(self) -> None:
+        """Told by the tiers when they have done something."""
+        if not self._woken:
+            self._woken = True
+            self._commands.put(self._serve_tiers)
 
     def status(self) -> LoopStatus:
         return self._status
@@ -222,6 +247,8 @@ class EngineLoop:
         self._busy_since = self._clock()
         if not self._pipeline.busy:
             self._idle()
+        elif self._pipeline.stalled:
+            self._await_tiers()
         self._take_commands()
         self._desk.admit_loaded()
         if self._pipeline.busy and not self._stopping:
@@ -249,6 +276,21 @@ class EngineLoop:
         self._checked = False
         self._busy_since = self._clock()
         command()
+
+    def _await_tiers(self) -> None:
+        """Sleeps until something comes in or a request may have waited long enough for a tier."""
+        self._busy_since = None
+        try:
+            command = self._commands.get(timeout=_STALL_SECONDS)
+        except Empty:
+            command = None
+        self._busy_since = self._clock()
+        if command is not None:
+            command()
+
+    def _serve_tiers(self) -> None:
+        self._woken = False
+        self._pipeline.serve_tiers()
 
     def _take_commands(self) -> None:
         while True:

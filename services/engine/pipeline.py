@@ -16,6 +16,7 @@ import structlog
 from services.common.errors import TemperError
 from services.engine.constraints.masks import NO_MASKS
 from services.engine.limits import SchedulerConfig
+from services.engine.memory.tiers.ports import Tiers
 from services.engine.plan import StepPlan, StepResult
 from services.engine.ports import EngineGate, LoopObserver, OpenStep, Runner, StepHandle, StepStats
 from services.engine.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Pipeline:
 
     Args:
         clock: seconds, that of the requests' deadlines.
+        tiers: what keeps more histories than the device does; None: nothing does.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Pipeline:
         gate: EngineGate,
         observer: LoopObserver,
         clock: Callable[[], float],
+        tiers: Tiers | None = None,
     ) -> None:
         self._config = config
+        self._tiers = tiers
         self._runner = runner
         self._gate = gate
         self._observer = observer
@@ -72,7 +76,9 @@ class Pipeline:
         """Oldest first; the gate is held while there are any."""
         self._collected = 0.0
         """When the latest results came in."""
-        self.scheduler = Scheduler(config, runner.depth)
+        self.scheduler = Scheduler(config, runner.depth, tiers)
+        self.stalled = False
+        """Whether requests wait for nothing but a tier: there is no use in advancing before it tells something."""
         self.steps = 0
         self.failed_steps = 0
         self.failures_in_a_row = 0
@@ -110,7 +116,21 @@ class Pipeline:
         # Without a plan there is nothing to run before the next results.
         if self._flights and (plan is None or len(self._flights) >= depth):
             updates += self._collect(waiting_for_adapters)
+        self.stalled = plan is None and not self._flights and self.scheduler.has_work
+        self.serve_tiers()
         return updates
+
+    def serve_tiers(self) -> None:
+        """Takes in what the tiers have done, and hands them what they are to do; between two steps."""
+        if self._tiers is None:
+            return
+        events = self._tiers.take_events()
+        if events:
+            self.scheduler.take_events(events)
+        # Everything planned so far has been launched: what they copy stands behind it.
+        jobs = self.scheduler.take_jobs()
+        if jobs:
+            self._tiers.submit(jobs)
 
     def discard(self) -> None:
         """Waits for what is in flight and drops the results."""
@@ -130,7 +150,12 @@ class Pipeline:
         self.count_failure(error)
         self.discard()
         updates = self.scheduler.abandon(ending)
-        self.scheduler = Scheduler(self._config, self._runner.depth)
+        if self._tiers is not None:
+            # Nothing may be written any more to memory that the new books hand out.
+            self._tiers.settle()
+            self._tiers.take_events()
+            self._tiers.tell_all()
+        self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers)
         return updates
 
     def count_failure(self, error: Exception) -> None:
@@ -191,6 +216,7 @@ class Pipeline:
             updates = self.scheduler.update(plan, result, now)
         except Exception as error:
             return self._fail(plan, error)
+        self.scheduler.measured(plan, computed)
         self.failures_in_a_row = 0
         self.steps += 1
         decodes = plan.num_decodes + plan.num_verified

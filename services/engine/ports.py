@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from services.common.errors import InvalidRequest
 from services.engine.histories import SessionName, check_session
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
-from services.engine.request import AdapterPin, Pooling, Request, SamplingParams, check_prompt_logprobs
+from services.engine.request import (
+    AdapterPin,
+    Pooling,
+    Request,
+    SamplingParams,
+    check_boundaries,
+    check_prompt_logprobs,
+)
 from services.engine.updates import Finished, SequenceUpdate
 
 if TYPE_CHECKING:
@@ -21,7 +27,6 @@ if TYPE_CHECKING:
     from services.engine.private_versions import PrivateVersion
     from services.engine.wire import AdapterChoice
 
-MAX_BOUNDARIES = 4096
 
 Sink = Callable[[list[SequenceUpdate]], None]
 """Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it
@@ -54,9 +59,9 @@ class Submission:
     traceparent: str = ""
     """See Request."""
     session: SessionName | None = None
-    """Whose history the prompt and its answer belong to; None: nobody's."""
+    """See Request."""
     boundaries: tuple[int, ...] = ()
-    """Places inside the prompt where a message ends, ascending: what comes later probably goes on from one."""
+    """See Request."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -66,7 +71,7 @@ class Submission:
         check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
         if self.session is not None:
             check_session(self.session)
-        _check_boundaries(self.boundaries, len(self.prompt_token_ids))
+        check_boundaries(self.boundaries, len(self.prompt_token_ids))
 
     def pinned(self, pin: AdapterPin, arrival: int) -> Request:
         """The scheduler's request."""
@@ -84,18 +89,8 @@ class Submission:
             self.pooling,
             self.matcher,
             self.traceparent,
-        )
-
-
-def _check_boundaries(boundaries: tuple[int, ...], prompt: int) -> None:
-    if len(boundaries) > MAX_BOUNDARIES:
-        raise InvalidRequest(
-            f"a prompt may have {MAX_BOUNDARIES} boundaries, it has {len(boundaries)}: send the last ones",
-            param="boundaries",
-        )
-    if any(one >= other for one, other in pairwise((0, *boundaries, prompt))):
-        raise InvalidRequest(
-            f"boundaries must ascend and lie inside the prompt, between 0 and {prompt}", param="boundaries"
+            self.session,
+            self.boundaries,
         )
 
 

@@ -6,10 +6,12 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
 from services.engine.constraints.spec import Constraint, Thinking
+from services.engine.histories import SessionName
 
 if TYPE_CHECKING:
     from services.engine.constraints.matcher import OutputMatcher
@@ -18,6 +20,8 @@ _WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logpro
 """Settings that mean something where the tokens are given."""
 
 
+MAX_BOUNDARIES = 4096
+"""Ends of messages that a request may name."""
 MOST_PROMPT_ALTERNATIVES = 128
 """Tokens that may be reported beside each one of a prompt."""
 
@@ -221,6 +225,10 @@ class Request:
     """Of this request alone: what may follow the output so far. Goes with ``sampling.masked``."""
     traceparent: str = ""
     """Of the span that asks; empty: nobody traces it."""
+    session: SessionName | None = None
+    """Whose history this is; None: nobody's."""
+    boundaries: tuple[int, ...] = ()
+    """Positions in the prompt where a message ends and another may follow, ascending."""
 
     def __post_init__(self) -> None:
         if self.sampling.masked != (self.matcher is not None):
@@ -230,6 +238,7 @@ class Request:
         if not self.prompt_token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         check_prompt_logprobs(self.prompt_logprobs, self.prompt_logprobs_from, len(self.prompt_token_ids))
+        check_boundaries(self.boundaries, len(self.prompt_token_ids))
 
     @property
     def reads_prompt(self) -> bool:
@@ -250,4 +259,17 @@ def check_prompt_logprobs(alternatives: int | None, first: int, prompt_tokens: i
         raise InvalidRequest(
             f"prompt_logprobs_from must be a place in the prompt of {prompt_tokens} tokens, got {first}",
             param="prompt_logprobs_from",
+        )
+
+
+def check_boundaries(boundaries: tuple[int, ...], prompt: int) -> None:
+    """Raises InvalidRequest if these are no ends of messages inside a prompt of so many tokens."""
+    if len(boundaries) > MAX_BOUNDARIES:
+        raise InvalidRequest(
+            f"a prompt may have {MAX_BOUNDARIES} boundaries, it has {len(boundaries)}: send the last ones",
+            param="boundaries",
+        )
+    if any(one >= other for one, other in pairwise((0, *boundaries, prompt))):
+        raise InvalidRequest(
+            f"boundaries must ascend and lie inside the prompt, between 0 and {prompt}", param="boundaries"
         )

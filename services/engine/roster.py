@@ -40,7 +40,7 @@ class Roster:
     def get(self, request_id: str) -> Sequence | None:
         return self._by_id.get(request_id)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> Sequence:
         """Queues a request.
 
         Raises:
@@ -61,6 +61,7 @@ class Roster:
         insort(self.waiting, sequence, key=_rank)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, self._added, sequence))
+        return sequence
 
     def start(self, sequence: Sequence) -> None:
         """From waiting to running."""

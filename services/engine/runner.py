@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.engine.chains import links
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.guesser import Guesser
 from services.engine.model.batch import CacheBuffers, ForwardBatch
+from services.engine.model.step import Step
 from services.engine.plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
 from services.engine.ports import CompletedStep
 from services.engine.prompt_reader import read_prompts
@@ -128,10 +130,16 @@ class ModelRunner:
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> Callable[[RowMasks], StepResult]:
         """Computes all chunks; what it returns samples, under the masks it is given."""
+        if plan.block_copies:
+            sources, targets = zip(*((copy.source, copy.target) for copy in plan.block_copies), strict=True)
+            self._model.copy_blocks(self._cache, sources, targets)
         self._copy(plan.copies_before)
         batch = self._batch(plan.chunks)
         lora = self._lora if batch.has_adapters else None
-        if self._guesser is not None or plan.reads:
+        if any(chunk.snapshots for chunk in plan.chunks):
+            every, step = self._forward_links(batch, plan.chunks)
+            hidden = every.index_select(0, batch.logit_rows)
+        elif self._guesser is not None or plan.reads:
             every, step = self._model.forward_all(batch, self._cache, lora)
             hidden = every.index_select(0, batch.logit_rows)
         else:
@@ -150,6 +158,35 @@ class ModelRunner:
                 return StepResult(tokens, guesser.guess(every, step, plan.chunks, tokens), reports)
 
         return sample
+
+    def _forward_links(self, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Step]:
+        """The model's forward_all() of a batch whose chunks have snapshots: all of them up to their first one, then up
+        to their second one, and so on, and the rows put together again."""
+        model, cache = self._model, self._cache
+        # First, as it clears the states of sequences that start now.
+        step = Step.build(batch, cache, model.config, model.inverse_frequencies)
+        every = torch.empty(len(batch.token_ids), model.config.hidden_size, dtype=model.dtype, device=model.device)
+        begins = np.cumsum([0, *batch.lengths])
+        chains = [links(chunk) for chunk in chunks]
+        for turn in range(max(map(len, chains))):
+            parts: list[Chunk] = []
+            rows: list[npt.NDArray[np.int64]] = []
+            copies: list[StateCopy] = []
+            for chunk, chain, begin in zip(chunks, chains, begins[:-1], strict=True):
+                if turn >= len(chain):
+                    continue
+                start, length, out_slot = chain[turn]
+                live, offset = chunk.out_slot or chunk.slot, start - chunk.start
+                part = chunk._replace(token_ids=chunk.token_ids[offset : offset + length], start=start, snapshots=())
+                parts.append(part._replace(slot=live, out_slot=0) if turn else part)
+                rows.append(np.arange(begin + offset, begin + offset + length))
+                if out_slot != live:
+                    copies.append(StateCopy(live, out_slot))
+            here = self._batch(parts)
+            out, _ = model.forward_all(here, cache, self._lora if here.has_adapters else None)
+            every.index_copy_(0, torch.from_numpy(np.concatenate(rows)).to(model.device), out)
+            self._copy(copies)
+        return every, step
 
     def _sample(self, logits: torch.Tensor | None, rows: Sequence[Chunk], masks: RowMasks) -> list[SampledToken]:
         return [] if logits is None else self._sampler.sample(logits, rows, masks)

@@ -2,9 +2,9 @@
 
 One step: every sequence that only lacks its newest token decodes; what is left of the token budget goes to prefill
 chunks, best rank first (priority, then arrival). An admitted sequence gets the blocks of all its known tokens, so only
-decodes can run out of blocks later; then the worst-ranked sequence is preempted, loses its blocks and slot, and later
-computes its prompt and output again. Sampling depends on the history alone, so it continues as if nothing had
-happened. Plain Python with no torch: requests in, a StepPlan out.
+decodes can run out of blocks later; then the worst-ranked sequence is preempted: its blocks and slot become part of the
+prefix cache, and later it goes on from what is left of them there. Sampling depends on the history alone, so it
+continues as if nothing had happened. Plain Python with no torch: requests in, a StepPlan out.
 
 With a depth above 1 the next step is planned while others run: tokens they sample count as known (``pending``), and
 what a sequence turns out not to need, because it stopped or was aborted, is dropped when the results are in. Steps run
@@ -15,14 +15,20 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence as SequenceABC
 
 from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.constraints.masks import MaskMaker, RowMasks
-from services.engine.draft import Draft, prefix
+from services.engine.draft import Draft
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.sequences import SequenceMemory
-from services.engine.plan import MOST_VERIFIED, SampledToken, StepPlan, StepResult
+from services.engine.memory.radix import Node, Pending
+from services.engine.memory.sequences import Room, SequenceMemory, Snapshot
+from services.engine.memory.sessions import Sessions
+from services.engine.memory.sharing import Sharing
+from services.engine.memory.stored import StoredHistories
+from services.engine.memory.tiers.ports import Event, Job, Tiers
+from services.engine.plan import FIRST_SNAPSHOT, MOST_VERIFIED, SampledToken, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
 from services.engine.roster import Roster
 from services.engine.sequence import Sequence
@@ -32,7 +38,7 @@ from services.engine.updates import SequenceUpdate
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
-    """It waits one step; others may start."""
+    """It waits for a state that another one computes, or a tier loads; others may start."""
     BLOCKED = enum.auto()
     """Nobody behind it may start either."""
 
@@ -45,15 +51,25 @@ class Scheduler:
 
     Args:
         depth: plans that may be in flight, i.e. scheduled and neither updated nor failed.
+        tiers: what keeps more histories than the device does; None: nothing does. ``take_jobs`` has what it is to do.
     """
 
-    def __init__(self, config: SchedulerConfig, depth: int = 1) -> None:
+    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: Tiers | None = None) -> None:
         if depth < 1 or (config.speculative and depth > 1):
             raise ValueError(f"depth must be at least 1, and 1 with speculation, got {depth}")
         self.config = config
         self._depth = depth
-        self._memory = SequenceMemory(config)
+        self._now = 0.0
+        self._memory = SequenceMemory(config, lambda: self._now, tiers)
         self._roster = Roster(config)
+        self._sharing = Sharing()
+        self.sessions = Sessions(
+            self._memory.cache,
+            self._memory.stored,
+            seconds=config.session_seconds,
+            most=config.most_sessions,
+            clock=lambda: self._now,
+        )
         self._expired: list[SequenceUpdate] = []
         self._in_flight: deque[Draft] = deque()
         """Oldest first."""
@@ -90,7 +106,7 @@ class Scheduler:
         Raises:
             ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
         """
-        self._roster.add(request)
+        self._sharing.add(self._roster.add(request))
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
         """Ends a request and frees what it holds.
@@ -105,10 +121,8 @@ class Scheduler:
         sequence = self._roster.get(request_id)
         if sequence is None:
             return None
-        if keep_tokens <= 0:
-            return self._end(sequence, FinishReason.ABORT)
-        sequence.cut(keep_tokens)
-        return self._end(sequence, FinishReason.STOP)
+        reason = FinishReason.ABORT if keep_tokens <= 0 else FinishReason.STOP
+        return self._end(sequence, reason, keep_tokens=keep_tokens)
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step.
@@ -118,13 +132,14 @@ class Scheduler:
 
         Returns:
             None if nothing can run: every request is gone or ended (see ``take_expired``), or waits for the results of
-            what is in flight.
+            what is in flight, or for a tier.
 
         Raises:
             IntegrityError: as many plans as allowed are in flight, or there is work that nothing can start.
         """
         if len(self._in_flight) >= self._depth:
             raise IntegrityError(f"schedule() is called while {len(self._in_flight)} plans are in flight")
+        self._now = now
         for deadline, sequence in self._roster.pop_expired(now):
             self._expire(sequence, now - deadline)
         if not self._roster:
@@ -137,7 +152,7 @@ class Scheduler:
         if partial or self._roster.waiting:
             self._add_prefills(draft, partial)
         if not draft.has_chunks:
-            if self._in_flight:
+            if self._in_flight or self._memory.copying:
                 return None
             roster = self._roster
             raise IntegrityError(f"{len(roster.running)} running and {len(roster.waiting)} waiting, but no step to run")
@@ -181,6 +196,7 @@ class Scheduler:
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
         if len(result.reports) != len(plan.reads):
             raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
+        self._now = now
         self._land(draft, succeeded=True)
         told = draft.told(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
@@ -194,7 +210,8 @@ class Scheduler:
         """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
         draft = self._oldest(plan)
         self._land(draft, succeeded=False)
-        return [self._end(sequence, FinishReason.ERROR, error) for sequence in draft.sequences if not sequence.ended]
+        ending = [sequence for sequence in draft.sequences if not sequence.ended]
+        return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
 
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
@@ -204,8 +221,32 @@ class Scheduler:
         return updates
 
     def clear_cache(self) -> None:
-        """Forgets all cached prompts."""
+        """Forgets all histories that the device keeps."""
         self._memory.clear_cache()
+
+    @property
+    def stored(self) -> StoredHistories | None:
+        """What the tiers have, for sessions; None: there are none."""
+        return self._memory.stored
+
+    def device_bytes(self, node: Node) -> int:
+        """What the device has of a history."""
+        return self._memory.cache.history_bytes(node)
+
+    def take_jobs(self) -> list[Job]:
+        """What the tiers are to do once every plan made so far has been launched."""
+        return self._memory.take_jobs()
+
+    def take_events(self, events: SequenceABC[Event]) -> None:
+        """What the tiers have done."""
+        for node in self._memory.take_events(events):
+            self.sessions.saved(node)
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken so long on the device."""
+        if not plan.num_decodes:
+            runs = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks]
+            self._memory.cost.observe(runs, seconds)
 
     def check_integrity(self) -> None:
         """Compares all books with each other; cheap enough for every idle moment.
@@ -218,8 +259,7 @@ class Scheduler:
         sampled = sum(not sequence.ended for draft in self._in_flight for sequence in draft.sampling)
         if pending != sampled:
             raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
-        snapshots = [snapshot for draft in self._in_flight for snapshot in draft.snapshots]
-        self._memory.check(self._roster.running, snapshots)
+        self._memory.check(self._roster.running, [one for draft in self._in_flight for one in draft.restores])
 
     # Planning.
 
@@ -313,47 +353,70 @@ class Scheduler:
         if sequence.pending:
             # Preempted while a step samples its next token, which it will compute again with the rest.
             return _Admission.BLOCKED
-        if self._under_way(draft, sequence, self._memory.boundary(sequence)):
-            # An equal prompt is being computed (n completions of one prompt): hit it one step later.
-            draft.seats_kept += 1
-            draft.blocks_kept += self._memory.blocks_for(sequence.known)
-            return _Admission.DEFERRED
+        limit = self._memory.reusable(sequence)
+        if self._waits(sequence, limit):
+            return self._defer(draft, sequence)
         # So that it does not cause a preemption at once.
         headroom = min(len(self._roster.running), self.config.num_blocks // 64)
         alone = not draft.has_chunks and not self._in_flight
-        started, restore = self._memory.start(sequence, headroom + draft.blocks_kept, last_resort=alone)
-        if not started:
+        shared = self._sharing.branches(sequence)
+        room, restore = self._memory.start(sequence, headroom + draft.blocks_kept, shared, last_resort=alone)
+        if room is Room.COMING:
+            sequence.load_began = self._now
+            sequence.load_until = self._now + self.config.load_patience
+            return self._defer(draft, sequence)
+        if room is Room.NONE:
             return _Admission.BLOCKED
+        self._sharing.promise(sequence, sequence.splits)
         if restore is not None:
             draft.restores.append(restore)
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
-            sequence.scheduled_at = draft.now
+            sequence.admitted(draft.now, self._memory.cost.seconds(0, sequence.computed))
         return _Admission.ADMITTED
 
-    def _under_way(self, draft: Draft, sequence: Sequence, position: int) -> bool:
-        """Whether a snapshot behind the first ``position`` tokens of a prompt is being made."""
-        planned = [other.prefixes for other in (draft, *self._in_flight) if other.prefixes]
-        if not planned:
-            return False
-        wanted = prefix(sequence, position)
-        return any(wanted in prefixes for prefixes in planned)
+    def _waits(self, sequence: Sequence, limit: int) -> bool:
+        """Whether a sequence will go on from a state that is not there yet: one that a tier loads, or that a sequence
+        of better rank is going to leave on the way through an equal beginning."""
+        if sequence.ticket:
+            if self._memory.is_loading(sequence.ticket) and self._now < sequence.load_until:
+                return True
+            sequence.ticket = 0
+        promised = self._sharing.promised(sequence, limit)
+        gain = self.config.block_size
+        return promised >= gain and promised - self._memory.matched(sequence, limit) >= gain
+
+    def _defer(self, draft: Draft, sequence: Sequence) -> _Admission:
+        """Keeps a seat and memory for a sequence that waits, so that those behind it do not take them."""
+        draft.seats_kept += 1
+        draft.blocks_kept += self._memory.blocks_for(sequence.known)
+        return _Admission.DEFERRED
 
     def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
-        """Plans what the budget allows, or up to the next position where a snapshot can be taken."""
-        end = self.config.chunk_end(sequence.computed, sequence.known, draft.budget)
-        for split in sequence.splits:
-            if sequence.computed < split <= end and not self._under_way(draft, sequence, split):
-                snapshot = self._memory.begin_snapshot(sequence, split)
-                if snapshot is not None:
-                    draft.add_snapshot(snapshot)
-                    end = split
-                    break
-        draft.add(sequence, end)
+        """Plans what the budget allows, with the snapshots that are to be taken on the way."""
+        start = sequence.computed
+        end = self.config.chunk_end(start, sequence.known, draft.budget)
+        snapshots: list[Snapshot] = []
+        for position in sequence.splits:
+            if position > end:
+                break
+            if position <= start:
+                continue
+            taken = self._memory.begin_snapshot(sequence, position, draft.pending)
+            if taken is None:
+                self._sharing.kept(sequence, position)
+                continue
+            snapshots.append(taken)
+            if position < start + FIRST_SNAPSHOT:
+                end = position
+        if end == sequence.known:
+            self._sharing.remove(sequence)
+        draft.add(sequence, end, snapshots)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._roster.preempt(sequence)
-        self._memory.free(sequence)
+        self._memory.free(sequence, self._youngest, keep=True)
+        self._sharing.withdraw(sequence)
+        self._sharing.add(sequence)
         sequence.preemptions += 1
         self._preemptions += 1
 
@@ -367,10 +430,22 @@ class Scheduler:
     def _land(self, draft: Draft, *, succeeded: bool) -> None:
         """The oldest draft is not in flight any more."""
         self._in_flight.popleft()
+        if succeeded:
+            self._memory.confirm(draft.pending)
+        else:
+            # What later steps compute stands on what this one has not.
+            for failed in (draft, *self._in_flight):
+                self._memory.discard(failed.pending)
         for restore in draft.restores:
             self._memory.restored(restore)
         for snapshot in draft.snapshots:
-            self._memory.end_snapshot(snapshot, taken=succeeded)
+            self._memory.end_snapshot(snapshot)
+            self._sharing.kept(snapshot.sequence, snapshot.position)
+
+    @property
+    def _youngest(self) -> Pending | None:
+        """Of the steps in flight; None: there is none."""
+        return self._in_flight[-1].pending if self._in_flight else None
 
     def _append_verified(self, draft: Draft, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
         """The tokens of a step with speculation: those behind a right guess count too."""
@@ -398,11 +473,11 @@ class Scheduler:
         if update is not None:
             updates.append(update)
         if ending is not None:
-            updates.append(self._end(sequence, *ending))
+            updates.append(self._end(sequence, *ending, keep=token.error is None))
 
     def _end_broken(self, sequence: Sequence) -> SequenceUpdate:
         error = TemperError("the model produced numbers that are not finite")
-        return self._end(sequence, FinishReason.ERROR, error)
+        return self._end(sequence, FinishReason.ERROR, error, keep=False)
 
     def _end(
         self,
@@ -410,7 +485,22 @@ class Scheduler:
         reason: FinishReason,
         error: TemperError | None = None,
         token: SampledToken | None = None,
+        *,
+        keep_tokens: int = 0,
+        keep: bool = True,
     ) -> SequenceUpdate:
+        """Ends a request.
+
+        Args:
+            keep_tokens: of its output; 0: all.
+            keep: what was computed is sound, and others may go on from it.
+        """
         self._roster.remove(sequence)
-        self._memory.free(sequence)
+        node = self._memory.free(sequence, self._youngest, keep=keep)
+        self._sharing.withdraw(sequence)
+        self._sharing.remove(sequence)
+        if node is not None and sequence.request.session is not None:
+            self.sessions.ended(sequence.request.session, node, sequence.request.pin.version)
+        if keep_tokens > 0:
+            sequence.cut(keep_tokens)
         return sequence.last_update(reason, error, token)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken
-from services.engine.memory.prefix import Namespace
+from services.engine.memory.tiers.ports import Space, Tier, space_of
+from services.engine.memory.tokens import encode
 from services.engine.plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
 from services.engine.reads import PromptRead, PromptReport, Reading
 from services.engine.request import FinishReason, Request
@@ -38,6 +39,7 @@ class Sequence:
         "_min_tokens",
         "_stops",
         "blocks",
+        "cached_from",
         "cached_tokens",
         "computed",
         "ended",
@@ -46,24 +48,37 @@ class Sequence:
         "guessable",
         "known",
         "known_at_end",
+        "load_began",
+        "load_tier",
+        "load_tried",
+        "load_until",
+        "loaded_tokens",
         "matcher",
         "max_output",
         "output_ids",
         "pending",
         "preemptions",
+        "prompt",
         "rank",
         "reading",
         "reported",
         "request",
         "sampling_logprobs",
+        "saved_seconds",
         "scheduled_at",
         "slot",
+        "space",
         "spare_slot",
         "splits",
+        "ticket",
     )
 
     def __init__(self, request: Request, max_output: int, number: int, eos_token_ids: frozenset[int]) -> None:
         self.request = request
+        self.space: Space = space_of(request.pin.digest, request.cache_salt)
+        """What it may share histories with."""
+        self.prompt = encode(request.prompt_token_ids)
+        """Its tokens as bytes."""
         self.max_output = max_output
         sampling = request.sampling
         self._min_tokens = sampling.min_tokens
@@ -87,20 +102,48 @@ class Sequence:
         self.pending = 0
         self.computed = 0
         self.splits: tuple[int, ...] = ()
-        """Positions at which to end a prefill chunk and take a state snapshot, ascending."""
+        """Positions behind which to take a snapshot of the state on the way, ascending."""
+        self.load_tried = False
+        """Whether it has been looked for in the tiers."""
+        self.ticket = 0
+        """Of the load that it waits for; 0: it waits for none."""
+        self.load_began = 0.0
+        self.load_until = 0.0
+        """When it no longer waits."""
+        self.load_tier: Tier | None = None
+        """Where that comes from."""
+        self.loaded_tokens = 0
+        """How far it reaches."""
         self.reading = Reading.of(request)
         """None: the prompt is computed and nothing of it is told."""
         self.cached_tokens: int | None = None
         """None until it is admitted the first time."""
+        self.cached_from: Tier | None = None
+        """The tier that they came from; None: the device had them."""
+        self.saved_seconds = 0.0
+        """What computing them would have taken, less the wait for a tier."""
         self.preemptions = 0
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.reported = False
         self.ended = False
 
-    @property
-    def namespace(self) -> Namespace:
-        return self.request.pin.digest, self.request.cache_salt
+    def admitted(self, now: float, seconds: float) -> None:
+        """It runs for the first time.
+
+        Args:
+            seconds: what computing the tokens would have taken that come from the cache.
+        """
+        self.cached_tokens = self.computed
+        self.scheduled_at = now
+        self.saved_seconds = seconds
+        if 0 < self.loaded_tokens <= self.computed:
+            self.cached_from = self.load_tier
+            self.saved_seconds = seconds - (now - self.load_began)
+
+    def history(self) -> bytes:
+        """Prompt and output as bytes, TOKEN_BYTES a token, without what is pending."""
+        return self.prompt + encode(self.output_ids) if self.output_ids else self.prompt
 
     def tokens(self, start: int, end: int) -> SequenceABC[int]:
         """Prompt and output tokens in [start, end)."""
@@ -112,8 +155,12 @@ class Sequence:
             return self.output_ids[start - length : end - length]
         return [*prompt[start:], *self.output_ids[: end - length]]
 
-    def advance(self, end: int) -> Chunk:
-        """Plans the tokens up to position ``end``; blocks and outputs of the chunk are the live lists, not copies."""
+    def advance(self, end: int, snapshots: SequenceABC[tuple[int, int]] = ()) -> Chunk:
+        """Plans the tokens up to position ``end``; blocks and outputs of the chunk are the live lists, not copies.
+
+        Args:
+            snapshots: see Chunk.
+        """
         known, start = self.known, self.computed
         samples = end == known
         matcher = self.matcher
@@ -129,6 +176,7 @@ class Sequence:
             output_count,
             next_id=PENDING if samples else self.tokens(end, end + 1)[0],
             masked=samples and matcher is not None and matcher.may_mask(output_count),
+            snapshots=snapshots,
         )
         self.computed = end
         if samples:
@@ -263,5 +311,7 @@ class Sequence:
                 self.preemptions,
                 self.scheduled_at,
                 self.first_token_at,
+                self.cached_from,
+                self.saved_seconds,
             ),
         )

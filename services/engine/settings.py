@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
 from services.engine.plan import MOST_VERIFIED
 
 _GIB = 1024**3
+TIERS = ("host", "disk", "store")
+"""Fastest first, as in services/engine/memory/tiers/ports.py."""
 
 
 class EngineSettings(CommonSettings):
@@ -54,8 +56,15 @@ class EngineSettings(CommonSettings):
     """auto: the model's dtype. fp8: half of that on the GPU, with a scale a token and head."""
     max_num_seqs: int = Field(0, ge=0, le=4096)
     """Sequences that run at once, one state slot each; 0: 64 on cpu, 256 on cuda (fewer where memory is short)."""
-    state_snapshots: int = Field(64, ge=0)
-    """State slots kept for the prefix cache."""
+    state_snapshots: int = Field(0, ge=0)
+    """State slots kept for the prefix cache; 0: 64 on cpu, 8 to 1,024 on cuda, a seventh of what the rest leaves."""
+    snapshot_interval: int = Field(0, ge=0)
+    """Tokens between two states that are kept of a long text in which no message ends; 0: as many as the KV of takes
+    twice the memory of a state."""
+    session_seconds: float = Field(600.0, ge=0)
+    """For so long after a request of a session its history is kept before others."""
+    max_sessions: int = Field(4096, ge=1)
+    """Sessions that are remembered; the one that was not used for longest is forgotten first."""
     prefix_cache: bool = True
     """Reuse KV and state of equal prompt beginnings."""
     max_model_len: int = Field(0, ge=0)
@@ -67,6 +76,26 @@ class EngineSettings(CommonSettings):
     cpu, 3840 on cuda (4096 tokens a step beside 256 decodes, some 60 ms on an H200)."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of the device's memory that the plan may hand out."""
+
+    # Tiers.
+    tiers: str = "host"
+    """Where the prefix cache goes on below the device's memory, separated by commas: host (memory of the machine), disk
+    (a directory), store (the bucket, shared by all engines of the same model). Empty: nowhere."""
+    tier_host_bytes: ByteSize = Field(ByteSize(0), ge=0)
+    """Memory of the machine for the tiers; 0: 256 MiB on cpu, an eighth of the memory, at most 32 GiB, on cuda. Without
+    host in tiers it is only the way to the others."""
+    tier_disk_dir: Path | None = None
+    """Directory of the disk tier, one engine's own; none: prefix-cache in cache_dir."""
+    tier_disk_bytes: ByteSize = Field(ByteSize(32 * _GIB), gt=0)
+    """Of all files there."""
+    tier_store_bytes: ByteSize = Field(ByteSize(256 * _GIB), gt=0)
+    """Of all objects of the model, whichever engine has put them there."""
+    tier_store_poll_seconds: float = Field(30.0, gt=0)
+    """How often the store is asked for what other engines have put there."""
+    tier_store_after_uses: int = Field(1, ge=0)
+    """Hits after which an entry is put into the store; 0: all are."""
+    tier_load_seconds: float = Field(2.0, gt=0)
+    """How long a request waits for what it could reuse to be loaded; then it computes."""
 
     # Adapters.
     adapter_slots: int = Field(8, ge=2, le=256)
@@ -137,6 +166,20 @@ class EngineSettings(CommonSettings):
     exit_with_parent: bool = False
     """End when the process that started this one is gone, so that nothing is left behind."""
 
+    @field_validator("tier_disk_dir", mode="before")
+    @classmethod
+    def _empty_directory_is_none(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @field_validator("tiers")
+    @classmethod
+    def _known_tiers(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        unknown = sorted(set(names) - set(TIERS))
+        if unknown:
+            raise ValueError(f"there is no tier {', '.join(unknown)}; the tiers are {', '.join(TIERS)}")
+        return ",".join(name for name in TIERS if name in names)
+
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
         if 0 < self.token_budget < self.max_num_seqs:
@@ -196,6 +239,25 @@ class EngineSettings(CommonSettings):
             return self.cache_dir.expanduser().absolute() / "triton"
         except RuntimeError as error:
             raise ValueError(f"TEMPER_CACHE_DIR={self.cache_dir}: {error}; set it to a full path") from error
+
+    @property
+    def tier_directory(self) -> Path:
+        """Where the disk tier is.
+
+        Raises:
+            ValueError: it starts with ~ and this user has no home directory.
+        """
+        directory = self.tier_disk_dir if self.tier_disk_dir is not None else self.cache_dir / "prefix-cache"
+        try:
+            return directory.expanduser().absolute()
+        except RuntimeError as error:
+            raise ValueError(f"TEMPER_TIER_DISK_DIR={directory}: {error}; set it to a full path") from error
+
+    def tier_host_memory(self, device: Literal["cpu", "cuda"], memory: int) -> int:
+        """Bytes of the machine's memory for the tiers, where this process may use ``memory`` bytes in all."""
+        if self.tier_host_bytes:
+            return int(self.tier_host_bytes)
+        return min(memory // 8, 32 * _GIB) if device == "cuda" else _GIB // 4
 
     @property
     def kv_bytes_on_cpu(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.common.errors import TemperError
+from services.engine.memory.tiers.ports import Tier
 from services.engine.plan import SampledToken
 from services.engine.reads import Floats, PromptScores
 from services.engine.request import FinishReason, Request
@@ -29,6 +30,10 @@ class Finished:
     scheduled_at: float | None
     """When it first ran, in the loop's clock; None if it never did."""
     first_token_at: float | None
+    cached_from: Tier | None = None
+    """The tier that the cached tokens came from; None: the device had them."""
+    saved_seconds: float = 0.0
+    """What computing them would have taken, less the wait for the tier."""
 
 
 class SequenceUpdate(NamedTuple):

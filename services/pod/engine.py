@@ -16,6 +16,7 @@ import torch
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
+from services.common.store import ObjectStore
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits, Nudges
@@ -23,9 +24,13 @@ from services.engine.adapters import AdapterManager
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.vocabulary import Vocabulary
+from services.engine.histories import HistoryDesk
+from services.engine.history_desk import LoopHistories
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
+from services.engine.memory.tiers.manager import TierManager
+from services.engine.memory.tiers.ports import NoTierObserver, TierObserver
 from services.engine.model.checkpoint import checkpoint_digest
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
@@ -38,8 +43,11 @@ from services.pod.gate import Gate, build_gate
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
 from services.pod.runner import build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
+from services.pod.tiers import build_tiers
 
 VERSION = "0.1.0"
+_RATE = {"cuda": 5e14, "cpu": 2e10}
+"""Floating-point operations a second of a long prompt, as a first guess; an H200 was measured at 5.4e14."""
 _SWITCH_SECONDS = 0.0005
 """How long another thread may hold the GIL while the loop's wants it; Python's 5 ms are two steps of a GPU."""
 
@@ -61,6 +69,8 @@ class Engine:
     bind: Callable[[Mapping[str, bytes]], BoundAdapter]
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
+    tiers: TierManager | None
+    histories: HistoryDesk
     constraints: ConstraintCompiler
     description: pb.Model
 
@@ -71,13 +81,21 @@ class Engine:
             Unavailable: the object store does not answer.
         """
         self.loop.start()
+        if self.tiers is not None:
+            self.tiers.start()
         self.adapters.start(self.loop)
 
-    def stop(self) -> None:
-        """Ends what still runs and all threads."""
+    def stop(self, seconds: float = 0.0) -> None:
+        """Ends what still runs and all threads.
+
+        Args:
+            seconds: for what the tiers have not written yet.
+        """
         self.adapters.stop()
         self.constraints.close()
         self.loop.stop()
+        if self.tiers is not None:
+            self.tiers.close(seconds)
 
 
 def settle() -> None:
@@ -98,8 +116,13 @@ def build_engine(
     registry: AdapterRegistry,
     nudges: Nudges | None,
     observer: EngineObserver | None = None,
+    tier_observer: TierObserver | None = None,
+    store: ObjectStore | None = None,
 ) -> Engine:
     """Loads the model and allocates everything; nothing runs yet.
+
+    Args:
+        store: for the tier that is in the object store.
 
     Raises:
         CheckpointRejected: the model directory is incomplete or foreign.
@@ -123,7 +146,7 @@ def build_engine(
     settings, memory = plan(config, settings, dtype, hardware, device_bytes(hardware), teacher_config)
     log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
-    limits = _limits(settings, memory.num_blocks, max_model_len, codec.eos_ids)
+    limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
     with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
         vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
@@ -144,7 +167,7 @@ def build_engine(
             device,
             invariant=settings.batch_invariant,
         )
-        runner = build_runner(
+        computer = build_runner(
             model,
             lora,
             settings,
@@ -164,17 +187,28 @@ def build_engine(
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
         observer,
     )
-    gate = build_gate(runner, device, settings.tpot_slo_ms / 1000)
+    gate = build_gate(computer.runner, device, settings.tpot_slo_ms / 1000)
+    tiers = build_tiers(
+        settings,
+        hardware,
+        computer,
+        base_digest,
+        tier_observer or NoTierObserver(),
+        wake=lambda: loop.wake(),
+        store=store,
+    )
     loop = EngineLoop(
         limits,
-        runner,
+        computer.runner,
         adapters,
         gate,
         RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),
         max_waiting=settings.max_waiting,
         adapter_wait_seconds=settings.adapter_wait_seconds,
         observer=observer,
+        tiers=tiers,
     )
+    histories = LoopHistories(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
@@ -191,7 +225,21 @@ def build_engine(
         teacher="" if teacher is None else teacher.digest,
     )
     second = None if teacher is None else teacher.model
-    return Engine(model, second, codec, base_digest, memory, gate, adapters, bind, loop, constraints, description)
+    return Engine(
+        model,
+        second,
+        codec,
+        base_digest,
+        memory,
+        gate,
+        adapters,
+        bind,
+        loop,
+        tiers,
+        histories,
+        constraints,
+        description,
+    )
 
 
 def compiler_limits(settings: EngineSettings) -> CompilerLimits:
@@ -210,7 +258,12 @@ def compiler_limits(settings: EngineSettings) -> CompilerLimits:
 
 
 def _limits(
-    settings: EngineSettings, num_blocks: int, max_model_len: int, eos_token_ids: Sequence[int]
+    settings: EngineSettings,
+    config: ModelConfig,
+    memory: MemoryPlan,
+    max_model_len: int,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
 ) -> SchedulerConfig:
     """What the scheduler may hand out.
 
@@ -222,7 +275,7 @@ def _limits(
             max_num_seqs=settings.max_num_seqs,
             token_budget=settings.token_budget,
             block_size=settings.block_size,
-            num_blocks=num_blocks,
+            num_blocks=memory.num_blocks,
             num_slots=state_slots(settings),
             max_model_len=max_model_len,
             eos_token_ids=frozenset(eos_token_ids),
@@ -230,6 +283,14 @@ def _limits(
             mixed_prefill_tokens=settings.mixed_prefill_tokens,
             prefill_alignment=prefill_alignment(settings),
             speculative=settings.speculative == "mtp",
+            block_bytes=memory.kv // memory.num_blocks,
+            slot_bytes=memory.states // state_slots(settings),
+            token_seconds=2 * count_parameters(config) / _RATE[device.type],
+            attention_cost=2 * config.num_full_layers * config.query_size / count_parameters(config),
+            snapshot_interval=settings.snapshot_interval,
+            session_seconds=settings.session_seconds,
+            most_sessions=settings.max_sessions,
+            load_patience=settings.tier_load_seconds,
         )
     except ValueError as error:
         raise InvalidRequest(f"settings: {error}") from error

@@ -40,6 +40,11 @@ _USUAL_RANK, _USUAL_TOKENS = 16, 1024
 """Of a modest job: its adapter, on all linear layers, and its largest microbatch."""
 WAITING_WRITES = 8
 """Of a recurrent state: a step of many decodes moves 76 KB a head instead of 128; with 4 it would be 83, with 16 75."""
+_SNAPSHOTS_ON_CPU = 64
+_SNAPSHOT_SHARE = 0.15
+_LEAST_SNAPSHOTS, _MOST_SNAPSHOTS = 8, 1024
+_STAGING = 64 * 2**20
+"""Of copies between caches and host memory."""
 _SEQUENCES = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """Numbers of sequences to fall back to where memory is short."""
 
@@ -52,6 +57,11 @@ def device_bytes(device: Device) -> int:
     if device.kind == "cuda":
         free, _ = torch.cuda.mem_get_info(device.torch)
         return int(free)
+    return machine_bytes()
+
+
+def machine_bytes() -> int:
+    """Bytes of the machine's memory or the container's limit, the lower one."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(_CGROUP_LIMIT.read_text()))
@@ -143,7 +153,13 @@ def footprint(
         block=block,
         slot=slot,
         adapter_slot=adapter_slot,
-        workspace=sampled * logits * _LOGIT_COPIES + activations + decoded + partial + tables + uploads,
+        workspace=sampled * logits * _LOGIT_COPIES
+        + activations
+        + decoded
+        + partial
+        + tables
+        + uploads
+        + (_STAGING if settings.tiers and settings.prefix_cache else 0),
         # Counts of tokens for the penalties and biases of every row, both as wide as the vocabulary; a mask's bits.
         sampler=sampled * (2 * logits + _SAMPLER_ROW + config.vocab_size // 8),
         graphs=_graph_bytes(config, settings, captured, row) if captured else 0,
@@ -160,6 +176,16 @@ def _graph_bytes(config: ModelConfig, settings: EngineSettings, captured: int, r
         rows = 2 * max(rows, MOST_VERIFIED * captured)
     decoded = config.hidden_size * row if settings.quantization == "int4" else 0
     return _GRAPH_FIXED + rows * _GRAPH_COPIES * row + decoded
+
+
+def snapshots(settings: EngineSettings, footprint: Footprint, budget: int, kind: str) -> int:
+    """State slots for the prefix cache where the settings do not say: on a GPU a part of what everything else leaves,
+    beside KV of some hundred tokens each."""
+    if kind == "cpu":
+        return _SNAPSHOTS_ON_CPU
+    fixed = footprint.weights + footprint.workspace + footprint.sampler + footprint.graphs + footprint.teacher
+    left = budget - fixed - _running_slots(settings) * footprint.slot - settings.adapter_slots * footprint.adapter_slot
+    return min(_MOST_SNAPSHOTS, max(_LEAST_SNAPSHOTS, int(left * _SNAPSHOT_SHARE) // footprint.slot))
 
 
 def state_slots(settings: EngineSettings) -> int:
@@ -214,11 +240,12 @@ def _fitted(
     teacher: ModelConfig | None,
 ) -> tuple[EngineSettings, MemoryPlan]:
     if settings.max_num_seqs or device.kind == "cpu":
-        chosen = settings.for_device(device.kind)
+        chosen = _with_snapshots(config, settings.for_device(device.kind), dtype, device, available, teacher)
         return chosen, _plan(config, chosen, dtype, device, available, teacher)
     most = settings.for_device(device.kind).max_num_seqs
     for count in [count for count in _SEQUENCES if count < most]:
         chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
+        chosen = _with_snapshots(config, chosen, dtype, device, available, teacher)
         try:
             made = _plan(config, chosen, dtype, device, available, teacher)
         except DoesNotFit:
@@ -229,7 +256,24 @@ def _fitted(
             return chosen, made
         most = count
     chosen = settings.model_copy(update={"max_num_seqs": most}).for_device(device.kind)
+    chosen = _with_snapshots(config, chosen, dtype, device, available, teacher)
     return chosen, _plan(config, chosen, dtype, device, available, teacher)
+
+
+def _with_snapshots(
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    device: Device,
+    available: int,
+    teacher: ModelConfig | None,
+) -> EngineSettings:
+    """The same settings with a state_snapshots of 0 filled in."""
+    if settings.state_snapshots or not settings.prefix_cache:
+        return settings
+    needs = footprint(config, settings, dtype, device, teacher)
+    count = snapshots(settings, needs, int(available * settings.memory_fraction), device.kind)
+    return settings.model_copy(update={"state_snapshots": count})
 
 
 def _way_out(config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: Device, available: int) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 import torch
 
+from services.engine.cache_transfer import CpuCacheTransfer
+from services.engine.memory.tiers.ports import CacheTransfer
 from services.engine.model.lora import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.ports import Runner
@@ -20,6 +23,15 @@ _PROGRAMMATIC = (9, 0)
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Computer:
+    """What computes, and how its caches are copied."""
+
+    runner: Runner
+    transfer: Callable[[str], CacheTransfer]
+    """Makes the way between the caches and the host's memory, for an identity (see Layout.fingerprint)."""
+
+
 def build_runner(
     model: Qwen3_5,
     lora: LoraSlots,
@@ -28,7 +40,7 @@ def build_runner(
     num_blocks: int,
     max_model_len: int,
     eos_token_ids: Sequence[int],
-) -> Runner:
+) -> Computer:
     """Allocates the caches; on a GPU it also compiles the kernels and captures the CUDA graphs.
 
     Args:
@@ -38,8 +50,10 @@ def build_runner(
     slots, speculative = state_slots(settings), settings.speculative == "mtp"
     if model.device.type == "cpu":
         cache = model.allocate_cache(num_blocks, settings.block_size, slots)
-        return ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
+        plain = ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
+        return Computer(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
+    from services.engine.cuda.cache_transfer import CudaCacheTransfer
     from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
     from services.engine.model.device_batch import DeviceCache
 
@@ -75,7 +89,7 @@ def build_runner(
     )
     runner.warm_up()
     log.info("graphs captured", graphs=runner.captures)
-    return runner
+    return Computer(runner, lambda identity: CudaCacheTransfer(device_cache, runner.stream, identity))
 
 
 def prefill_alignment(settings: EngineSettings) -> int:

@@ -68,12 +68,13 @@ class Documents:
             plain.tile_segment,
             plain.tile_row,
             plain.out_slot,
+            plain.links,
             first_tile.int(),
             (torch.arange(len(starts)) - starts).int(),
         ]
         buffer = torch.cat(parts).to(device)
         views = torch.split(buffer, [len(part) for part in parts])
-        return cls(Segments(*views[:7]), views[7], views[8], buffer)
+        return cls(Segments(*views[:8]), views[8], views[9], buffer)
 
     def replace(self, lengths: Sequence[int]) -> None:
         """Puts other documents of as many rows into the same tensors.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.segments import TILE, Segments
+from services.engine.chains import links
 from services.engine.cuda.stream import Arrival, EngineStream
 from services.engine.cuda.tables import TableEntries
 from services.engine.model.device_batch import StepRows
-from services.engine.plan import Chunk, StateCopy
+from services.engine.plan import BlockCopy, Chunk, StateCopy
 
 _ALIGN = 4
 """Words: a section starts at a multiple of 16 bytes, so that every step runs the same variant of a Triton kernel."""
@@ -38,6 +39,8 @@ class StepShape:
     tiles: int = 0
     short: bool = False
     """All segments have a few tokens and are computed as decodes are (see StepRows.short)."""
+    chains: int = 0
+    """Sequences among the segments, where that is known: a chunk with snapshots has several. 0: any number of them."""
 
     def __post_init__(self) -> None:
         prefill = self.rows - self.decodes
@@ -47,10 +50,10 @@ class StepShape:
             raise ValueError(f"{self}: a prefill needs segments and tiles")
 
     @classmethod
-    def of(cls, decodes: int, lengths: Sequence[int], *, short: bool = False) -> StepShape:
+    def of(cls, decodes: int, lengths: Sequence[int], *, short: bool = False, chains: int = 0) -> StepShape:
         """What fits exactly these decodes and segment lengths."""
         tiles = sum(-(-length // TILE) for length in lengths)
-        return cls(decodes, decodes + sum(lengths), len(lengths), tiles, short)
+        return cls(decodes, decodes + sum(lengths), len(lengths), tiles, short, chains)
 
     def holds(self, other: StepShape) -> bool:
         """Whether a step of the other shape can run in this one."""
@@ -72,7 +75,7 @@ class _Sections:
         rows, segments = shape.rows, shape.segments
         sizes = [rows] * 4 + [1 + min(rows, adapter_slots)]
         if segments:
-            sizes += [segments + 1, segments, segments, segments, shape.tiles, shape.tiles, segments]
+            sizes += [segments + 1, segments, segments, segments, shape.tiles, shape.tiles, segments, segments]
         if next_ids:
             sizes.append(rows)
         ends = list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes))
@@ -94,6 +97,8 @@ class LoadedStep:
     copies_before: Tensor
     """[n, 2] int32, for DeviceCache.copy_states()."""
     copies_after: Tensor
+    block_copies: Tensor
+    """[n, 2] int32, for DeviceCache.copy_blocks()."""
     extra: Tensor
     """What the caller added, int32."""
 
@@ -140,6 +145,7 @@ class StepBuffers:
         entries: TableEntries | None = None,
         copies_before: Sequence[StateCopy] = (),
         copies_after: Sequence[StateCopy] = (),
+        block_copies: Sequence[BlockCopy] = (),
         extra: Words | None = None,
     ) -> LoadedStep:
         """Writes a step and queues its copy to the device.
@@ -161,9 +167,8 @@ class StepBuffers:
         prefills = len(chunks) > decodes
         sampled = sampled_rows(chunks, decodes, shape.decodes)
         logits: Words = np.array(sampled if prefills else (), dtype=np.int32)
-        pairs_before: Words = np.array([(copy.source, copy.target) for copy in copies_before], dtype=np.int32)
-        pairs_after: Words = np.array([(copy.source, copy.target) for copy in copies_after], dtype=np.int32)
-        for words in (logits, pairs_before, pairs_after, entries, extra):
+        pairs = [_pairs(copies) for copies in (copies_before, copies_after, block_copies)]
+        for words in (logits, *pairs, entries, extra):
             size = 0 if words is None else words.size
             if words is not None:
                 host[end : end + size] = words.reshape(-1)
@@ -177,10 +182,11 @@ class StepBuffers:
             has_adapters=adapters,
             logit_rows=tails[0] if prefills else None,
             num_logits=len(sampled),
-            table_entries=tails[3].view(-1, 2),
+            table_entries=tails[4].view(-1, 2),
             copies_before=tails[1].view(-1, 2),
             copies_after=tails[2].view(-1, 2),
-            extra=tails[4],
+            block_copies=tails[3].view(-1, 2),
+            extra=tails[5],
         )
 
     def send_entries(self, entries: TableEntries) -> Tensor:
@@ -213,6 +219,8 @@ class StepBuffers:
                 tile_segment=parts[9],
                 tile_row=parts[10],
                 out_slot=parts[11],
+                links=parts[12],
+                chains=shape.chains,
             )
         return sections, StepRows(
             tokens=parts[0],
@@ -225,6 +233,10 @@ class StepBuffers:
             short=shape.short,
             next_ids=parts[-1] if self._next_ids else None,
         )
+
+
+def _pairs(copies: Sequence[StateCopy] | Sequence[BlockCopy]) -> Words:
+    return np.array([(copy.source, copy.target) for copy in copies], dtype=np.int32)
 
 
 def sampled_rows(chunks: Sequence[Chunk], decodes: int, first_row: int) -> list[int]:
@@ -265,29 +277,34 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     if not shape.segments:
         return bool(distinct)
 
-    begin, start, slot, adapter, tile_segment, tile_row, out_slot = (host[place] for place in sections.places[5:12])
-    prefills = chunks[decodes:]
-    count = len(prefills)
-    at, tile = shape.decodes, 0
-    for index, chunk in enumerate(prefills):
+    begin, start, slot, adapter, tile_segment, tile_row, out_slot, chain = (
+        host[place] for place in sections.places[5:13]
+    )
+    at, tile, count = shape.decodes, 0, 0
+    for chunk in chunks[decodes:]:
         length = len(chunk.token_ids)
         end = at + length
-        begin[index] = at
         tokens[at:end] = chunk.token_ids
         positions[at:end] = np.arange(chunk.start, chunk.start + length, dtype=np.int32)
         slots[at:end] = chunk.slot
         adapters[at:end] = chunk.request.pin.slot
-        tiles = -(-length // TILE)
-        tile_segment[tile : tile + tiles] = index
-        tile_row[tile : tile + tiles] = np.arange(at, end, TILE, dtype=np.int32)
-        at, tile = end, tile + tiles
-    start[:count] = [chunk.start for chunk in prefills]
-    slot[:count] = [chunk.slot for chunk in prefills]
-    adapter[:count] = [chunk.request.pin.slot for chunk in prefills]
-    out_slot[:count] = [chunk.out_slot or chunk.slot for chunk in prefills]
+        parts = links(chunk)
+        last = count + len(parts)
+        slot[count:last] = chunk.slot
+        adapter[count:last] = chunk.request.pin.slot
+        chain[count:last] = 0
+        chain[count] = len(parts)
+        for index, link in enumerate(parts, count):
+            begin[index], start[index], out_slot[index] = at, link.start, link.out_slot
+            end = at + link.length
+            tiles = -(-link.length // TILE)
+            tile_segment[tile : tile + tiles] = index
+            tile_row[tile : tile + tiles] = np.arange(at, end, TILE, dtype=np.int32)
+            at, tile = end, tile + tiles
+        count = last
     for column in (tokens, positions, slots, adapters):
         column[at:] = 0
-    for column in (start, slot, adapter, out_slot):
+    for column in (start, slot, adapter, out_slot, chain):
         column[count:] = 0
     begin[count:] = at
     tile_segment[tile:] = -1

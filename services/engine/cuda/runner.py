@@ -21,6 +21,7 @@ from kernels.gpu.block_tables import write_tables
 from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
+from services.engine.chains import links
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.cuda.buffers import StepBuffers, StepShape, sampled_rows
 from services.engine.cuda.compile_ahead import compile_ahead, compiled_here
@@ -136,14 +137,15 @@ class CudaRunner:
             pdl=options.pdl,
         )
         adapter_slots = lora.num_slots - 1
+        segments = limits.max_num_seqs + cache.num_slots  # a snapshot each slot, at most
         largest = StepShape(
             limits.max_num_seqs,
             limits.max_num_seqs + limits.token_budget,
-            limits.max_num_seqs,
-            limits.token_budget // TILE + limits.max_num_seqs,
+            segments,
+            limits.token_budget // TILE + segments,
         )
         words = max(StepBuffers.words(shape, adapter_slots) for shape in (*self._shapes, largest))
-        extra = 32 * limits.max_num_seqs + 2 * _ENTRIES_A_COPY
+        extra = 32 * limits.max_num_seqs + 4 * cache.num_slots + 2 * _ENTRIES_A_COPY
         self._buffers = StepBuffers(
             self._stream,
             capacity=words + extra + 64,
@@ -201,6 +203,9 @@ class CudaRunner:
     def _launch_all(self, shapes: Sequence[StepShape], forward: FusedForward) -> None:
         if self._has_adapters:
             self._lora.warm_up()
+        scratch = torch.zeros(1, 2, dtype=torch.int32, device=self._stream.device)
+        self._cache.copy_blocks(scratch)
+        self._cache.copy_states(scratch)
         for shape in shapes:
             self._run_padding(shape, forward)
         for plan in sampling_plans(self._limits.max_num_seqs):
@@ -255,7 +260,9 @@ class CudaRunner:
         short = short and all(chunk.verifies for chunk in chunks[decodes:])
         if short:  # decodes are segments of one row among those of a few
             decodes = 0
-        wanted = StepShape.of(decodes, [len(chunk.token_ids) for chunk in chunks[decodes:]], short=short)
+        prefills = chunks[decodes:]
+        lengths = [link.length for chunk in prefills for link in links(chunk)]
+        wanted = StepShape.of(decodes, lengths, short=short, chains=len(prefills))
         captured = self._graphs.find(wanted)
         entries = self._shadow.entries(chunks)
         while len(entries) > _ENTRIES_A_COPY:
@@ -275,9 +282,11 @@ class CudaRunner:
             entries=entries,
             copies_before=plan.copies_before,
             copies_after=plan.copies_after,
+            block_copies=plan.block_copies,
             extra=extra,
         )
         write_tables(self._tables, step.table_entries)
+        self._cache.copy_blocks(step.block_copies)
         self._cache.copy_states(step.copies_before)
         x = (
             self._graphs.replay(captured, step.has_adapters)

@@ -18,9 +18,11 @@ _MIXED_TOKENS = (128, 512, 1024, 2048)
 step with decodes holds by default, take that 63."""
 INVARIANT_ALIGNMENT = TILE
 """Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
-_SEGMENTS = (2, 16)
-"""Prompts that captured prefills hold: kernels cut the work of few prompts finer, for the time to the first token. More
-than the last together are long enough to run uncaptured."""
+_SEGMENTS = ((2, 4), (16, 24))
+"""Prompts that captured prefills are for and segments that they hold, a prompt with snapshots being several: one may
+have three, two one each, of 16 every other one. More prompts together are long enough to run uncaptured. The segments
+between the two numbers are not free, as each may need a tile of its own: where it is padding, the layers launch some
+two hundred programs for it that end at once."""
 
 
 _VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -59,7 +61,7 @@ def captured_shapes(
     most = min(decode_bucket(max_num_seqs), largest_batch)
     shapes = [StepShape(bucket, bucket) for bucket in _DECODES if bucket <= most]
     prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
-    held = sorted({min(segments, max_num_seqs) for segments in _SEGMENTS})
+    held = sorted({min(prompts, max_num_seqs) + segments - prompts for prompts, segments in _SEGMENTS})
     shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
     sizes = {min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS}
     mixed = sorted(tokens for tokens in sizes if 0 < tokens <= token_budget and tokens % TILE == 0)

@@ -23,15 +23,20 @@ class Arrival:
         if self._event is not None:
             self._event.synchronize()
 
+    def hold(self, stream: EngineStream) -> None:
+        """What is queued to another stream from now on begins behind this point."""
+        if self._event is not None and stream.stream is not None:
+            stream.stream.wait_event(self._event)
+
 
 class EngineStream:
-    """One stream of high priority: short decode steps go before a trainer's long kernels."""
+    """A stream: by default one of high priority, so that short decode steps go before a trainer's long kernels."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, priority: int = -1) -> None:
         self.device = device
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def active(self) -> AbstractContextManager[object]:
         """What is queued inside goes to this stream."""

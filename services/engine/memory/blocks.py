@@ -10,8 +10,9 @@ from services.engine.memory.integrity import IntegrityError
 class BlockPool:
     """Reference-counted KV blocks.
 
-    A block is held by the sequences that read it and, at most once, by the prefix cache. Blocks that only the cache
-    holds count as ``idle``: a live sequence may have them for the asking.
+    A block is held by the sequences that read it and by the prefix cache, once for each of its nodes that the block is
+    in (two, where one node ends and the next begins inside of it). Blocks that only the cache holds count as ``idle``:
+    a live sequence may have them for the asking.
 
     Args:
         num_blocks: blocks in the KV buffers, scratch block 0 included.
@@ -21,7 +22,8 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2 (block 0 is scratch), got {num_blocks}")
         self._references = [0] * num_blocks
-        self._cached = bytearray(num_blocks)
+        self._cached = [0] * num_blocks
+        """The prefix cache's part of the references."""
         # A stack: the lowest numbers first, and what was freed last is reused first, while it may still be in a cache.
         self._free = list(range(num_blocks - 1, 0, -1))
         self._idle = 0
@@ -67,7 +69,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] < 1:
                 raise IntegrityError(f"block {block} is shared but nobody holds it")
-            if self._cached[block] and self._references[block] == 1:
+            if self._cached[block] == self._references[block]:
                 self._idle -= 1
             self._references[block] += 1
 
@@ -80,21 +82,21 @@ class BlockPool:
             self._references[block] = left
             if left == 0:
                 self._free.append(block)
-            elif left == 1 and self._cached[block]:
+            elif left == self._cached[block]:
                 self._idle += 1
 
     def cache(self, block: int) -> None:
-        """Adds the prefix cache's reference to a block that a sequence holds."""
-        if self._references[block] < 1 or self._cached[block]:
-            raise IntegrityError(f"block {block} cannot be cached: {self._references[block]} references")
+        """Adds a reference of the prefix cache's to a block that somebody holds."""
+        if self._references[block] < 1:
+            raise IntegrityError(f"block {block} cannot be cached: nobody holds it")
         self._references[block] += 1
-        self._cached[block] = 1
+        self._cached[block] += 1
 
     def uncache(self, block: int) -> None:
-        """Drops the prefix cache's reference."""
+        """Drops a reference of the prefix cache's."""
         if not self._cached[block]:
             raise IntegrityError(f"block {block} is not cached")
-        self._cached[block] = 0
+        self._cached[block] -= 1
         self._references[block] -= 1
         if self._references[block] == 0:
             self._idle -= 1
@@ -105,7 +107,7 @@ class BlockPool:
 
         Args:
             held: every block of every live sequence, once for each sequence that holds it.
-            cached: every block of the prefix cache.
+            cached: every block of every node of the prefix cache.
 
         Raises:
             IntegrityError: a block is leaked, lost or counted wrongly.
@@ -113,11 +115,9 @@ class BlockPool:
         expected = [0] * len(self._references)
         for block in held:
             expected[block] += 1
-        in_cache = bytearray(len(self._references))
+        in_cache = [0] * len(self._references)
         for block in cached:
-            if in_cache[block]:
-                raise IntegrityError(f"block {block} is in the prefix cache twice")
-            in_cache[block] = 1
+            in_cache[block] += 1
             expected[block] += 1
         if expected[0]:
             raise IntegrityError("scratch block 0 is in use")
@@ -131,6 +131,6 @@ class BlockPool:
         free = [block for block, count in enumerate(expected) if count == 0 and block]
         if sorted(self._free) != free:
             raise IntegrityError(f"the free list has {len(self._free)} blocks, {len(free)} are unreferenced")
-        idle = sum(1 for block, count in enumerate(expected) if count == 1 and in_cache[block])
+        idle = sum(1 for block, count in enumerate(expected) if count and count == in_cache[block])
         if idle != self._idle:
             raise IntegrityError(f"{self._idle} blocks are counted as idle, {idle} are")

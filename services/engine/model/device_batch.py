@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.pages import KvPages
+from kernels.gpu.pages import KvPages, StackedPages
 from kernels.gpu.segments import Segments
 from kernels.gpu.state_copy import copy_states
 from kernels.gpu.waiting_writes import WaitingWrites
@@ -53,8 +53,10 @@ class DeviceCache:
 
     Preallocated and updated in place. Block 0 and slot 0 are scratch: padding writes there and nobody reads it."""
 
+    stacked: StackedPages
+    """Of all full-attention layers, and of the mtp layer if it is used."""
     pages: Sequence[KvPages]
-    """One a full-attention layer, and one for the mtp layer if it is used."""
+    """Each layer's, views of ``stacked``."""
     conv: Tensor
     """[linear layers, num_slots, kernel - 1, conv_dim], model dtype."""
     recurrent: Tensor
@@ -92,13 +94,13 @@ class DeviceCache:
         """
         linear = config.num_linear_layers
         heads, key_dim, value_dim = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
+        layers = config.num_full_layers + mtp
+        stacked = StackedPages.allocate(
+            layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype or dtype, device
+        )
         return cls(
-            pages=tuple(
-                KvPages.allocate(
-                    num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype or dtype, device
-                )
-                for _ in range(config.num_full_layers + mtp)
-            ),
+            stacked=stacked,
+            pages=stacked.layers(),
             conv=torch.zeros(linear, num_slots, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device),
             recurrent=torch.zeros(linear, num_slots, heads, key_dim, value_dim, dtype=state_dtype, device=device),
             block_size=block_size,
@@ -120,6 +122,12 @@ class DeviceCache:
         """Copies states between slots, [n, 2] int32 of source and target, a kernel a pool."""
         for pool in self.state_pools():
             copy_states(pool, pairs)
+
+    def copy_blocks(self, pairs: Tensor) -> None:
+        """Copies keys and values between blocks in all layers, [n, 2] int32 of source and target."""
+        if pairs.shape[0]:
+            for pool in self.stacked.pools():
+                copy_states(pool.view(torch.int32), pairs)
 
     def state_pools(self) -> tuple[Tensor, ...]:
         """All that belongs to slots, [linear layers, num_slots, ...] each."""

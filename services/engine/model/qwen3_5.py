@@ -130,6 +130,14 @@ class Qwen3_5:  # noqa: N801
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     @torch.inference_mode()
+    def copy_blocks(self, cache: CacheBuffers, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the keys and values of the source blocks to the target blocks, all at once."""
+        source = torch.tensor(sources, dtype=torch.int64, device=self.device)
+        target = torch.tensor(targets, dtype=torch.int64, device=self.device)
+        for pool in (*cache.keys, *cache.values):
+            pool.index_copy_(0, target, pool.index_select(0, source))
+
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: CacheBuffers, lora: LoraSlots | None) -> Tensor:
         """Runs one step, updating the caches in place.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from kernels.gpu.segments import Segments
 
 EPS = 1e-6
 
@@ -68,6 +71,49 @@ def mixer(
         (-torch.rand(heads, generator=generator).mul(4).exp()).mul(0.1).to(device),
         normal(heads).to(device),
         (1 + 0.1 * normal(value_dim)).to(device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A sequence whose state is wanted behind each of its links."""
+
+    start: int
+    slot: int
+    lengths: Sequence[int]
+    targets: Sequence[int]
+    """Slots of those states; the last may be ``slot``."""
+
+
+CHAINS = (
+    [Chain(0, 2, (8, 9, 15, 16), (5, 6, 7, 2))],
+    [Chain(3, 2, (63, 1, 65), (5, 6, 2)), Chain(7, 1, (17,), (1,)), Chain(0, 3, (8, 129), (7, 4))],
+    [Chain(9, 1, (1,), (1,)), Chain(64, 2, (64, 64), (6, 2)), Chain(0, 3, (127, 2, 1), (4, 5, 3))],
+    [Chain(0, 1, (31, 33), (4, 1)), Chain(5, 2, (33, 31, 8), (6, 5, 7))],
+)
+"""Batches, with ordinary segments beside."""
+CHAIN_SLOTS = 9
+
+
+def chain_segments(chains: Sequence[Chain], device: torch.device | str, *, first_row: int = 0) -> Segments:
+    """Of a batch, with room for more."""
+    rows = [
+        (length, chain.start + sum(chain.lengths[:place]), chain.slot, target, 0 if place else len(chain.lengths))
+        for chain in chains
+        for place, (length, target) in enumerate(zip(chain.lengths, chain.targets, strict=True))
+    ]
+    lengths, starts, slots, targets, links = zip(*rows, strict=True)
+    return Segments.build(
+        lengths,
+        starts,
+        slots,
+        [0] * len(rows),
+        device,
+        first_row=first_row,
+        max_segments=len(rows) + 2,
+        max_tiles=sum(lengths) // 8,
+        out_slots=targets,
+        links=links,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels.gpu.conv1d import conv_decode, conv_prefill
 from kernels.gpu.segments import Segments
-from tests.kernels.gpu.delta_support import exact_conv
+from tests.kernels.gpu.delta_support import CHAIN_SLOTS, CHAINS, Chain, chain_segments, exact_conv
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -58,6 +58,31 @@ def test_prefill(device: torch.device, channels: int, kernel: int, rows: int, dt
         assert torch.equal(state[slot], final)
         begin += length
     assert torch.equal(state[[0, 5, 6]], before[[0, 5, 6]])
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("chains", CHAINS)
+def test_chains(device: torch.device, chains: list[Chain], rows: int) -> None:
+    """Every link's state, and the rows as those of one segment; the slot that is written last is the one whose past the
+    first rows need."""
+    channels, begin = 40, 3
+    total = begin + sum(sum(chain.lengths) for chain in chains)
+    x, weight, state = case(total, channels, 4, torch.float32, device)
+    assert len(state) == CHAIN_SLOTS
+    for chain in chains:
+        if chain.start == 0:
+            state[chain.slot] = float("nan")
+    before = state.clone()
+    out = conv_prefill(x, weight, state, chain_segments(chains, device, first_row=begin), rows=rows, block=32)
+    for chain in chains:
+        past = before[chain.slot] if chain.start else torch.zeros_like(before[chain.slot])
+        for length, target in zip(chain.lengths, chain.targets, strict=True):
+            expected, past = exact_conv(x[begin : begin + length, :channels], weight, past)
+            torch.testing.assert_close(out[begin : begin + length].double(), expected, **tolerance(torch.float32))
+            assert torch.equal(state[target], past)
+            begin += length
+    rest = sorted(set(range(CHAIN_SLOTS)) - {target for chain in chains for target in chain.targets})
+    assert torch.equal(state[rest].nan_to_num(7), before[rest].nan_to_num(7))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5, 31, 64, 65])

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from kernels.gpu.conv1d import conv_prefill
-from kernels.gpu.gated_delta_chunk import EXACT, FEW, MANY, ChunkConfig, gated_delta_prefill
+from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.gated_delta_chunk import EXACT, FEW, MANY, ChunkConfig, _choose, gated_delta_prefill
 from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
-from tests.kernels.gpu.delta_support import Mixer, exact_delta, mixer
+from tests.kernels.gpu.delta_support import CHAIN_SLOTS, CHAINS, Chain, Mixer, chain_segments, exact_delta, mixer
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 FLOAT32 = {"atol": 5e-5, "rtol": 1e-5}
@@ -68,6 +69,47 @@ def test_packed_segments_of_odd_shapes(
     m = mixer(3 + sum(lengths), device, key_heads=key_heads, heads=heads, key_dim=key_dim, value_dim=value_dim)
     config = dataclasses.replace(EXACT, block_v=16)
     check(m, lengths, [0, 4, 9, 0, 1], device, FLOAT32, first_row=3, config=config)
+
+
+def check_chains(
+    m: Mixer, chains: list[Chain], device: torch.device, limits: dict[str, float], config: ChunkConfig | None = None
+) -> None:
+    """The rows and the state behind each link against float64; other slots untouched."""
+    generator = torch.Generator().manual_seed(5)
+    state = torch.randn(CHAIN_SLOTS, m.heads, m.key_dim, m.value_dim, generator=generator).to(device)
+    for chain in chains:
+        if chain.start == 0:
+            state[chain.slot] = float("nan")
+    before, begin = state.clone(), 3
+    mixed = m.projected[:, : m.conv_dim].clone()
+    segments = chain_segments(chains, device, first_row=begin)
+    out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, config=config)
+    for chain in chains:
+        past = before[chain.slot] if chain.start else torch.zeros_like(before[chain.slot])
+        for length, target in zip(chain.lengths, chain.targets, strict=True):
+            rows = slice(begin, begin + length)
+            expected, past = exact_delta(m, mixed[rows], m.projected[rows], past)
+            torch.testing.assert_close(out[rows].double(), expected, **limits)
+            torch.testing.assert_close(state[target].double(), past, **limits)
+            begin += length
+    rest = sorted(set(range(CHAIN_SLOTS)) - {target for chain in chains for target in chain.targets})
+    assert torch.equal(state[rest].nan_to_num(7), before[rest].nan_to_num(7))
+
+
+@pytest.mark.parametrize("block_v", [16, 32])
+@pytest.mark.parametrize("chains", CHAINS)
+def test_chains(device: torch.device, chains: list[Chain], block_v: int) -> None:
+    rows = 3 + sum(sum(chain.lengths) for chain in chains)
+    m = mixer(rows, device, key_heads=1, heads=2, value_dim=24)
+    check_chains(m, chains, device, FLOAT32, dataclasses.replace(EXACT, block_v=block_v))
+
+
+def test_links_do_not_make_a_sequence_many(device: torch.device) -> None:
+    """How the work is cut goes by the sequences: with two programs a multiprocessor one alone would take longer."""
+    shape = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+    chain = chain_segments([Chain(0, 2, (64, 64), (6, 2))], device)
+    assert _choose(shape, dataclasses.replace(chain, chains=1), torch.bfloat16) is FEW
+    assert _choose(shape, chain, torch.bfloat16) is MANY
 
 
 @pytest.mark.parametrize("alike", [0.9, 0.999, 1.0])
@@ -130,6 +172,15 @@ def test_the_real_shape(device: torch.device, config: ChunkConfig, alike: float)
         sum(lengths), device, key_heads=16, heads=32, key_dim=128, value_dim=128, dtype=torch.bfloat16, alike=alike
     )
     check(m, lengths, [0, 7, 0, 3], device, {"atol": 0.15, "rtol": 2**-5}, config=config)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("config", [FEW, MANY, dataclasses.replace(FEW, state_terms=2, tile_terms=2)])
+@pytest.mark.parametrize("chains", CHAINS)
+def test_chains_of_the_real_shape(device: torch.device, chains: list[Chain], config: ChunkConfig) -> None:
+    rows = 3 + sum(sum(chain.lengths) for chain in chains)
+    m = mixer(rows, device, key_heads=16, heads=32, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    check_chains(m, chains, device, {"atol": 0.15, "rtol": 2**-5}, config)
 
 
 @pytest.mark.cuda

@@ -20,14 +20,17 @@ def test_tiles_cover_each_segment_once_and_padding_is_empty() -> None:
     assert rows == list(range(7, 7 + sum(lengths)))
     assert segments.begin.tolist() == [7, 8, 72, 137, 328, 328, 328]
     assert segments.slot.tolist() == [3, 1, 2, 9, 0, 0]
+    assert segments.links.tolist() == [1, 1, 1, 1, 0, 0]
     assert segments.tile_segment.tolist().count(-1) == 12 - 7
     assert (segments.max_segments, segments.max_tiles) == (6, 12)
 
 
 def test_contradicting_shapes_are_refused() -> None:
     good = Segments.build([2], [0], [1], [0], "cpu")
-    rest = (good.start, good.slot, good.adapter, good.tile_segment, good.tile_row, good.out_slot)
+    rest = (good.start, good.slot, good.adapter, good.tile_segment, good.tile_row, good.out_slot, good.links)
     with pytest.raises(ValueError, match="1 segments"):
         Segments(good.start, *rest)
+    with pytest.raises(ValueError, match="links"):
+        Segments(good.begin, *rest[:-1], good.begin)
     with pytest.raises(ValueError, match="int32"):
         Segments(good.begin.to(torch.int64), *rest)

@@ -11,7 +11,7 @@ from kernels.gpu.gated_delta_step import gated_delta_step
 from kernels.gpu.segments import Segments
 from kernels.gpu.waiting_writes import WaitingWrites
 from tests.kernels.gpu import interpreter  # noqa: F401
-from tests.kernels.gpu.delta_support import Mixer, exact_delta, mixer
+from tests.kernels.gpu.delta_support import CHAIN_SLOTS, Chain, Mixer, chain_segments, exact_delta, mixer
 
 FLOAT32 = {"atol": 2e-5, "rtol": 1e-5}
 
@@ -109,6 +109,32 @@ def test_prompts_before_between_and_behind(device: torch.device) -> None:
         step(token)
     torch.testing.assert_close(out.double(), expected, atol=5e-5, rtol=1e-5)
     torch.testing.assert_close(whole(state, waiting, 1), final, atol=5e-5, rtol=1e-5)
+
+
+def test_nothing_waits_behind_any_link_of_a_chain(device: torch.device) -> None:
+    """What waits of the state before goes into all of them."""
+    m = mixer(48, device, heads=4)
+    mixed = m.projected[:, : m.conv_dim].clone()
+    state = torch.randn(CHAIN_SLOTS, 4, 16, 16, generator=torch.Generator().manual_seed(4)).to(device)
+    waiting, slots = waiting_for(m, CHAIN_SLOTS, 8), torch.full((1,), 2, dtype=torch.int32, device=device)
+    waiting.spans[[5, 6]] = 7  # as others left them
+    exact = state[2].double()
+    for token in range(3):
+        here = (mixed[token : token + 1], m.projected[token : token + 1])
+        gated_delta_step(*here, *m.parameters(), state, slots, waiting=waiting, late=True)
+        _, exact = exact_delta(m, *here, exact)
+    assert int(waiting.spans[2].max()) & 15
+    chain = Chain(3, 2, (9, 17, 19), (5, 6, 2))
+    segments = chain_segments([chain], device, first_row=3)
+    out = gated_delta_prefill(mixed, m.projected, *m.parameters(), state, segments, waiting=waiting)
+    begin = 3
+    for length, target in zip(chain.lengths, chain.targets, strict=True):
+        rows = slice(begin, begin + length)
+        expected, exact = exact_delta(m, mixed[rows], m.projected[rows], exact)
+        torch.testing.assert_close(out[rows].double(), expected, atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(whole(state, waiting, target), exact, atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(state[target].double(), exact, atol=5e-5, rtol=1e-5)
+        begin += length
 
 
 def test_written_back_at_once(device: torch.device) -> None:

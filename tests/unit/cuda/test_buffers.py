@@ -11,7 +11,7 @@ import torch
 from services.engine.cuda.buffers import LoadedStep, StepBuffers, StepShape
 from services.engine.cuda.stream import EngineStream
 from services.engine.cuda.tables import TableShadow
-from services.engine.plan import PENDING, Chunk, StateCopy
+from services.engine.plan import PENDING, BlockCopy, Chunk, StateCopy
 from services.engine.request import AdapterPin, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -52,6 +52,8 @@ def check(step: LoadedStep, shape: StepShape) -> None:
     assert segments.start.tolist() == [0, 6, *[0] * (shape.segments - 2)]
     assert segments.slot.tolist() == [3, 5, *[0] * (shape.segments - 2)]
     assert segments.adapter.tolist() == [0, 2, *[0] * (shape.segments - 2)]
+    assert segments.out_slot.tolist() == segments.slot.tolist()
+    assert segments.links.tolist() == [1, 1, *[0] * (shape.segments - 2)]
     assert segments.tile_segment.tolist() == [0, 0, 1, *[-1] * (shape.tiles - 3)]
     assert segments.tile_row[:3].tolist() == [first, first + 64, first + 70]
     assert step.logit_rows is not None
@@ -74,6 +76,40 @@ def test_padding_overwrites_what_a_step_before_left() -> None:
     check(made.load(shape, CHUNKS, 2), shape)
 
 
+def test_a_chunk_with_snapshots_is_a_chain_of_segments() -> None:
+    chunks = [
+        CHUNKS[0],
+        CHUNKS[2]._replace(start=3, snapshots=((11, 7), (67, 8))),
+        CHUNKS[3],
+        chunk("e", list(range(30, 50)), 0, 6, adapter=2)._replace(snapshots=((8, 9),), out_slot=10),
+    ]
+    shape = StepShape(4, 104, 8, 10)
+    made = buffers()
+    made.load(StepShape.of(0, [130]), [chunk("z", [77] * 130, 77, 7, adapter=3)], 0)
+    step = made.load(shape, chunks, 1)
+    rows, segments = step.rows, step.rows.segments
+    assert segments is not None
+    assert rows.positions.tolist() == [5, 0, 0, 0, *range(3, 73), 6, 7, 8, *range(20), *[0] * 7]
+    assert rows.slots.tolist() == [2, 0, 0, 0, *[3] * 70, *[5] * 3, *[6] * 20, *[0] * 7]
+    assert segments.begin.tolist() == [4, 12, 68, 74, 77, 85, 97, 97, 97]
+    assert segments.start.tolist() == [3, 11, 67, 6, 0, 8, 0, 0]
+    assert segments.slot.tolist() == [3, 3, 3, 5, 6, 6, 0, 0]
+    assert segments.out_slot.tolist() == [7, 8, 3, 5, 9, 10, 0, 0]
+    assert segments.links.tolist() == [3, 0, 0, 1, 2, 0, 0, 0]
+    assert segments.adapter.tolist() == [0, 0, 0, 2, 2, 2, 0, 0]
+    assert segments.tile_segment.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1, -1]
+    assert segments.tile_row.tolist() == [4, 12, 68, 74, 77, 85, 97, 97, 97, 97]
+    assert step.logit_rows is not None
+    assert step.logit_rows.tolist() == [0, 76, 96]
+    exact = StepShape.of(1, [8, 56, 6, 3, 8, 12], chains=3)
+    assert shape.holds(exact)
+    assert exact.segments == 6
+    kept = made.load(exact, chunks, 1).rows.segments
+    assert kept is not None
+    assert kept.max_chains == 3
+    assert kept.links.tolist() == [3, 0, 0, 1, 2, 0]
+
+
 def test_steps_of_a_shape_lie_at_the_same_addresses() -> None:
     made = buffers()
     shape = StepShape(4, 132, 3, 5)
@@ -94,7 +130,7 @@ def test_every_section_starts_at_16_bytes() -> None:
     assert segments is not None
     base = rows.tokens.data_ptr()
     parts = [rows.positions, rows.slots, rows.adapters, rows.active_adapters, segments.begin, segments.start]
-    parts += [segments.slot, segments.adapter, segments.tile_segment, segments.tile_row, step.extra]
+    parts += [segments.slot, segments.adapter, segments.tile_segment, segments.tile_row, segments.links, step.extra]
     assert all((part.data_ptr() - base) % 16 == 0 for part in parts)
 
 
@@ -106,14 +142,17 @@ def test_what_travels_beside_the_rows() -> None:
         entries=np.array([[7, 70], [8, 80]], dtype=np.int32),
         copies_before=[StateCopy(6, 2)],
         copies_after=[StateCopy(2, 8), StateCopy(1, 9)],
+        block_copies=[BlockCopy(11, 12), BlockCopy(13, 14), BlockCopy(11, 15)],
         extra=np.array([5, -6, 7], dtype=np.int32),
     )
     assert step.table_entries.tolist() == [[7, 70], [8, 80]]
     assert step.copies_before.tolist() == [[6, 2]]
     assert step.copies_after.tolist() == [[2, 8], [1, 9]]
+    assert step.block_copies.tolist() == [[11, 12], [13, 14], [11, 15]]
     assert step.extra.tolist() == [5, -6, 7]
     step = buffers().load(StepShape(2, 2), CHUNKS[:1], 1)
     assert step.table_entries.shape == step.copies_before.shape == step.copies_after.shape == (0, 2)
+    assert step.block_copies.shape == (0, 2)
     assert not step.has_adapters
 
 

@@ -68,17 +68,35 @@ def test_a_step_runs_in_the_shape_with_the_least_padding() -> None:
     assert smallest(shapes, StepShape(5, 5)) == StepShape(8, 8)
     found = smallest(shapes, StepShape.of(0, [100]))
     assert found is not None
-    assert (found.decodes, found.rows, found.segments) == (0, 128, 2)
-    found = smallest(shapes, StepShape.of(0, [30, 30, 30]))
+    assert (found.decodes, found.rows, found.segments) == (0, 128, 4)
+    found = smallest(shapes, StepShape.of(0, [20] * 5))
     assert found is not None
-    assert (found.rows, found.segments) == (128, 16)
+    assert (found.rows, found.segments) == (128, 24)
     found = smallest(shapes, StepShape.of(9, [100, 7]))
     assert found is not None
     assert (found.decodes, found.rows) == (32, 160)
     assert smallest(shapes, StepShape.of(0, [1025])) is None
     assert smallest(shapes, StepShape.of(9, [600])) is None
-    assert smallest(shapes, StepShape.of(0, [2] * 17)) is None
-    assert smallest(shapes, StepShape.of(0, [2] * 16)) is not None
+    assert smallest(shapes, StepShape.of(0, [2] * 25)) is None
+    assert smallest(shapes, StepShape.of(0, [2] * 24)) is not None
+
+
+@pytest.mark.parametrize("length", [64, 65, 500, 512, 2048])
+@pytest.mark.parametrize("snapshots", [1, 2])
+def test_a_prompt_with_snapshots_runs_in_the_graph_of_one_without(length: int, snapshots: int) -> None:
+    shapes = captured_shapes(64, 64, 4096, 512)
+    plain = smallest(shapes, StepShape.of(0, [length], chains=1))
+    first = [9] * snapshots
+    found = smallest(shapes, StepShape.of(0, [*first, length - sum(first)], chains=1))
+    assert found == plain is not None
+    assert found.rows < 2 * length
+
+
+def test_prompts_with_a_snapshot_each_beside_decodes() -> None:
+    shapes = captured_shapes(64, 64, 4096, 512)
+    found = smallest(shapes, StepShape.of(20, [50, 14] * 8, chains=8))
+    assert found is not None
+    assert (found.decodes, found.rows) == (32, 32 + 512)
 
 
 def test_warm_up_stays_within_the_budget() -> None:

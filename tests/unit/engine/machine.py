@@ -7,7 +7,7 @@ block table, slot, start or snapshot shows up as a wrong history, and the sample
 from __future__ import annotations
 
 from services.engine.limits import SchedulerConfig
-from services.engine.plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
+from services.engine.plan import FIRST_SNAPSHOT, PENDING, Chunk, SampledToken, StepPlan, StepResult
 from services.engine.ports import CompletedStep
 from services.engine.request import Request, SamplingParams
 from tests.unit.engine.toy_reads import toy_reports
@@ -89,7 +89,9 @@ class ToyRunner:
         assert len(set(targets)) == len(targets)
         assert not {copy.source for copy in plan.copies_before} & set(slots), "a snapshot's slot became live too early"
         assert 0 not in targets
+        self._check_snapshots(plan, slots, targets)
         self._check_prefill(plan)
+        self._copy_blocks(plan)
         written: set[int] = set()
         for copy in plan.copies_before:
             self.states[copy.target] = self.states[copy.source]
@@ -115,9 +117,41 @@ class ToyRunner:
         guess = next_token((*history, next_token(history)))
         return (guess, guess, guess + 1, 1, -1)[hash((history, 17)) % 5]
 
+    def _check_snapshots(self, plan: StepPlan, live: list[int], targets: list[int]) -> None:
+        """Where they lie in their chunks, and that nothing else of the step has to do with their slots."""
+        slots = [slot for chunk in plan.chunks for _, slot in chunk.snapshots]
+        assert all(0 < slot < self.config.num_slots for slot in slots)
+        assert len(set(slots)) == len(slots)
+        assert not set(slots) & set(live), "a snapshot would overwrite a live state"
+        assert not set(slots) & set(targets)
+        assert not set(slots) & {copy.source for copy in plan.copies_before}, "a snapshot was given up too early"
+        for chunk in plan.chunks:
+            positions = [position for position, _ in chunk.snapshots]
+            assert positions == sorted(set(positions))
+            if positions:
+                assert chunk.start + FIRST_SNAPSHOT <= positions[0]
+                assert positions[-1] < chunk.start + len(chunk.token_ids)
+            assert all(position % self.config.prefill_alignment == 0 for position in positions)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """For sequences that go on behind a prefix that ends inside of a block."""
+        size = self.config.block_size
+        sources, targets = ([getattr(copy, end) for copy in plan.block_copies] for end in ("source", "target"))
+        assert len(set(targets)) == len(targets)
+        assert not set(targets) & set(sources)
+        assert all(0 < block < self.config.num_blocks for block in (*sources, *targets))
+        filled = [chunk.blocks[chunk.start // size] for chunk in plan.chunks if chunk.start % size]
+        assert set(targets) <= set(filled), "a block was copied for nobody"
+        for source, target in zip(sources, targets, strict=True):
+            for offset in range(size):
+                self.kv.pop((target, offset), None)
+                if (source, offset) in self.kv:
+                    self.kv[target, offset] = self.kv[source, offset]
+
     def _check_prefill(self, plan: StepPlan) -> None:
-        """The setting that bounds the time between tokens."""
-        answers = any(chunk.is_decode and chunk.output_count for chunk in plan.chunks)
+        """The setting that bounds the time between tokens; of an answer that goes on after a preemption it has passed."""
+        resumed = {copy.target for copy in plan.copies_before}
+        answers = any(chunk.is_decode and chunk.output_count and chunk.slot not in resumed for chunk in plan.chunks)
         if answers and self.config.mixed_prefill_tokens is not None:
             assert plan.num_tokens - plan.num_decodes - plan.num_verified <= self.config.mixed_prefill_tokens
 
@@ -173,6 +207,8 @@ class ToyRunner:
             written.add(block)
         others = set(chunk.blocks[chunk.start // size : -(-end // size)])
         assert others <= written
+        for position, slot in chunk.snapshots:
+            self.states[slot] = (namespace, known[:position])
         self.states[chunk.out_slot or chunk.slot] = (namespace, known[:end])
         self.computed_tokens += len(chunk.token_ids)
         if not chunk.samples:

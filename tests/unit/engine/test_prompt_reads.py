@@ -53,7 +53,7 @@ def test_nothing_of_it_comes_from_the_cache() -> None:
     engine = Engine()
     for name, changes, cached in (
         ("first", {}, 0),
-        ("again", {}, 16),
+        ("again", {}, 18),
         ("scored", {"prompt_logprobs": 0}, 0),
         ("last", {"pooling": Pooling.LAST}, 0),
         ("mean", {"pooling": Pooling.MEAN}, 0),

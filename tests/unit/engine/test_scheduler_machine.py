@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
-from services.engine.draft import prefix
 from services.engine.limits import SchedulerConfig
 from services.engine.plan import StepPlan, StepResult
 from services.engine.request import AdapterPin, FinishReason, Pooling
@@ -20,6 +19,7 @@ from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
 from tests.unit.engine.machine import ToyRunner, behind, request
 from tests.unit.engine.toy_reads import Told
+from tests.unit.engine.toy_tiers import ToyTiers
 
 READS: list[dict[str, object]] = [
     {},
@@ -42,10 +42,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         alignment=st.sampled_from([1, 1, 2, 4]),
         mixed=st.none() | st.integers(0, 9),
         block_size=st.integers(1, 5),
-        num_blocks=st.integers(2, 30),
+        num_blocks=st.integers(2, 40),
         extra_slots=st.integers(1, 5),
-        max_model_len=st.integers(2, 40),
-        prefix_cache=st.booleans(),
+        max_model_len=st.integers(2, 80),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+        interval=st.sampled_from([9, 1000]),
+        tiers=st.booleans(),
     )
     def start(
         self,
@@ -59,6 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_slots: int,
         max_model_len: int,
         prefix_cache: bool,
+        interval: int,
+        tiers: bool,
     ) -> None:
         speculative = depth == 0
         if speculative:
@@ -78,10 +82,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({7, 13}),
             prefix_cache=prefix_cache,
             speculative=speculative,
+            snapshot_interval=interval,
         )
         self.depth = depth
-        self.scheduler = Scheduler(self.config, depth)
         self.runner = ToyRunner(self.config, depth)
+        self.tiers = ToyTiers(self.runner, block_size) if tiers else None
+        self.scheduler = Scheduler(self.config, depth, self.tiers)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
         self.requests = {}
@@ -93,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         family=st.integers(0, 1),
-        shared=st.sampled_from([0, 3, 12, 12, 24]),
+        shared=st.sampled_from([0, 3, 12, 12, 24, 30]),
         tail=st.lists(st.integers(1, 3), max_size=6),
         max_tokens=st.integers(1, 12),
         min_tokens=st.sampled_from([0, 0, 0, 1, 3]),
@@ -143,6 +149,44 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=salt,
                 arrival=self.added,
                 **reads,
+            )
+            size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
+            if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
+                with pytest.raises(InvalidRequest):
+                    self.scheduler.add(added)
+                return
+            self.scheduler.add(added)
+            self.requests[added.request_id] = added
+            self.outputs[added.request_id] = []
+            self.live.add(added.request_id)
+
+    @rule(
+        data=st.data(),
+        back=st.sampled_from([0, 0, 0, 1, 2, 7]),
+        tail=st.lists(st.integers(1, 3), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 12),
+        copies=st.integers(1, 3),
+        marks=st.sets(st.integers(1, 39), max_size=3),
+    )
+    def follow(
+        self, data: st.DataObject, back: int, tail: list[int], max_tokens: int, copies: int, marks: set[int]
+    ) -> None:
+        """The next turn of a conversation, or another way on from the middle of it."""
+        if not self.requests:
+            return
+        before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        history = (*before.prompt_token_ids, *self.outputs[before.request_id])
+        prompt = (*history[: len(history) - back], *tail)
+        for _ in range(copies):
+            self.added += 1
+            added = request(
+                f"r{self.added}",
+                prompt,
+                max_tokens=max_tokens,
+                pin=before.pin,
+                cache_salt=before.cache_salt,
+                arrival=self.added,
+                boundaries=tuple(sorted(mark for mark in marks if mark < len(prompt))),
             )
             size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
             if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
@@ -229,6 +273,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {update.request_id for update in updates} == names & self.live
         self._take(updates)
 
+    @rule(jobs=st.integers(1, 5))
+    def work(self, jobs: int) -> None:
+        """The tiers get on with what they were given."""
+        if self.tiers is not None:
+            self._serve_tiers()
+            self.tiers.work(jobs)
+            self._serve_tiers()
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """A tier has no room for one of its entries."""
+        if self.tiers is not None and self.tiers.entries:
+            self.tiers.drop(data.draw(st.sampled_from(sorted(self.tiers.entries))))
+
+    @rule(broken=st.sampled_from([False, False, True]), price=st.sampled_from([0.0, 0.0, 0.001, 1.0]))
+    def weather(self, broken: bool, price: float) -> None:
+        """Tiers fail, or get slower."""
+        if self.tiers is not None:
+            self.tiers.broken, self.tiers.price = broken, price
+
+    def _serve_tiers(self) -> None:
+        """As the loop does between two steps."""
+        if self.tiers is not None:
+            self.scheduler.take_events(self.tiers.take_events())
+            self.tiers.submit(self.scheduler.take_jobs())
+
     @rule()
     def run_dry(self) -> None:
         """With no new arrivals every request ends, within a bound that no starving scheduler meets."""
@@ -239,9 +309,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.live:
                 break
             self.step()
+            if self.tiers is not None:
+                self.tiers.work()
+                self._serve_tiers()
         assert not self.live
         while self.flight:
             self.land()
+        while self.tiers is not None and (self.tiers.jobs or self.tiers.events or self.scheduler._memory.copying):
+            self._serve_tiers()
+            self.tiers.work()
         counts = self.scheduler.counts()
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert not self.scheduler.has_work
@@ -278,7 +354,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline = self.requests[name].deadline
             assert deadline is None or deadline > self.now
         assert plan is None or self.live
-        assert plan is not None or self.flight or not self.live
+        assert plan is not None or self.flight or not self.live or self.scheduler._memory.copying
+        self._serve_tiers()
         if plan is not None:
             self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions)
         return plan
@@ -302,13 +379,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
             assert best.request.request_id in planned or best.known == best.known_at_end
-        # Nobody overtakes, except those who wait one step to share a prompt that this step computes.
+        # Nobody overtakes, except those who wait for one of better rank that computes what they share.
         started = [running[name].rank for name in planned - before]
-        memory = self.scheduler._memory
         for sequence in waiting:
             if started and sequence.rank < max(started):
-                wanted = prefix(sequence, memory.boundary(sequence))
-                assert any(wanted in draft.prefixes for draft in self.scheduler._in_flight)
+                limit = self.scheduler._memory.reusable(sequence)
+                promised = self.scheduler._sharing.promised(sequence, limit)
+                assert sequence.ticket or promised >= self.config.block_size
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)

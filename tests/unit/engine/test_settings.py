@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
+from services.engine.memory.tiers.limits import tier_limits
 from services.engine.settings import EngineSettings
 
 
@@ -68,3 +69,35 @@ def test_no_home_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_secrets_do_not_print() -> None:
     settings = EngineSettings.model_validate({"redis_url": "redis://:hunter2@host:6379/0"})
     assert "hunter2" not in repr(settings)
+
+
+def test_tiers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert EngineSettings().tiers == "host"
+    assert EngineSettings(tiers=" store,host , disk").tiers == "host,disk,store"
+    assert EngineSettings(tiers="").tiers == ""
+    with pytest.raises(ValidationError, match="no tier tape; the tiers are host, disk, store"):
+        EngineSettings(tiers="host,tape")
+    with pytest.raises(ValidationError, match="tier_disk_bytes"):
+        EngineSettings(tier_disk_bytes=0)
+    monkeypatch.setenv("TEMPER_TIER_DISK_DIR", "")
+    assert EngineSettings(cache_dir=tmp_path).tier_directory == tmp_path / "prefix-cache"
+    assert EngineSettings(tier_disk_dir=tmp_path / "x").tier_directory == tmp_path / "x"
+
+
+def test_memory_of_the_tiers() -> None:
+    gib = 2**30
+    assert EngineSettings().tier_host_memory("cpu", 100 * gib) == gib // 4
+    assert EngineSettings().tier_host_memory("cuda", 128 * gib) == 16 * gib
+    assert EngineSettings().tier_host_memory("cuda", 1000 * gib) == 32 * gib
+    assert EngineSettings(tier_host_bytes="3GiB").tier_host_memory("cuda", 128 * gib) == 3 * gib
+
+
+def test_limits_of_the_tiers(tmp_path: Path) -> None:
+    assert tier_limits(EngineSettings(tiers=""), "cpu", 2**30) is None
+    limits = tier_limits(EngineSettings(tiers="disk", tier_disk_dir=tmp_path, tier_disk_bytes="1GiB"), "cuda", 2**33)
+    assert limits is not None
+    assert (limits.host, limits.host_bytes, limits.host_rate) == (False, 2**30, 40e9)
+    assert (limits.disk_dir, limits.disk_bytes, limits.store) == (tmp_path, 2**30, False)
+    both = tier_limits(EngineSettings(tiers="host,store"), "cpu", 2**33)
+    assert both is not None
+    assert (both.host, both.host_bytes, both.disk_dir, both.store) == (True, 2**28, None, True)

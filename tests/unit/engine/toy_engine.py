@@ -25,6 +25,7 @@ class Engine:
             "num_blocks": 64,
             "num_slots": 12,
             "max_model_len": 128,
+            "snapshot_interval": 1000,
         }
         self.config = SchedulerConfig(**{**defaults, **changes})
         self.scheduler = Scheduler(self.config, depth)

@@ -252,6 +252,14 @@ class Tiers(Protocol):
         are under way included."""
         ...
 
+    def settle(self) -> None:
+        """Waits until nothing is copied from or to the device any more."""
+        ...
+
+    def tell_all(self) -> None:
+        """Tells Kept of every copy again, to books that are made anew."""
+        ...
+
 
 # The device's side.
 
@@ -273,6 +281,14 @@ class CacheTransfer(Protocol):
 
     @property
     def layout(self) -> Layout: ...
+
+    def warm_up(self) -> None:
+        """Compiles what there is to compile, before the first request."""
+        ...
+
+    def close(self) -> None:
+        """Gives host memory back; nothing may be on its way."""
+        ...
 
     def fence(self) -> Fence:
         """The point behind all steps launched so far."""
@@ -330,6 +346,25 @@ class TierObserver(Protocol):
     def tier_evicted(self, tier: Tier | None, size: int) -> None:
         """Bytes given up for others; None: on the device."""
         ...
+
+
+class NoTierObserver:
+    """Where nobody measures."""
+
+    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
+        """Ignores it."""
+
+    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
+        """Ignores it."""
+
+    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
+        """Ignores it."""
+
+    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
+        """Ignores it."""
+
+    def tier_evicted(self, tier: Tier | None, size: int) -> None:
+        """Ignores it."""
 
 
 @dataclass(frozen=True, slots=True)

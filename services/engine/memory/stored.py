@@ -1,0 +1,414 @@
+"""What the tiers below the device have of the histories in the tree, as the loop thread knows it.
+
+Says what to save, and where it is worth while to load instead of computing: never where computing would be as fast.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from services.engine.memory.blocks import BlockPool
+from services.engine.memory.cost import ComputeCost
+from services.engine.memory.integrity import IntegrityError
+from services.engine.memory.prefix import PrefixCache
+from services.engine.memory.radix import Node, Path
+from services.engine.memory.slots import SlotPool
+from services.engine.memory.tiers.ports import (
+    Dropped,
+    Entry,
+    Event,
+    Job,
+    Kept,
+    Key,
+    Layout,
+    Load,
+    Loaded,
+    Part,
+    Persist,
+    Persisted,
+    Released,
+    Save,
+    Space,
+    Tier,
+    Tiers,
+    Use,
+)
+
+_SPEED = tuple(Tier)
+_SAVING_SHARE = 8
+"""Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
+_PUT_OFF = 1024
+"""Snapshots that are remembered to be saved when others have been."""
+
+
+@dataclass(slots=True)
+class _Stored:
+    entry: Entry
+    node: Node
+    tiers: set[Tier] = field(default_factory=set)
+    """Empty: it is being saved."""
+
+    @property
+    def fastest(self) -> Tier | None:
+        return next((tier for tier in _SPEED if tier in self.tiers), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A snapshot that could be loaded."""
+
+    node: Node
+    chain: Sequence[_Stored]
+    """The entries that are read, in the order of the history."""
+    tier: Tier
+    """The slowest that it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A load under way: its targets are nobody else's."""
+
+    space: Space
+    tokens: bytes
+    blocks: Sequence[int]
+    """Of the whole history up to its end; those that were there are shared."""
+    slot: int
+
+
+class StoredHistories:
+    """Keeps the tree's nodes and the tiers' entries together. Used by the loop thread.
+
+    Args:
+        tiers: gets the jobs that ``take_jobs`` hands out, and tells the events that ``take`` gets.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        blocks: BlockPool,
+        slots: SlotPool,
+        tiers: Tiers,
+        cost: ComputeCost,
+    ) -> None:
+        self._cache = cache
+        self._blocks = blocks
+        self._slots = slots
+        self._tiers = tiers
+        self._cost = cost
+        self._layout: Layout = tiers.layout
+        self._stored: dict[Key, _Stored] = {}
+        self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
+        self._loading: dict[int, Loading] = {}
+        self._targets: dict[Node, int] = {}
+        """Snapshots that a load under way brings, and its ticket."""
+        self._tickets = 0
+        self._persisting: dict[int, Callable[[Sequence[tuple[Key, Tier]]], None]] = {}
+        self._jobs: list[Job] = []
+        self._alternates: dict[Node, list[Key]] = {}
+        """Further entries of one history: another engine has cut it into entries otherwise."""
+        self._put_off: deque[Node] = deque(maxlen=_PUT_OFF)
+
+    @property
+    def copying(self) -> bool:
+        """Whether a load or a save is under way."""
+        return bool(self._loading or self._saving)
+
+    def is_loading(self, ticket: int) -> bool:
+        return ticket in self._loading
+
+    def take_jobs(self) -> list[Job]:
+        """What to submit to the tiers when all steps planned so far have been launched."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    # Saving.
+
+    def offer(self, node: Node, *, wanted: bool = False) -> None:
+        """A snapshot is there; it is saved unless computing it again is no slower than loading.
+
+        Args:
+            wanted: it is saved whatever it takes.
+        """
+        if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
+            return
+        if node.saving or node.key is not None:
+            return
+        above = node.parent
+        while above.parent is not None and not (above.key is not None and above.key in self._stored):
+            above = above.parent
+        parent = None if above.key is None else self._stored[above.key].entry
+        seconds = self._cost.seconds(above.end, node.end)
+        entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
+        if entry.key in self._stored:
+            return
+        if not wanted and seconds <= self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
+            return
+        first = entry.first_block(self._layout.block_size)
+        blocks = self._cache.table(node.path())[first:]
+        held = sum(len(others) for _, others in self._saving.values())
+        if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
+            self._put_off.append(node)
+            return
+        self._blocks.share(blocks)
+        self._cache.pin(node)
+        node.saving = True
+        node.key = entry.key
+        self._stored[entry.key] = _Stored(entry, node)
+        self._saving[entry.key] = (node, blocks)
+        self._jobs.append(Save(entry, blocks, node.slot))
+
+    def reload(self, node: Node) -> float | None:
+        """Seconds to get back what the device has of a node; None: no tier has it."""
+        stored = None if node.key is None else self._stored.get(node.key)
+        if stored is None or stored.fastest is None:
+            return None
+        return self._tiers.seconds(stored.fastest, self._layout.payload_bytes(stored.entry))
+
+    def used(self, node: Node) -> None:
+        """A history went on from here."""
+        keys = [stored.entry.key for stored in self._chain(node)]
+        if keys:
+            self._jobs.append(Use(keys))
+
+    # Loading.
+
+    def better(self, path: Path, hit: Node | None, limit: int, unit: int) -> Wanted | None:
+        """The snapshot to load for a history of which ``limit`` tokens may come from one; None: there is none that is
+        faster than going on from ``hit``."""
+        begin = 0 if hit is None else hit.end
+        best: Wanted | None = None
+        fastest = self._cost.seconds(begin, limit)
+        resident = self._cache.resident(path)
+        there = path.nodes[resident - 1].end if resident else 0
+        for node in path.nodes:
+            if node.end <= begin or node.end > limit or node.end % unit or node.pending is not None:
+                continue
+            chain = self._chain(node)
+            if not chain or chain[-1].entry.end != node.end:
+                continue
+            needed = [stored for stored in chain if stored.entry.end > there] or chain[-1:]
+            seconds = self._cost.seconds(node.end, limit) + self._load_seconds(needed, there, node.end)
+            if seconds < fastest:
+                tier = max((stored.fastest or Tier.STORE for stored in needed), key=_SPEED.index)
+                best, fastest = Wanted(node, needed, tier), seconds
+        return best
+
+    def ticket(self, node: Node) -> int:
+        """Of the load under way that brings this snapshot, 0: there is none."""
+        return self._targets.get(node, 0)
+
+    def load(self, path: Path, wanted: Wanted, take_blocks: Callable[[int], Sequence[int] | None], slot: int) -> int:
+        """Begins a load.
+
+        Args:
+            take_blocks: hands out blocks, None if there are too few.
+            slot: for the state.
+
+        Returns:
+            Its ticket; 0: there was no room, and nothing has begun.
+        """
+        node, size = wanted.node, self._layout.block_size
+        nodes = node.path()
+        resident = min(self._cache.resident(path), len(nodes))
+        there = nodes[resident - 1].end if resident else 0
+        old = self._cache.table(nodes[:resident])
+        if there < node.end:
+            # The block in which the KV ends that is there comes whole from the entry behind.
+            old = old[: there // size]
+        self._blocks.share(old)
+        fresh = take_blocks(-(-node.end // size) - len(old))
+        if fresh is None:
+            self._blocks.release(old)
+            return 0
+        self._tickets += 1
+        parts = list(self._parts(wanted.chain, len(old), fresh, slot))
+        self._loading[self._tickets] = Loading(node.space, node.tokens(), [*old, *fresh], slot)
+        self._targets[node] = self._tickets
+        self._jobs.append(Load(self._tickets, parts))
+        return self._tickets
+
+    def _parts(self, chain: Sequence[_Stored], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
+        """What of each entry goes to the fresh blocks, the first of which is block ``have`` of the history. A block in
+        which an entry ends comes from the next one, which has it whole."""
+        size = self._layout.block_size
+        for at, stored in enumerate(chain):
+            entry, last = stored.entry, at == len(chain) - 1
+            first = entry.first_block(size)
+            begin = max(first, have)
+            end = -(-entry.end // size) if last else entry.end // size
+            blocks = fresh[begin - have : max(begin, end) - have]
+            if blocks or last:
+                yield Part(entry.key, begin - first, blocks, slot if last else 0)
+
+    def _load_seconds(self, chain: Sequence[_Stored], there: int, end: int) -> float:
+        """Of the blocks behind the first ``there`` tokens, and the last state."""
+        total = 0.0
+        size = self._layout.block_size
+        for stored in chain:
+            entry = stored.entry
+            blocks = max(0, -(-entry.end // size) - max(entry.first_block(size), there // size))
+            if there >= entry.end:
+                blocks = 0
+            state = self._layout.slot_bytes if entry.end == end else 0
+            total += self._tiers.seconds(stored.fastest or Tier.STORE, blocks * self._layout.block_bytes + state)
+        return total
+
+    def _chain(self, node: Node) -> list[_Stored]:
+        """The entries of a history up to this node or the last above that has one, if they can be read; or none."""
+        at: Node | None = node
+        while at is not None and (at.key is None or not self._stored[at.key].tiers):
+            at = at.parent
+        chain: list[_Stored] = []
+        key = None if at is None else at.key
+        while key is not None:
+            stored = self._stored.get(key)
+            if stored is None or not stored.tiers:
+                return []
+            chain.append(stored)
+            key = stored.entry.parent
+        chain.reverse()
+        return chain
+
+    # What the tiers tell.
+
+    def take(self, events: Sequence[Event]) -> list[Node]:
+        """Takes in what has happened; returns the nodes whose state a tier has now."""
+        kept: list[Node] = []
+        for event in events:
+            match event:
+                case Kept():
+                    node = self._kept(event.entry, event.tier)
+                    if node is not None:
+                        kept.append(node)
+                case Released():
+                    self._released(event.key)
+                case Dropped():
+                    self._dropped(event.key, event.tier)
+                case Loaded():
+                    self._loaded(event)
+                case Persisted():
+                    done = self._persisting.pop(event.ticket, None)
+                    if done is not None:
+                        done(event.missing)
+        return kept
+
+    def _kept(self, entry: Entry, tier: Tier) -> Node | None:
+        stored = self._stored.get(entry.key)
+        if stored is None:
+            above = None if entry.parent is None else self._stored.get(entry.parent)
+            if entry.parent is not None and above is None:
+                return None
+            history = entry.tokens if above is None else above.node.tokens() + entry.tokens
+            node = self._cache.reach(entry.space, history)
+            stored = self._stored[entry.key] = _Stored(entry, node)
+            if node.key is None:
+                node.key = entry.key
+            else:
+                self._alternates.setdefault(node, []).append(entry.key)
+        stored.tiers.add(tier)
+        return stored.node
+
+    def _released(self, key: Key) -> None:
+        if key not in self._saving:
+            return
+        node, blocks = self._saving.pop(key)
+        self._blocks.release(blocks)
+        node.saving = False
+        stored = self._stored.get(key)
+        if stored is not None and not stored.tiers:
+            self._gone(stored)
+        self._cache.unpin(node)
+        if self._put_off:
+            self.offer(self._put_off.popleft())
+
+    def _dropped(self, key: Key, tier: Tier) -> None:
+        stored = self._stored.get(key)
+        if stored is None:
+            return
+        stored.tiers.discard(tier)
+        if not stored.tiers and key not in self._saving:
+            self._gone(stored)
+
+    def _gone(self, stored: _Stored) -> None:
+        key, node = stored.entry.key, stored.node
+        del self._stored[key]
+        others = self._alternates.pop(node, [])
+        if node.key == key:
+            node.key = others.pop(0) if others else None
+        else:
+            others.remove(key)
+        if others:
+            self._alternates[node] = others
+        self._cache.prune(node)
+
+    def _loaded(self, event: Loaded) -> None:
+        loading = self._loading.pop(event.ticket, None)
+        if loading is None:
+            return
+        for node in [node for node, ticket in self._targets.items() if ticket == event.ticket]:
+            del self._targets[node]
+        if event.failed:
+            self._slots.release(loading.slot)
+        else:
+            self._cache.insert(loading.space, loading.tokens, loading.blocks, loading.slot)
+        self._blocks.release(loading.blocks)
+
+    # For sessions.
+
+    def chain_keys(self, node: Node) -> list[Key]:
+        """Of the entries of a history, as far as tiers have them."""
+        return [stored.entry.key for stored in self._chain(node)]
+
+    def tiers_of(self, node: Node) -> list[tuple[Entry, frozenset[Tier]]]:
+        """The same with where they are."""
+        return [(stored.entry, frozenset(stored.tiers)) for stored in self._chain(node)]
+
+    def node_of(self, key: Key) -> Node | None:
+        """Where the history of an entry ends."""
+        stored = self._stored.get(key)
+        return None if stored is None else stored.node
+
+    def submit(self, job: Job) -> None:
+        """Hands a job on with the others."""
+        self._jobs.append(job)
+
+    def persist(self, node: Node, done: Callable[[Sequence[tuple[Key, Tier]]], None]) -> None:
+        """Brings what is kept of a history to every tier; ``done`` gets what could not be brought where."""
+        keys: list[Key] = []
+        at: Node | None = node
+        while at is not None and at.key is None:
+            at = at.parent
+        stored = None if at is None or at.key is None else self._stored.get(at.key)
+        while stored is not None:  # what is being saved as well
+            keys.append(stored.entry.key)
+            stored = None if stored.entry.parent is None else self._stored.get(stored.entry.parent)
+        self._tickets += 1
+        self._persisting[self._tickets] = done
+        self._jobs.append(Persist(self._tickets, keys[::-1]))
+
+    # For the integrity check.
+
+    def held_blocks(self) -> Iterator[int]:
+        """What saves and loads under way hold."""
+        for _, blocks in self._saving.values():
+            yield from blocks
+        for loading in self._loading.values():
+            yield from loading.blocks
+
+    def held_slots(self) -> Iterator[int]:
+        """What loads under way fill."""
+        for loading in self._loading.values():
+            yield loading.slot
+
+    def check(self) -> None:
+        """Raises IntegrityError if entries and nodes do not belong together."""
+        for key, stored in self._stored.items():
+            if stored.node.end != stored.entry.end or stored.node.space != stored.entry.space:
+                raise IntegrityError(f"an entry that ends at {stored.entry.end} is at a node of {stored.node.end}")
+            if not stored.tiers and key not in self._saving:
+                raise IntegrityError("an entry is listed that no tier has")
+        for node in self._cache.tree:
+            if node.key is not None and node.key not in self._stored:
+                raise IntegrityError(f"a node that ends at {node.end} has an entry that is not listed")

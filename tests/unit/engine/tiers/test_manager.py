@@ -1,0 +1,347 @@
+"""Entries through the tiers of one engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InvalidRequest, NotFound
+from services.engine.memory.tiers.header import item_bytes
+from services.engine.memory.tiers.ports import (
+    Dropped,
+    Forget,
+    Kept,
+    Load,
+    Loaded,
+    Part,
+    Persist,
+    Persisted,
+    Pin,
+    Released,
+    Tier,
+    Use,
+)
+from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, content, files, keys, limits
+
+
+def test_saved_entries_come_back_from_the_host() -> None:
+    entries = chain(8, 6, 9)
+    with Bench() as bench:
+        assert bench.save(entries[0]) == [Kept(entries[0], Tier.HOST), Released(entries[0].key)]
+        bench.save(*entries[1:])
+        assert bench.load(*entries) == Loaded(1)
+        assert bench.load(entries[0], skip=1) == Loaded(2)
+        assert bench.counts.loaded[Tier.HOST] == 7000 + 5000 + 6000
+        status = bench.manager.status()
+        assert status == {Tier.HOST: status[Tier.HOST]}
+        assert (status[Tier.HOST].entries, status[Tier.HOST].limit) == (3, 40 * 4096)
+    assert not bench.counts.troubles
+
+
+def test_an_entry_is_saved_once_and_never_before_the_one_it_stands_on() -> None:
+    first, second = chain(4, 4)
+    with Bench() as bench:
+        assert bench.save(second) == [Released(second.key)]
+        assert bench.counts.troubles[Tier.HOST, "missing"] == 1
+        bench.save(first)
+        assert bench.save(first) == [Released(first.key)]
+        assert bench.load(first) == Loaded(1)
+        assert bench.load(second) == Loaded(2, (second.key,))
+        assert bench.load() == Loaded(3)
+
+
+def test_from_disk_after_a_restart(tmp_path: Path) -> None:
+    entries = chain(8, 6, 9)
+    directory = tmp_path / "disk"
+    with Bench(limits(disk_dir=directory)) as bench:
+        bench.save(*entries)
+        assert [event for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK] == [
+            Kept(entry, Tier.DISK) for entry in entries
+        ]
+    sizes = {f"{entry.key.hex()}.entry": item_bytes(entry, LAYOUT) for entry in entries}
+    assert files(directory) == sizes
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+    for host in (40, 3):
+        # With little memory it is not warm, and the parts go through it one after the other.
+        with Bench(limits(host, disk_dir=directory)) as bench:
+            bench.settle()
+            assert [
+                event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK
+            ] == entries
+            assert bench.load(*entries) == Loaded(1)
+            assert (bench.counts.loaded[Tier.DISK] == 0) == (host == 40)
+            assert bench.manager.status()[Tier.DISK].size == sum(sizes.values())
+            assert not bench.counts.troubles
+
+
+def test_without_the_host_as_a_tier_its_memory_is_only_the_way(tmp_path: Path) -> None:
+    entries = chain(8, 6, 9)
+    with Bench(limits(host=False, disk_dir=tmp_path)) as bench:
+        assert bench.save(entries[0]) == [Released(entries[0].key), Kept(entries[0], Tier.DISK)]
+        bench.save(*entries[1:])
+        assert bench.load(*entries) == Loaded(1)
+        assert set(bench.manager.status()) == {Tier.DISK}
+        bench.settle()
+        assert bench.manager._index.arena.free == bench.manager._index.arena.limit
+        assert not bench.counts.troubles
+
+
+def test_the_host_gives_up_what_is_worth_least_leaves_first() -> None:
+    # Two pages an entry: one block and the state.
+    used, unused, last = chain(4, 4, seed=1), chain(4, 4, seed=2), chain(4, seed=3)
+    with Bench(limits(8)) as bench:
+        bench.save(*used, *unused)
+        bench.submit(Use(keys(used)))
+        bench.settle()
+        assert bench.save(*last) == [
+            Dropped(unused[1].key, Tier.HOST),
+            Kept(last[0], Tier.HOST),
+            Released(last[0].key),
+        ]
+        assert bench.counts.evicted[Tier.HOST] == 8192
+        assert bench.load(*used) == Loaded(1)
+
+
+def test_pinned_ones_stay_and_nobody_evicts_what_its_child_needs() -> None:
+    pinned, others = chain(4, 4, seed=1), chain(4, 4, 4, seed=2)
+    with Bench(limits(8)) as bench:
+        bench.save(*pinned)
+        bench.submit(Pin(keys(pinned), time.monotonic() + 60))
+        bench.save(*others)
+        assert bench.manager.status()[Tier.HOST].entries == 4
+        assert bench.load(*others) == Loaded(1)
+        assert bench.load(*pinned) == Loaded(2, keys(pinned[1:]))
+
+
+def test_a_save_without_room_is_given_up() -> None:
+    (large,) = chain(40)
+    with Bench(limits(2)) as bench:
+        assert bench.save(large) == [Released(large.key)]
+        assert bench.counts.troubles[Tier.HOST, "full"] == 1
+
+
+def test_the_host_gives_up_freely_what_the_disk_has(tmp_path: Path) -> None:
+    entries = chain(4, 4, 4, 4, 4, 4)
+    with Bench(limits(4, disk_dir=tmp_path)) as bench:
+        bench.save(*entries)
+        assert bench.manager.status()[Tier.HOST].entries == 2
+        assert bench.manager.status()[Tier.DISK].entries == 6
+        assert bench.load(*entries) == Loaded(1)
+        assert bench.counts.loaded[Tier.DISK] > 0
+
+
+def test_the_disk_keeps_its_limit_and_gives_up_leaves(tmp_path: Path) -> None:
+    old, new = chain(4, 4, 4, seed=1), chain(4, 4, seed=2)
+    size = item_bytes(old[0], LAYOUT)
+    with Bench(limits(2, disk_dir=tmp_path, disk_bytes=4 * size)) as bench:
+        bench.save(*old, *new)
+        assert set(files(tmp_path)) == {f"{entry.key.hex()}.entry" for entry in (*old[:2], *new)}
+        assert bench.load(*old[:2]) == Loaded(1)
+        assert bench.load(old[2]) == Loaded(2, (old[2].key,))
+
+
+def test_two_loads_of_the_same_entries_at_once(tmp_path: Path) -> None:
+    entries = chain(8, 8)
+    with Bench(limits(disk_dir=tmp_path)) as bench:
+        bench.save(*entries)
+    with Bench(limits(disk_dir=tmp_path), start=False) as bench:
+        bench.manager._disk._warm = False
+        bench.manager.start()
+        bench.settle()
+        loads = []
+        for ticket in range(4):
+            place = 1 + 10 * ticket
+            parts = [Part(entries[0].key, 0, (place, place + 1), 0), Part(entries[1].key, 1, (place + 2,), 1 + ticket)]
+            loads.append(Load(100 + ticket, parts))
+        bench.submit(*loads)
+        bench.settle()
+        for ticket in range(4):
+            assert bench.wait_loaded(100 + ticket) == Loaded(100 + ticket)
+            blocks = bench.device.blocks[1 + 10 * ticket : 4 + 10 * ticket]
+            assert (blocks[:2] == content(entries[0])[0]).all()
+            assert (blocks[2] == content(entries[1])[0][1]).all()
+            assert (bench.device.slots[1 + ticket] == content(entries[1])[1]).all()
+
+
+def test_a_load_does_not_wait_behind_saves() -> None:
+    entries = [chain(4, seed=seed)[0] for seed in range(6)]
+    began, go = threading.Event(), threading.Event()
+    order: list[str] = []
+    with Bench() as bench:
+        bench.save(entries[0])
+
+        def before_save() -> None:
+            order.append("save")
+            began.set()
+            go.wait(10)
+
+        bench.device.before_save = before_save
+        bench.device.before_load = lambda: order.append("load")
+        bench.submit(*(bench.put(entry) for entry in entries[1:]))
+        began.wait(10)
+        bench.load(entries[0], wait=False)
+        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        go.set()
+        bench.settle()
+        assert order == ["save", "load", "save", "save", "save", "save"]
+
+
+def test_damage_in_memory_is_a_miss_and_the_disk_has_another_copy(tmp_path: Path) -> None:
+    entries = chain(8, 6)
+    for disk in (False, True):
+        with Bench(limits(disk_dir=tmp_path if disk else None)) as bench:
+            bench.save(*entries)
+            for page in range(40):
+                bench.manager._index.arena._memory[page * 4096 + 700] ^= 4
+            if disk:
+                assert bench.load(*entries) == Loaded(1)
+                assert bench.counts.troubles == {(Tier.HOST, "damaged"): 2}
+                assert bench.load(*entries) == Loaded(2)
+                assert bench.counts.troubles == {(Tier.HOST, "damaged"): 2}
+            else:
+                assert bench.load(entries[0]) == Loaded(1, (entries[0].key,))
+                bench.take()
+                # Also what stands on it, from the end.
+                dropped = [event for event in bench.events if isinstance(event, Dropped)]
+                assert dropped == [Dropped(entry.key, Tier.HOST) for entry in reversed(entries)]
+                assert bench.manager.status()[Tier.HOST].size == 0
+
+
+def test_only_what_is_loaded_is_checked() -> None:
+    (entry,) = chain(8)
+    with Bench() as bench:
+        bench.save(entry)
+        bench.manager._index.arena._memory[10] ^= 1
+        assert bench.load(entry, skip=1) == Loaded(1)
+        assert bench.load(entry) == Loaded(2, (entry.key,))
+
+
+def test_forget_is_for_all_tiers_and_all_behind(tmp_path: Path) -> None:
+    first, second, third = chain(4, 4, 4)
+    with Bench(limits(disk_dir=tmp_path)) as bench:
+        bench.save(first, second, third)
+        bench.submit(Forget([second.key]))
+        events = bench.settle()
+        assert {(event.key, event.tier) for event in events if isinstance(event, Dropped)} == {
+            (entry.key, tier) for entry in (second, third) for tier in (Tier.HOST, Tier.DISK)
+        }
+        assert set(files(tmp_path)) == {f"{first.key.hex()}.entry"}
+        assert bench.save(second)[0] == Kept(second, Tier.HOST)
+        assert bench.load(first, second) == Loaded(1)
+
+
+def test_what_is_forgotten_while_it_is_saved_is_released_and_not_kept() -> None:
+    first, second = chain(4, 4)
+    began, go = threading.Event(), threading.Event()
+    with Bench() as bench:
+        bench.device.before_save = lambda: (began.set(), go.wait(10))
+        bench.submit(bench.put(first), bench.put(second))
+        began.wait(10)
+        bench.submit(Forget([first.key]))
+        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        go.set()
+        assert bench.settle() == [Released(first.key), Released(second.key)]
+        assert bench.manager._index.arena.free == bench.manager._index.arena.limit
+
+
+def test_persist_waits_for_saves_and_says_what_is_missing(tmp_path: Path) -> None:
+    first, second, third = chain(4, 4, 4)
+    with Bench(limits(disk_dir=tmp_path)) as bench:
+        bench.submit(bench.put(first), bench.put(second), Persist(7, keys([first, second])), Persist(8, [third.key]))
+        events = bench.settle()
+        assert Persisted(8, ((third.key, Tier.DISK),)) in events
+        assert events[-1] == Persisted(7)
+        bench.submit(Persist(9, keys([first, second])))
+        assert bench.settle() == [Persisted(9)]
+    with Bench() as bench:
+        bench.save(first)
+        bench.submit(Persist(1, keys([first, second])))
+        assert bench.settle() == [Persisted(1, ((second.key, Tier.HOST),))]
+
+
+def test_a_failing_device_is_no_end() -> None:
+    (first,), (second,) = chain(4, seed=1), chain(4, seed=2)
+
+    def fail() -> None:
+        raise RuntimeError("device")
+
+    with Bench() as bench:
+        bench.save(second)
+        bench.device.before_save = bench.device.before_load = fail
+        assert bench.save(first) == [Released(first.key)]
+        assert bench.load(second) == Loaded(1, (second.key,))
+        bench.device.before_save = bench.device.before_load = lambda: None
+        bench.save(first)
+        assert bench.load(first) == Loaded(2)
+        assert bench.load(second) == Loaded(3)
+
+
+def test_close_answers_everything(tmp_path: Path) -> None:
+    entries = [chain(4, seed=seed)[0] for seed in range(3)]
+    bench = Bench(limits(disk_dir=tmp_path))
+    bench.save(entries[0])
+    bench.device.before_save = lambda: time.sleep(0.2)
+    bench.submit(bench.put(entries[1]), bench.put(entries[2]))
+    bench.load(entries[0], wait=False)
+    bench.submit(Persist(5, [entries[1].key]))
+    bench.close()
+    bench.load(entries[0], wait=False)
+    bench.submit(bench.put(entries[2]), Persist(6, [entries[0].key]))
+    bench.take()
+    released = [event.key for event in bench.events if isinstance(event, Released)]
+    assert sorted(released) == sorted([*keys(entries), entries[2].key])
+    assert Loaded(1) in bench.events
+    assert Loaded(2, (entries[0].key,)) in bench.events
+    assert Persisted(5) in bench.events
+    assert Persisted(6, ((entries[0].key, Tier.DISK),)) in bench.events
+    with Bench(limits(disk_dir=tmp_path)) as bench:  # the lock is free, and all is there
+        bench.settle()
+        assert bench.manager.status()[Tier.DISK].entries == 3
+
+
+def test_export_and_import() -> None:
+    entries = chain(8, 6, 9)
+    with Bench() as bench:
+        bench.save(*entries)
+        items = [list(bench.manager.read(entry.key)) for entry in entries]
+        with pytest.raises(NotFound):
+            bench.manager.read(chain(1, seed=9)[0].key)
+    assert [sum(map(len, item)) for item in items] == [item_bytes(entry, LAYOUT) for entry in entries]
+    with Bench() as bench:
+        with pytest.raises(InvalidRequest, match="stands on another"):
+            bench.manager.take_in(items[1])
+        for entry, item in zip(entries, items, strict=True):
+            whole = b"".join(item)
+            bad = bytearray(whole)
+            bad[-1] ^= 1
+            for pieces, reason in (
+                ([whole[:-1]], "truncated"),
+                ([whole[:5]], "truncated"),
+                ([whole, b"", b"x"], "longer"),
+                ([bytes(bad)], "checksums"),
+                ([b"x" * 5000], "does not begin"),
+            ):
+                with pytest.raises(InvalidRequest, match=reason):
+                    bench.manager.take_in(pieces)
+                bench.manager.check()
+            step = 777
+            assert bench.manager.take_in(whole[i : i + step] for i in range(0, len(whole), step)) == entry
+            assert bench.manager.take_in(item) == entry
+        assert bench.settle() == [Kept(entry, Tier.HOST) for entry in entries]
+        assert bench.load(*entries) == Loaded(1)
+
+
+def test_damage_is_not_exported() -> None:
+    from services.common.errors import Unavailable
+
+    (entry,) = chain(8)
+    with Bench() as bench:
+        bench.save(entry)
+        bench.manager._index.arena._memory[10] ^= 1
+        with pytest.raises(Unavailable, match="damaged"):
+            bench.manager.read(entry.key)
+        assert bench.settle() == [Dropped(entry.key, Tier.HOST)]

@@ -1,0 +1,249 @@
+"""A device for tests of the tiers: caches in numpy arrays, real copies, real checksums."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from services.engine.memory.tiers.checksums import WORD, checksum, weights
+from services.engine.memory.tiers.limits import TierLimits
+from services.engine.memory.tiers.manager import TierManager
+from services.engine.memory.tiers.ports import (
+    Bytes,
+    Entry,
+    Event,
+    Fence,
+    Job,
+    Key,
+    Layout,
+    Load,
+    Loaded,
+    Part,
+    Save,
+    Space,
+    Tier,
+    Trouble,
+)
+
+LAYOUT = Layout("toy", block_size=4, block_bytes=1000, slot_bytes=5000)
+SPACE = Space(b"s" * 20)
+
+
+class ToyDevice:
+    """Implements CacheTransfer."""
+
+    def __init__(self, layout: Layout = LAYOUT, blocks: int = 64, slots: int = 8) -> None:
+        self._layout = layout
+        self.blocks = np.zeros((blocks, layout.block_bytes), np.uint8)
+        self.slots = np.zeros((slots, layout.slot_bytes), np.uint8)
+        self._weights = weights(max(layout.block_bytes, layout.slot_bytes) // WORD)
+        self.before_save: Callable[[], None] = lambda: None
+        self.before_load: Callable[[], None] = lambda: None
+        self._threads: set[int] = set()
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def fence(self) -> Fence:
+        return None
+
+    def host_memory(self, size: int) -> Bytes:
+        return np.zeros(size, np.uint8)
+
+    def save(self, blocks: Sequence[int], slot: int, target: Sequence[Bytes], after: Fence) -> Sequence[int]:
+        self._only_one_thread()
+        self.before_save()
+        data = np.concatenate([self.blocks[block] for block in blocks] + ([self.slots[slot]] if slot else []))
+        assert sum(map(len, target)) == len(data)
+        for piece in target:
+            piece[:] = data[: len(piece)]
+            data = data[len(piece) :]
+        return self._sums(blocks, slot)
+
+    def load(self, source: Sequence[Bytes], blocks: Sequence[int], slot: int, after: Fence) -> Sequence[int]:
+        self._only_one_thread()
+        self.before_load()
+        data = np.concatenate(source) if source else np.empty(0, np.uint8)
+        size = self._layout.block_bytes
+        assert len(data) == len(blocks) * size + (self._layout.slot_bytes if slot else 0)
+        for number, block in enumerate(blocks):
+            self.blocks[block] = data[number * size : (number + 1) * size]
+        if slot:
+            self.slots[slot] = data[len(blocks) * size :]
+        return self._sums(blocks, slot)
+
+    def _sums(self, blocks: Sequence[int], slot: int) -> list[int]:
+        sums = [checksum(self.blocks[block], self._weights) for block in blocks]
+        return [*sums, checksum(self.slots[slot], self._weights)] if slot else sums
+
+    def _only_one_thread(self) -> None:
+        self._threads.add(threading.get_ident())
+        assert len(self._threads) == 1
+
+
+class Counts:
+    """Implements TierObserver."""
+
+    def __init__(self) -> None:
+        self.troubles: Counter[tuple[Tier, Trouble]] = Counter()
+        self.loaded: Counter[Tier] = Counter()
+        self.saved: Counter[Tier] = Counter()
+        self.evicted: Counter[Tier | None] = Counter()
+
+    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
+        raise AssertionError("who looks up the prefixes tells of hits")
+
+    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
+        self.loaded[tier] += size
+
+    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
+        self.saved[tier] += size
+
+    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
+        self.troubles[tier, trouble] += 1
+
+    def tier_evicted(self, tier: Tier | None, size: int) -> None:
+        self.evicted[tier] += size
+
+
+def chain(*lengths: int, seed: int = 0, space: Space = SPACE, seconds: float = 1.0) -> list[Entry]:
+    """A history in entries of so many tokens."""
+    entries: list[Entry] = []
+    for number, length in enumerate(lengths):
+        tokens = np.arange(length, dtype="<u4") + 1000 * number + 1_000_000 * seed
+        entries.append(Entry.behind(entries[-1] if entries else None, space, tokens.tobytes(), seconds))
+    return entries
+
+
+def content(entry: Entry, layout: Layout = LAYOUT) -> tuple[Bytes, Bytes]:
+    """[blocks, block_bytes] and [slot_bytes]: what is computed for an entry, always the same."""
+    random = np.random.default_rng(list(entry.key))
+    count = entry.num_blocks(layout.block_size)
+    return (
+        random.integers(0, 256, (count, layout.block_bytes), np.uint8),
+        random.integers(0, 256, layout.slot_bytes, np.uint8),
+    )
+
+
+def limits(pages: int = 40, **changes: object) -> TierLimits:
+    """``pages``: of the host's memory, 4 KiB each in the toy layout."""
+    values: dict[str, object] = {
+        "host": True,
+        "host_bytes": pages * 4096,
+        "host_rate": 5e9,
+        "load_seconds": 5.0,
+        "disk_bytes": 10**9,
+        "store_bytes": 10**9,
+        "store_poll_seconds": 0.1,
+    }
+    return TierLimits(**(values | changes))  # type: ignore[arg-type]
+
+
+class Bench:
+    """A manager on a toy device, and what its events say."""
+
+    def __init__(
+        self, limit: TierLimits | None = None, store: object = None, layout: Layout = LAYOUT, start: bool = True
+    ) -> None:
+        self.device = ToyDevice(layout)
+        self.layout = layout
+        self.counts = Counts()
+        self.woken = threading.Event()
+        self.manager = TierManager(self.device, limit or limits(), self.counts, self.woken.set, store)  # type: ignore[arg-type]
+        self.events: list[Event] = []
+        self._tickets = 0
+        if start:
+            self.manager.start()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self, seconds: float = 10.0) -> None:
+        self.manager.close(seconds)
+        self.take()
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        new = self.manager.take_events()
+        self.events += new
+        return new
+
+    def settle(self) -> list[Event]:
+        """Waits until nothing is to do; the events until then."""
+        assert self.manager.wait_idle(20)
+        self.manager.check()
+        return self.take()
+
+    def submit(self, *jobs: Job) -> None:
+        self.manager.submit(jobs)
+
+    def put(self, entry: Entry, first_block: int = 1, slot: int = 1) -> Save:
+        """Computes an entry on the device; the job that saves it."""
+        blocks, state = content(entry, self.layout)
+        self.device.blocks[first_block : first_block + len(blocks)] = blocks
+        self.device.slots[slot] = state
+        return Save(entry, range(first_block, first_block + len(blocks)), slot)
+
+    def save(self, *entries: Entry) -> list[Event]:
+        """Computes and saves each, and waits."""
+        events = []
+        for entry in entries:
+            self.submit(self.put(entry))
+            events += self.settle()
+        return events
+
+    def load(self, *entries: Entry, skip: int = 0, wait: bool = True) -> Loaded | None:
+        """Loads entries one behind the other, the first without ``skip`` blocks; the last one's state as well. What
+        comes is compared with what was computed, unless the load has failed."""
+        self._tickets += 1
+        self.device.blocks[:] = 0
+        self.device.slots[:] = 0
+        parts, place = [], 1
+        for entry in entries:
+            count = entry.num_blocks(self.layout.block_size) - skip
+            slot = 2 if entry is entries[-1] else 0
+            parts.append(Part(entry.key, skip, range(place, place + count), slot))
+            place, skip = place + count, 0
+        self.submit(Load(self._tickets, parts))
+        if not wait:
+            return None
+        loaded = self.wait_loaded(self._tickets)
+        if not loaded.failed:
+            for entry, part in zip(entries, parts, strict=True):
+                blocks, state = content(entry, self.layout)
+                assert np.array_equal(self.device.blocks[list(part.blocks)], blocks[part.skip :])
+                if part.slot:
+                    assert np.array_equal(self.device.slots[part.slot], state)
+        return loaded
+
+    def wait_loaded(self, ticket: int, seconds: float = 20.0) -> Loaded:
+        return next(event for event in self.wait_for(Loaded, seconds, ticket) if isinstance(event, Loaded))
+
+    def wait_for(self, kind: type, seconds: float, ticket: int) -> list[Event]:
+        until = time.monotonic() + seconds
+        while True:
+            self.woken.clear()
+            self.take()
+            found = [event for event in self.events if isinstance(event, kind) and event.ticket == ticket]
+            if found:
+                return found
+            assert time.monotonic() < until, f"no {kind.__name__} of {ticket}"
+            self.woken.wait(0.2)
+
+
+def keys(entries: Sequence[Entry]) -> tuple[Key, ...]:
+    return tuple(entry.key for entry in entries)
+
+
+def files(directory: Path) -> dict[str, int]:
+    """Name and size of every entry's file."""
+    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != "lock"}
