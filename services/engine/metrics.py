@@ -15,6 +15,7 @@ from services.common import tracing
 from services.common.process_metrics import export_process
 from services.engine.adapter_ports import AdapterSnapshot
 from services.engine.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
+from services.engine.tier_metrics import TierMetrics
 from services.engine.updates import Finished
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -32,6 +33,8 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.tiers = TierMetrics(registry)
+        """For whoever moves what the prefix cache keeps."""
         export_process(registry, service="engine")
         self._steps = Counter("temper_engine_steps", "Steps run.", registry=registry)
         self._failed = Counter("temper_engine_failed_steps", "Steps that failed.", registry=registry)
