@@ -37,6 +37,9 @@ from services.engine.memory.tiers.ports import (
 )
 
 _SPEED = tuple(Tier)
+_WORTHWHILE = 3.0
+"""Computing an entry takes so many times as long as loading it, or it is not saved: short ones gain little, and to copy
+each of them takes the host's time from the steps. What is not saved becomes part of the next entry."""
 _SAVING_SHARE = 8
 """Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
 _PUT_OFF = 1024
@@ -126,7 +129,7 @@ class StoredHistories:
     # Saving.
 
     def offer(self, node: Node, *, wanted: bool = False) -> None:
-        """A snapshot is there; it is saved unless computing it again is no slower than loading.
+        """A snapshot is there; it is saved if loading it is well faster than computing it again.
 
         Args:
             wanted: it is saved whatever it takes.
@@ -143,7 +146,7 @@ class StoredHistories:
         entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
         if entry.key in self._stored:
             return
-        if not wanted and seconds <= self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
+        if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
             return
         first = entry.first_block(self._layout.block_size)
         blocks = self._cache.table(node.path())[first:]
