@@ -170,3 +170,5 @@ class Counts:
     guesses: int = 0
     """Guessed tokens that were checked since the start."""
     guesses_right: int = 0
+    evicted_bytes: int = 0
+    """Given up by the prefix cache since the start."""

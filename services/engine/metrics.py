@@ -35,6 +35,7 @@ class EngineMetrics:
         self.registry = registry
         self.tiers = TierMetrics(registry)
         """For whoever moves what the prefix cache keeps."""
+        self._evicted_bytes = 0
         export_process(registry, service="engine")
         self._steps = Counter("temper_engine_steps", "Steps run.", registry=registry)
         self._failed = Counter("temper_engine_failed_steps", "Steps that failed.", registry=registry)
@@ -136,6 +137,9 @@ class EngineMetrics:
         self._compute.observe(stats.compute_seconds)
         self._decoded.inc(stats.decodes)
         self._prefilled.inc(stats.prefill_tokens)
+        # Of a new scheduler, after an error, it begins at 0 again.
+        self.tiers.tier_evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
+        self._evicted_bytes = stats.counts.evicted_bytes
         if stats.mask_seconds:
             self._masks.observe(stats.mask_seconds)
 
@@ -146,6 +150,7 @@ class EngineMetrics:
         example = tracing.exemplar(finished.request.traceparent)
         self.requests.labels(finished.finish_reason.value).inc()
         self.cached.inc(finished.cached_tokens)
+        self.tiers.tier_hit(finished.cached_from, finished.cached_tokens, finished.saved_seconds)
         self.preemptions.inc(finished.preemptions)
         if finished.scheduled_at is not None:
             self.prompt.inc(len(finished.request.prompt_token_ids))

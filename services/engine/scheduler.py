@@ -101,6 +101,7 @@ class Scheduler:
             preemptions=self._preemptions,
             guesses=self._guesses,
             guesses_right=self._guesses_right,
+            evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
     def add(self, request: Request) -> None:

@@ -72,7 +72,7 @@ async def serve(
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
     observer = metrics if traces is None else Observers(metrics, traces)
-    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, observer, store=store))
+    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, observer, metrics.tiers, store))
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()
@@ -120,7 +120,7 @@ async def _serve(
     histories = HistoryService(engine.histories)
     histories_pb2_grpc.add_HistoriesServicer_to_server(histories, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
-    export(metrics, sources(settings, engine, lambda: bool(training.job_id())))
+    export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
     if settings.metrics_port:
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     training.start()

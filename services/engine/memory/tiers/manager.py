@@ -169,7 +169,7 @@ class TierManager:
         return self._bandwidth.seconds(tier, size)
 
     def settle(self) -> None:
-        """Waits until nothing is copied from or to the device any more; a load that waits for bytes fails before long."""
+        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long."""
         while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
             time.sleep(_MOMENT)
 
