@@ -1,13 +1,16 @@
 """Whether the prefix cache changes an answer: `python -m benchmarks.prefix_exact --workloads 2000`.
 
 Random trees of requests (benchmarks.prefix_workloads) go through scheduler, cache, runner and a small random model in
-float32 on the CPU, with little memory and many at a time; then each request alone, without a cache. It is done in two
-ways, of which `tests/parity/test_prefix_exact.py` does some hundred each.
+float32 on the CPU, with little memory and many at a time; then each request alone, without a cache. It is done in three
+ways, of which `tests/parity/test_prefix_exact.py` does some hundred.
 
 token by token: the plans are the scheduler's, but the runner is given each chunk as chunks of one token, in both runs.
 So the same numbers go through the same instructions, whatever was cut, batched, preempted or cached, and tokens and
 log-probabilities must be equal to the bit. Slots and blocks are whole cache lines here, so that not even an alignment
 differs.
+
+with tiers: the same, with a little of the host's memory and a disk below the device, which forgets everything whenever
+two requests have ended.
 
 in chunks: as an engine does it. Float32 products round by their number of rows, so how a prompt was cut shows in the
 last bits: `--splits` measures by how much, without any cache. The second run is forced to the first one's tokens. At
@@ -19,6 +22,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,10 +36,15 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.environment import environment
+from benchmarks.in_process import only_warnings
 from benchmarks.lines import put_line
 from benchmarks.prefix_workloads import ADAPTERS, VOCAB, Workload, make_workload
 from benchmarks.random_model import RandomWeights, random_adapter
+from services.engine.cache_transfer import CpuCacheTransfer
 from services.engine.limits import SchedulerConfig
+from services.engine.memory.tiers.limits import TierLimits
+from services.engine.memory.tiers.manager import TierManager
+from services.engine.memory.tiers.ports import NoTierObserver
 from services.engine.model.batch import CacheBuffers
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora import LoraSlots
@@ -64,10 +74,15 @@ CONFIG = ModelConfig(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
 )
+_WAYS = ("tokens", "tiers", "chunks")
 BOUND = 1e-4
 """Of log-probabilities in chunks."""
 _MOST_STEPS = 5_000
 """Of one workload; more means that somebody starves."""
+_HOST_BYTES, _DISK_BYTES = 128 * 1024, 512 * 1024
+"""Of the tiers: a dozen entries and some dozens."""
+_PATIENCE = 30.0
+"""Seconds for a load."""
 _ALONE = 256
 """Blocks, and tokens of a step, for a request alone."""
 
@@ -131,6 +146,8 @@ class Totals:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
+    """Those of the cached ones that came from a tier."""
     preemptions: int = 0
     largest: float = 0.0
     """Difference of two log-probabilities of the same token."""
@@ -146,11 +163,20 @@ class Bench:
     """A small random model with two adapters, and what runs on it.
 
     Args:
+        tiers: a directory for the disk that is below the device in runs with a cache, beside the host's memory; None:
+            there is nothing below.
         damage: changes each plan of the runs with a cache before it is executed, for tests of the comparison itself.
     """
 
-    def __init__(self, *, token_by_token: bool, damage: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> None:
+    def __init__(
+        self,
+        *,
+        token_by_token: bool,
+        tiers: Path | None = None,
+        damage: Callable[[StepPlan], StepPlan] = lambda plan: plan,
+    ) -> None:
         self.token_by_token = token_by_token
+        self._tiers = tiers
         self._damage = damage
         torch.manual_seed(0)
         device = torch.device("cpu")
@@ -174,6 +200,8 @@ class Bench:
             totals.output_tokens += len(output)
             totals.prompt_tokens += len(request.prompt_token_ids)
             totals.cached_tokens += answer.finished.cached_tokens
+            if answer.finished.cached_from is not None:
+                totals.loaded_tokens += answer.finished.cached_tokens
             totals.preemptions += answer.finished.preemptions
             self._compare(answer, seen[name], totals)
 
@@ -202,12 +230,40 @@ class Bench:
             RuntimeError: it does not end.
         """
         config = workload.config
-        execute = self._executor(self._runner(config.num_blocks, config.block_size, config.num_slots))
-        scheduler = Scheduler(config)
+        cache = self._cache(config.num_blocks, config.block_size, config.num_slots)
+        if self._tiers is None:
+            return self._serve(workload, config, cache, None, threading.Event())
+        woken = threading.Event()
+        with tempfile.TemporaryDirectory(dir=self._tiers) as directory:
+            limits = TierLimits(True, _HOST_BYTES, 1e9, _PATIENCE, Path(directory), _DISK_BYTES)
+            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, NoTierObserver(), woken.set)
+            tiers.start()
+            try:
+                # Whatever is computed takes longer than any load.
+                config = replace(config, token_seconds=1.0, load_patience=_PATIENCE)
+                answers = self._serve(workload, config, cache, tiers, woken)
+                if not tiers.wait_idle(_PATIENCE):
+                    raise RuntimeError("the tiers do not come to rest")
+                tiers.check()
+                return answers
+            finally:
+                tiers.close(0.0)
+
+    def _serve(
+        self,
+        workload: Workload,
+        config: SchedulerConfig,
+        cache: CacheBuffers,
+        tiers: TierManager | None,
+        woken: threading.Event,
+    ) -> list[Answer]:
+        execute = self._executor(self._runner(cache, config.num_slots))
+        scheduler = Scheduler(config, tiers=tiers)
         coming = deque(range(len(workload.asks)))
         prompts: dict[int, tuple[int, ...]] = {}
         answers: dict[str, Answer] = {}
         tokens: dict[str, list[SampledToken]] = {}
+        forgotten = 0
         for _ in range(_MOST_STEPS):
             for number in list(coming)[: workload.arrivals]:
                 ask, history = workload.asks[number], tuple[int, ...]()
@@ -220,13 +276,24 @@ class Bench:
                 coming.remove(number)
                 prompts[number] = ask.prompt(history)
                 scheduler.add(ask.request(number, prompts[number]))
-            plan = scheduler.schedule(0.0)
+            woken.clear()
+            plan = scheduler.schedule(time.monotonic())
             if plan is not None:
-                for update in scheduler.update(plan, execute(self._damage(plan)), 0.0):
+                for update in scheduler.update(plan, execute(self._damage(plan)), time.monotonic()):
                     if update.token is not None:
                         tokens.setdefault(update.request_id, []).append(update.token)
                     if update.finished is not None:
                         answers[update.request_id] = Answer(update.finished, tokens[update.request_id])
+            if tiers is not None:
+                if plan is None:
+                    woken.wait(0.01)
+                scheduler.take_events(tiers.take_events())
+                tiers.submit(scheduler.take_jobs())
+                if len(answers) > forgotten + 1:
+                    forgotten = len(answers)
+                    tiers.wait_idle(_PATIENCE)
+                    scheduler.take_events(tiers.take_events())
+                    scheduler.clear_cache()
             scheduler.check_integrity()
             if not coming and not scheduler.has_work:
                 return [answers[f"r{number}"] for number in range(len(workload.asks))]
@@ -253,7 +320,8 @@ class Bench:
         )
         runner = self._alone.get(block_size)
         if runner is None:
-            runner = self._alone[block_size] = self._runner(config.num_blocks, block_size, config.num_slots)
+            cache = self._cache(config.num_blocks, block_size, config.num_slots)
+            runner = self._alone[block_size] = self._runner(cache, config.num_slots)
         execute = self._executor(runner)
         scheduler = Scheduler(config)
         scheduler.add(replace(request, sampling=sampling))
@@ -269,10 +337,13 @@ class Bench:
     def _executor(self, runner: ModelRunner) -> Callable[[StepPlan], StepResult]:
         return TokenByToken(runner).execute if self.token_by_token else runner.execute
 
-    def _runner(self, num_blocks: int, block_size: int, num_slots: int) -> ModelRunner:
-        """With caches as others may have left them."""
+    def _cache(self, num_blocks: int, block_size: int, num_slots: int) -> CacheBuffers:
+        """As others may have left it."""
         cache = self.model.allocate_cache(num_blocks, block_size, num_slots)
         spoil(cache)
+        return cache
+
+    def _runner(self, cache: CacheBuffers, num_slots: int) -> ModelRunner:
         return ModelRunner(self.model, cache, self._lora, num_slots=num_slots, eos_token_ids=())
 
 
@@ -299,31 +370,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=int, default=2000, help="of each way")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the next one has the next")
-    parser.add_argument("--ways", nargs="+", choices=("tokens", "chunks"), default=["tokens", "chunks"])
+    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
     parser.add_argument("--splits", type=int, default=0, metavar="N", help="only measure splits of N workloads")
     parser.add_argument("--out", type=Path, help="file to append the results to")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    only_warnings()
     right = True
-    with Progress(disable=not sys.stderr.isatty()) as progress:
+    with Progress(disable=not sys.stderr.isatty()) as progress, tempfile.TemporaryDirectory() as directory:
         if options.splits:
             put_line(_splits(options.splits, options.seed, progress), options.out)
             return
         for way in options.ways:
-            bench, totals, began = Bench(token_by_token=way == "tokens"), Totals(), time.perf_counter()
+            tiers = Path(directory) if way == "tiers" else None
+            bench, totals, began = Bench(token_by_token=way != "chunks", tiers=tiers), Totals(), time.perf_counter()
             for seed in progress.track(range(options.seed, options.seed + options.workloads), description=way):
                 bench.compare(make_workload(Random(seed)), totals)
-            seconds = round(time.perf_counter() - began, 1)
+            facts = {"benchmark": "prefix_exact", "way": way, "seed": options.seed}
             bound = 0.0 if bench.token_by_token else BOUND
-            line = {
-                "benchmark": "prefix_exact",
-                "way": way,
-                "seed": options.seed,
-                "bound": bound,
-                **asdict(totals),
-                "seconds": seconds,
-            }
-            put_line(line | environment(), options.out)
+            seconds = round(time.perf_counter() - began, 1)
+            put_line(facts | {"bound": bound, **asdict(totals), "seconds": seconds} | environment(), options.out)
             right = right and not totals.differences
     sys.exit(0 if right else 1)
 

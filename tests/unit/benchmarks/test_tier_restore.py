@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_every_place(tmp_path: Path) -> None:
     out = tmp_path / "tiers.jsonl"
-    arguments = (
-        f"--device cpu --model {ROOT / 'models' / 'tiny'} --shrink 16 --each 2 --directory {tmp_path} --out {out}"
-    )
+    arguments = f"--device cpu --model models/tiny --shrink 16 --each 2 --directory {tmp_path} --out {out}"
     subprocess.run([sys.executable, "-m", "benchmarks.tier_restore", *arguments.split()], cwd=ROOT, check=True)
     lines = {line["place"]: line for line in map(json.loads, out.read_text().splitlines())}
     sources = {"nowhere": [], "device": ["device"], "host": ["host"], "page cache": ["disk"], "disk": ["disk"]}
