@@ -136,6 +136,11 @@ class Index:
     def records(self) -> Iterator[Record]:
         return iter(list(self._records.values()))
 
+    def stands(self, record: Record) -> bool:
+        """Whether the host may keep it now: it is live, and what it stands on has a copy."""
+        parent = record.parent
+        return self.is_live(record) and (parent is None or bool(parent.tiers) or Tier.HOST not in self.books)
+
     def expect(self, entry: Entry) -> Record | None:
         """The record of an entry that is to come, with a claim on it; None: the entry before it is not known."""
         record = self._records.get(entry.key)

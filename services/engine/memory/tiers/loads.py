@@ -32,10 +32,10 @@ class _Loading:
     """A load under way. Its parts go to the device one by one, each as soon as its bytes are on the host."""
 
     def __init__(self, job: Load, fence: Fence) -> None:
-        self.ticket = job.ticket
+        self.job = job
         self.fence = fence
         self.left = len(job.parts)
-        self.failed: list[Key] = []
+        self.failed: set[Key] = set()
 
 
 class _Part:
@@ -238,11 +238,12 @@ class Loads:
     def _end(self, load: _Loading, failed: Key | None) -> None:
         """One part less."""
         if failed is not None:
-            load.failed.append(failed)
+            load.failed.add(failed)
         load.left -= 1
         if not load.left:
             self._answer(load)
 
     def _answer(self, load: _Loading) -> None:
         self._under_way -= 1
-        self._tell(Loaded(load.ticket, tuple(dict.fromkeys(load.failed))))
+        failed = dict.fromkeys(part.key for part in load.job.parts if part.key in load.failed)
+        self._tell(Loaded(load.job.ticket, tuple(failed)))

@@ -75,6 +75,7 @@ class TierManager:
     ) -> None:
         self._transfer = transfer
         self._wake = wake
+        self._closed = False
         self._events: deque[Event] = deque()
         self._layout = transfer.layout
         sizes = {}
@@ -198,6 +199,9 @@ class TierManager:
     def close(self, seconds: float) -> None:
         """Answers every job and ends the threads. What is pinned is brought to disk and store, and what waits for the
         disk is written, as far as the time allows."""
+        if self._closed:
+            return
+        self._closed = True
         until = time.monotonic() + seconds
         if self._disk is not None:
             self._disk.stop_warming()

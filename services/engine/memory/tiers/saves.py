@@ -78,7 +78,7 @@ class Saves:
         entry, index = job.entry, self._index
         size = index.layout.payload_bytes(entry)
         with index.lock:
-            if not index.is_live(record) or self._is_there(record):
+            if not index.stands(record) or self._is_there(record):
                 self._end(job, record, None)
                 return
             run = index.take_room(size)

@@ -31,6 +31,7 @@ from services.engine.memory.tiers.ports import (
 )
 
 LAYOUT = Layout("toy", block_size=4, block_bytes=1000, slot_bytes=5000)
+LARGE = Layout("large", block_size=4, block_bytes=40_000, slot_bytes=2_000_000)
 SPACE = Space(b"s" * 20)
 
 
@@ -167,9 +168,9 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self, seconds: float = 10.0) -> None:
+    def close(self, seconds: float = 10.0) -> list[Event]:
         self.manager.close(seconds)
-        self.take()
+        return self.take()
 
     def take(self) -> list[Event]:
         """The events since the last call."""
