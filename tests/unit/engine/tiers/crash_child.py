@@ -10,7 +10,7 @@ from tests.unit.engine.tiers.toy_device import LARGE, Bench, chain, limits
 
 
 def main() -> None:
-    bench = Bench(limits(4000, disk_dir=Path(sys.argv[1]), disk_bytes=40_000_000), layout=LARGE)
+    bench = Bench(limits(4000, disk_dir=Path(sys.argv[1]), disk_bytes=8_000_000), layout=LARGE)
     print("begun", flush=True)
     for seed in count(int(sys.argv[2])):
         for place, entry in enumerate(chain(4, 9, 4, seed=seed)):

@@ -31,7 +31,7 @@ from services.engine.memory.tiers.ports import (
 )
 
 LAYOUT = Layout("toy", block_size=4, block_bytes=1000, slot_bytes=5000)
-LARGE = Layout("large", block_size=4, block_bytes=40_000, slot_bytes=2_000_000)
+LARGE = Layout("large", block_size=4, block_bytes=40_000, slot_bytes=400_000)
 SPACE = Space(b"s" * 20)
 
 
