@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -252,30 +253,39 @@ def test_after_a_kill_every_entry_is_whole_or_not_there(tmp_path: Path) -> None:
     """The writer is killed at random moments."""
     moments = random.Random(1)
     total = 0
-    for round_number in range(4):
-        seed = 1000 * round_number
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.engine.tiers.crash_child", str(tmp_path), str(seed)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert child.stdout is not None
-        while b"begun" not in child.stdout.readline():
-            assert child.poll() is None
-        time.sleep(moments.uniform(0.02, 0.3))
-        child.kill()
-        child.wait()
-        child.stdout.close()
-        with Bench(limits(4000, disk_dir=tmp_path, disk_bytes=8_000_000), layout=LARGE) as bench:
-            bench.settle()
-            told = [event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK]
-            total += len(told)
-            for entry in told:
-                assert bench.load(entry).failed == ()
-            assert set(files(tmp_path)) == {f"{entry.key.hex()}.entry" for entry in told}
-            assert not bench.counts.troubles
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.engine.tiers.crash_child", str(tmp_path)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as starter:
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        try:
+            for seed in range(0, 12_000, 1000):
+                print(seed, file=starter.stdin, flush=True)
+                writer = int(starter.stdout.readline())
+                time.sleep(moments.uniform(0.02, 0.25))
+                os.kill(writer, signal.SIGKILL)
+                assert starter.stdout.readline() == "ended\n"
+                total += _check_after_kill(tmp_path)
+        finally:
+            os.killpg(starter.pid, signal.SIGKILL)
     assert total > 10
+
+
+def _check_after_kill(directory: Path) -> int:
+    """How many entries are there; all of them are whole."""
+    with Bench(limits(4000, disk_dir=directory, disk_bytes=8_000_000), layout=LARGE) as bench:
+        bench.settle()
+        told = [event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.DISK]
+        for entry in told:
+            assert bench.load(entry).failed == ()
+        assert set(files(directory)) == {f"{entry.key.hex()}.entry" for entry in told}
+        assert not bench.counts.troubles
+        return len(told)
 
 
 def test_large_entries_go_through_many_pieces(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def chain(*lengths: int, seed: int = 0, space: Space = SPACE, seconds: float = 1
     """A history in entries of so many tokens."""
     entries: list[Entry] = []
     for number, length in enumerate(lengths):
-        tokens = np.arange(length, dtype="<u4") + 1000 * number + 1_000_000 * seed
+        tokens = np.arange(length, dtype="<u4") + 1000 * number + 100_000 * seed
         entries.append(Entry.behind(entries[-1] if entries else None, space, tokens.tobytes(), seconds))
     return entries
 
