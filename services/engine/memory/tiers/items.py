@@ -19,8 +19,9 @@ from services.engine.memory.tiers.header import (
     encode,
     header_length,
 )
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.ports import Bytes, Entry, Key
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.spans import spans
 
 PIECE_BYTES = 2**20

@@ -8,7 +8,7 @@ from typing import Literal
 
 from services.engine.memory.tiers.bandwidth import Bandwidth
 from services.engine.memory.tiers.fetcher import Fetcher
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.ports import (
     Bytes,
     CacheTransfer,
@@ -21,6 +21,7 @@ from services.engine.memory.tiers.ports import (
     Tier,
     TierObserver,
 )
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.troubles import Troubles
 from services.engine.memory.tiers.worker import Worker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from services.engine.memory.tiers.bandwidth import Bandwidth
 from services.engine.memory.tiers.disk import DiskFiles
 from services.engine.memory.tiers.disk_tier import DiskTier
 from services.engine.memory.tiers.fetcher import Fetcher, Source
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.items import Items
 from services.engine.memory.tiers.limits import TierLimits
 from services.engine.memory.tiers.loads import Loads
@@ -42,6 +43,7 @@ from services.engine.memory.tiers.ports import (
     TierStatus,
     Use,
 )
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.remote import StoreObjects
 from services.engine.memory.tiers.saves import Saves
 from services.engine.memory.tiers.store_tier import StoreTier
@@ -165,7 +167,10 @@ class TierManager:
         return events
 
     def seconds(self, tier: Tier, size: int) -> float:
-        """How long a load of so many bytes takes from this tier, with the wait for those that are under way."""
+        """How long a load of so many bytes takes from this tier, with the wait for those that are under way; infinitely
+        long while the store is left alone."""
+        if tier is Tier.STORE and self._objects is not None and self._objects.pause:
+            return math.inf
         return self._bandwidth.seconds(tier, size)
 
     def read(self, key: Key) -> Iterator[bytes]:

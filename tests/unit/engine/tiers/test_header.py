@@ -33,7 +33,7 @@ DATA = encode(header(chain(5, 6)[1]), LAYOUT)
 """One with a parent."""
 
 
-@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=3), seconds=st.floats(0, 1e9))
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=3), seconds=st.floats(0, 1e6))
 def test_round_trip(lengths: list[int], seconds: float) -> None:
     entry = chain(*lengths, seconds=seconds)[-1]
     data = encode(header(entry), LAYOUT)
@@ -101,6 +101,7 @@ def test_impossible_lengths_are_not_trusted(length: int) -> None:
         (10, float("nan")),
         (10, -1.0),
         (10, float("inf")),
+        (10, 1e7),
         (11, 0),
         (11, 2**60),
         (12, 4),
