@@ -33,6 +33,7 @@ from services.engine.memory.tiers.ports import (
     Use,
 )
 from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, content, files, keys, limits
+from tests.unit.engine.tiers.toy_store import ToyStore, item
 
 _ONE, _OTHER = chain(4, 3, 8, 5, 1), chain(9, 4, 4, seed=7)
 _BRANCH = Entry.behind(_ONE[1], _ONE[1].space, b"abcd" * 6, 0.5)
@@ -65,20 +66,27 @@ class TierMachine(RuleBasedStateMachine):
         pages=st.integers(2, 14),
         disk=st.none() | st.integers(1, 8),
         host=st.booleans(),
+        store=st.none() | st.integers(1, 8),
+        after_uses=st.integers(0, 1),
     )
-    def start(self, pages: int, disk: int | None, host: bool) -> None:
+    def start(self, pages: int, disk: int | None, host: bool, store: int | None, after_uses: int) -> None:
         self.disk = disk
+        self.store = None if store is None else ToyStore()
         self.limits = limits(
             pages,
-            host=host or disk is None,
+            host=host or (disk is None and store is None),
             disk_dir=None if disk is None else self.directory,
             disk_bytes=12_000 * (disk or 1),
+            store=store is not None,
+            store_bytes=12_000 * (store or 1),
+            store_after_uses=after_uses,
+            store_poll_seconds=1e6,
         )
         self.open()
 
     def open(self) -> None:
         self.kept.clear()
-        self.bench = Bench(self.limits)
+        self.bench = Bench(self.limits, self.store)
         self.bench.device.blocks = np.zeros((3000, LAYOUT.block_bytes), np.uint8)
         self.bench.device.slots = np.zeros((1000, LAYOUT.slot_bytes), np.uint8)
 
@@ -168,9 +176,30 @@ class TierMachine(RuleBasedStateMachine):
         memory = self.bench.manager._index.arena._memory
         memory[place % len(memory)] ^= 2
 
+    @rule(number=NUMBERS, other=st.sampled_from(["put", "remove", "flip", "cut"]), place=st.integers(0, 20_000))
+    def another_engine(self, number: int, other: str, place: int) -> None:
+        """What others do to the store, or happens to it."""
+        if self.store is None:
+            return
+        entry = ENTRIES[number]
+        key = f"prefix-cache/toy-1/{entry.key.hex()}"
+        data = bytearray(self.store.objects.get(key, (b"", 0))[0])
+        if other == "put":
+            self.store.objects[key] = (item(entry), time.time())
+        elif other == "remove":
+            self.store.objects.pop(key, None)
+        elif data:
+            data[place % len(data)] ^= 2
+            self.store.objects[key] = (bytes(data if other == "flip" else data[: place % len(data)]), time.time())
+
+    @rule()
+    def store_goes_or_comes(self) -> None:
+        if self.store is not None:
+            self.store.away = not self.store.away
+
     @rule()
     def restart(self) -> None:
-        if self.disk is None:
+        if self.disk is None and self.store is None:
             return
         self.follow(self.bench.close())
         self.answered()
@@ -180,6 +209,8 @@ class TierMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.follow(self.bench.settle())
         self.answered()
+        if self.store is not None:
+            self.look_at_the_store(self.store)
         status = self.bench.manager.status()
         for tier, told in status.items():
             assert told.entries == sum(1 for _, other in self.kept if other is tier)
@@ -195,6 +226,24 @@ class TierMachine(RuleBasedStateMachine):
         if Tier.HOST not in status:
             arena = self.bench.manager._index.arena
             assert arena.free == arena.limit
+
+    def look_at_the_store(self, store: ToyStore) -> None:
+        """Lists it, and compares what is there with what is known."""
+        tier = self.bench.manager._store
+        if store.away:
+            return
+        self.bench.manager._objects._alone_until = 0.0
+        tier.worker.put(tier._erase)
+        self.follow(self.bench.settle())
+        tier.poller.put(tier._poll)
+        self.follow(self.bench.settle())
+        known = {f"prefix-cache/toy-1/{key.hex()}" for key, other in self.kept if other is Tier.STORE}
+        strangers = {f"prefix-cache/toy-1/{key.hex()}" for key in tier._strangers}
+        assert store.objects.keys() == known | strangers
+        assert not known & strangers
+        # Damaged ones count with the size that they should have, where their header is whole.
+        assert tier.size <= self.limits.store_bytes
+        assert tier.size >= sum(len(data) for data, _ in store.objects.values())
 
     def follow(self, events: list[Event]) -> None:
         """Everything that is told agrees with what was told before."""
@@ -235,4 +284,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=80, stateful_step_count=25)
+TestTierMachine.settings = settings(max_examples=100, stateful_step_count=25)
