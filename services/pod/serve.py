@@ -72,7 +72,9 @@ async def serve(
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
     observer = metrics if traces is None else Observers(metrics, traces)
-    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, observer, metrics.tiers, store))
+    loading = asyncio.create_task(
+        asyncio.to_thread(build_engine, settings, registry, nudges, observer, metrics.tiers, store)
+    )
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()

@@ -244,6 +244,8 @@ class TierManager:
             self._objects.close()
         if self._files is not None and all(ended):
             self._files.close()
+        if all(ended):
+            self._transfer.close()
 
     def _workers(self) -> list[Worker]:
         workers = [self._jobs, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
