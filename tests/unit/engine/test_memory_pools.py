@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from services.engine.memory.blocks import BlockPool
+from services.engine.memory.cost import ComputeCost
 from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.prefix import PrefixCache
+from services.engine.memory.prefix import PrefixCache, Sizes
 from services.engine.memory.slots import SlotPool
-
-BASE = ("", "")
+from services.engine.memory.tiers.ports import space_of
+from services.engine.memory.tokens import encode
 
 
 def test_blocks_are_handed_out_once_and_never_scratch() -> None:
@@ -49,12 +50,10 @@ def test_misuse_of_blocks_is_found() -> None:
     with pytest.raises(IntegrityError):
         pool.uncache(block)
     pool.cache(block)
-    with pytest.raises(IntegrityError):
-        pool.cache(block)
     pool.release([block])
     with pytest.raises(IntegrityError):
         pool.release([block])
-    for held, cached in (([block], [block]), ([], []), ([0], [block]), ([], [block, block])):
+    for held, cached in (([block], [block]), ([], []), ([0], [block])):
         with pytest.raises(IntegrityError):
             pool.check(held, cached)
     pool.check([], [block])
@@ -85,20 +84,19 @@ class Cache:
     def __init__(self) -> None:
         self.blocks = BlockPool(20)
         self.slots = SlotPool(10)
-        self.cache = PrefixCache(self.blocks, self.slots, 2)
+        self.cache = PrefixCache(self.blocks, self.slots, 2, Sizes(), ComputeCost(1.0, 0.0), lambda: 0.0)
 
-    def insert(self, tokens: tuple[int, ...], namespace: tuple[str, str] = BASE) -> None:
-        blocks = self.blocks.take(len(tokens) // 2)
+    def insert(self, *tokens: int, salt: str = "") -> None:
+        blocks = self.blocks.take(-(-len(tokens) // 2))
         slot = self.slots.take()
         assert slot is not None
-        self.cache.insert(namespace, tokens, blocks, slot)
+        self.cache.insert(space_of("", salt), encode(tokens), blocks, slot)
         self.blocks.release(blocks)
         self.check()
 
-    def hit(self, tokens: tuple[int, ...], namespace: tuple[str, str] = BASE) -> tuple[int, int]:
-        match = self.cache.match(namespace, tokens, len(tokens) // 2 * 2)
-        assert (match.node is None) == (len(match.blocks) == 0)
-        return len(match.blocks), match.shared_blocks
+    def hit(self, *tokens: int, salt: str = "") -> int:
+        node = self.cache.hit(self.cache.tree.find(space_of("", salt), encode(tokens)), len(tokens), 1)
+        return 0 if node is None else node.end
 
     def check(self) -> None:
         self.blocks.check([], self.cache.held_blocks())
@@ -107,68 +105,18 @@ class Cache:
 
 def test_a_hit_reaches_to_the_deepest_snapshot() -> None:
     cache = Cache()
-    cache.insert((1, 2, 3, 4, 5, 6))
-    assert cache.hit((1, 2, 3, 4, 5, 6, 7, 8)) == (3, 3)
-    assert cache.hit((1, 2, 3, 4, 9, 9)) == (0, 2)
-    cache.insert((1, 2, 3, 4))
-    assert cache.hit((1, 2, 3, 4, 9, 9)) == (2, 2)
-    assert cache.hit((2, 1, 3, 4)) == (0, 0)
-    assert cache.hit((1, 2, 3, 4), ("digest", "")) == (0, 0)
-    assert cache.hit((1, 2, 3, 4), ("", "salt")) == (0, 0)
+    cache.insert(1, 2, 3, 4, 5)
+    assert cache.hit(1, 2, 3, 4, 5, 6, 7) == 5
+    assert cache.hit(1, 2, 3, 9) == 0
+    cache.insert(1, 2, 3)
+    assert cache.hit(1, 2, 3, 9) == 3
+    assert cache.hit(1, 2, 3, 4, 5, salt="other") == 0
 
 
-def test_a_path_that_exists_is_not_stored_twice() -> None:
+def test_everything_can_be_evicted() -> None:
     cache = Cache()
-    cache.insert((1, 2, 3, 4))
-    cache.insert((1, 2, 3, 4))
-    assert (cache.blocks.idle, cache.cache.num_snapshots) == (2, 1)
-    cache.insert((1, 2, 5, 6))
-    assert (cache.blocks.idle, cache.cache.num_snapshots) == (3, 2)
-
-
-def test_eviction_is_least_recently_used_first_and_takes_useless_blocks_along() -> None:
-    cache = Cache()
-    cache.insert((1, 2, 3, 4, 5, 6))
-    cache.insert((1, 2))
-    cache.insert((7, 8))
-    node = cache.cache.match(BASE, (1, 2), 2).node
-    assert node is not None
-    cache.cache.pin(node)
-    cache.cache.unpin(node)
-    assert cache.cache.evict_slot()
-    cache.check()
-    assert cache.hit((1, 2, 3, 4, 5, 6)) == (1, 1)
-    assert cache.cache.evict_slot()
-    assert cache.hit((7, 8)) == (0, 0)
-    assert cache.cache.evict_slot()
-    assert not cache.cache.evict_slot()
+    for tokens in ((1, 2, 3, 4, 5), (1, 2, 3, 7), (8, 9), (1, 2)):
+        cache.insert(*tokens)
+    while cache.cache.evict_slot():
+        cache.check()
     assert (cache.blocks.free, cache.slots.free) == (19, 9)
-
-
-def test_pinned_snapshots_stay() -> None:
-    cache = Cache()
-    cache.insert((1, 2))
-    node = cache.cache.match(BASE, (1, 2), 2).node
-    assert node is not None
-    cache.cache.pin(node)
-    assert not cache.cache.evict_slot()
-    assert not cache.cache.evict_blocks()
-    cache.cache.unpin(node)
-    with pytest.raises(IntegrityError):
-        cache.cache.unpin(node)
-    cache.cache.clear()
-    assert cache.blocks.free == 19
-    with pytest.raises(IntegrityError):
-        cache.cache.pin(node)
-
-
-def test_blocks_are_freed_from_the_leaves() -> None:
-    cache = Cache()
-    cache.insert((1, 2))
-    cache.insert((1, 2, 3, 4))
-    assert cache.cache.evict_blocks()
-    cache.check()
-    assert cache.hit((1, 2, 3, 4)) == (1, 1)
-    assert cache.cache.evict_blocks()
-    assert not cache.cache.evict_blocks()
-    assert cache.blocks.free == 19

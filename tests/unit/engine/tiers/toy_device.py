@@ -51,6 +51,12 @@ class ToyDevice:
     def layout(self) -> Layout:
         return self._layout
 
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
+
+    def close(self) -> None:
+        """Its memory is numpy's."""
+
     def fence(self) -> Fence:
         return None
 
