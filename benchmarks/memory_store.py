@@ -23,14 +23,14 @@ class MemoryStore(ObjectStore):
                 raise ObjectNotFound(f"no such object (get {key})")
             return self._objects[key]
 
-    def put(self, key: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str:
+    def put(self, key: str, data: bytes | memoryview, *, if_match: str | None = None, if_absent: bool = False) -> str:
         """See ObjectStore."""
         with self._lock:
             now = self._objects.get(key)
             if (if_absent and now is not None) or (if_match is not None and (now is None or now.etag != if_match)):
                 raise PreconditionFailed(f"condition does not hold (put {key})")
             etag = str(next(self._writes))
-            self._objects[key] = StoredObject(data, etag)
+            self._objects[key] = StoredObject(bytes(data), etag)
             return etag
 
     def head(self, key: str) -> str | None:

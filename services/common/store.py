@@ -83,7 +83,7 @@ class _Pool(urllib3.PoolManager):
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
         body = kw.get("body")
-        extra = len(body) / _BYTES_PER_SECOND if isinstance(body, bytes) else 0.0
+        extra = len(body) / _BYTES_PER_SECOND if isinstance(body, bytes | memoryview) else 0.0
         turn = CONDITION_SECONDS if _CONDITIONS & set(kw.get("headers") or ()) else 0.0
         kw["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS + extra, read=READ_SECONDS + turn + extra)
         kw["retries"] = False
@@ -153,7 +153,7 @@ class ObjectStore:
 
         return self._call(f"read {key}", read)
 
-    def put(self, key: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str:
+    def put(self, key: str, data: bytes | memoryview, *, if_match: str | None = None, if_absent: bool = False) -> str:
         """Writes an object and returns its etag.
 
         Args:
@@ -169,12 +169,13 @@ class ObjectStore:
             headers["If-Match"] = f'"{if_match}"'
         if if_absent:
             headers["If-None-Match"] = "*"
+        body: Any = data  # minio says bytes; it, urllib3 and sockets take any buffer
         attempts = 0
 
         def write() -> str:
             nonlocal attempts
             attempts += 1
-            return str(self._client._put_object(self._bucket, key, data, headers=dict(headers)).etag)
+            return str(self._client._put_object(self._bucket, key, body, headers=dict(headers)).etag)
 
         try:
             return self._call(f"put {key}", write)

@@ -73,7 +73,7 @@ def test_names_that_need_quoting(store: ObjectStore) -> None:
 
 def test_large_object(store: ObjectStore) -> None:
     data = os.urandom(1 << 20) * 24
-    store.put("big", data, if_absent=True)
+    store.put("big", memoryview(data), if_absent=True)
     assert hashlib.sha256(store.get("big").data).digest() == hashlib.sha256(data).digest()
 
 

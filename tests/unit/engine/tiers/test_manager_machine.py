@@ -275,12 +275,14 @@ class TierMachine(RuleBasedStateMachine):
         assert not self.persists
 
     def teardown(self) -> None:
-        if self.bench is not None:
-            try:
-                self.settle()
-            finally:
-                self.bench.close()
-        shutil.rmtree(self.directory)
+        try:
+            if self.bench is not None:
+                try:
+                    self.settle()
+                finally:
+                    self.bench.close()
+        finally:
+            shutil.rmtree(self.directory)
 
 
 TestTierMachine = TierMachine.TestCase

@@ -14,6 +14,7 @@ from services.engine.memory.tiers.header import Header
 from services.engine.memory.tiers.ports import (
     Bytes,
     Dropped,
+    Entry,
     Forget,
     Kept,
     Loaded,
@@ -23,6 +24,7 @@ from services.engine.memory.tiers.ports import (
     Tier,
 )
 from tests.unit.engine.tiers.toy_device import Bench, chain, files, keys, limits
+from tests.unit.engine.tiers.toy_store import ToyStore, item
 
 
 class SlowWriter:
@@ -173,3 +175,81 @@ def test_saved_while_persisted_goes_down_at_once(tmp_path: Path) -> None:
         bench.settle()
         assert bench.events[-1] == Persisted(1)
         assert bench.manager._index.arena.free == bench.manager._index.arena.limit
+
+
+def put(store: ToyStore, *entries: Entry) -> None:
+    """As another engine does."""
+    for place, entry in enumerate(entries):
+        store.objects[f"prefix-cache/toy-1/{entry.key.hex()}"] = (item(entry), 1000.0 + place)
+
+
+def poll(bench: Bench) -> None:
+    """Lists the store now."""
+    bench.manager._store.poller.put(bench.manager._store._poll)
+    assert bench.manager._store.poller.wait_idle(time.monotonic() + 10)
+
+
+def test_a_persist_while_the_entry_comes_from_elsewhere(tmp_path: Path) -> None:
+    """It is about to be saved; the store has it first, and the disk is to have it."""
+    (held,), (wanted,) = chain(4, seed=1), chain(4, seed=2)
+    store = ToyStore()
+    began, go = threading.Event(), threading.Event()
+    with Bench(limits(disk_dir=tmp_path, store=True, store_poll_seconds=1e6), store) as bench:
+        bench.settle()
+        bench.device.before_save = lambda: (began.set(), go.wait(10))
+        bench.submit(bench.put(held), bench.put(wanted, 20, 2), Persist(1, [wanted.key]))
+        assert began.wait(10)
+        assert bench.manager._jobs.wait_idle(time.monotonic() + 10)
+        put(store, wanted)
+        poll(bench)
+        assert bench.wait_for(Persisted, 10, 1) == [Persisted(1)]
+        assert bench.manager.status()[Tier.DISK].entries == 1
+        go.set()
+
+
+def test_who_finds_more_in_the_store_than_its_limit_removes_leaves() -> None:
+    store = ToyStore()
+    old, new = chain(4, 4, seed=1), chain(4, seed=2)
+    with Bench(limits(store=True, store_poll_seconds=1e6, store_bytes=2 * len(item(old[0]))), store) as bench:
+        bench.settle()
+        put(store, *old, *new)
+        bench.settle()
+        poll(bench)
+        bench.settle()
+        left = {name.rpartition("/")[2] for name in store.objects}
+        assert len(left) == 2
+        assert old[1].key.hex() not in left or {old[0].key.hex(), old[1].key.hex()} == left
+
+
+def test_strangers_go_first() -> None:
+    store = ToyStore()
+    first, _, behind = chain(4, 4, 4)
+    with Bench(limits(store=True, store_poll_seconds=1e6, store_bytes=2 * len(item(first))), store) as bench:
+        bench.settle()
+        put(store, first, behind)
+        poll(bench)
+        assert [event for event in bench.settle() if isinstance(event, Kept)] == [Kept(first, Tier.STORE)]
+        assert len(store.objects) == 2
+        put(store, *chain(4, seed=2))
+        poll(bench)
+        bench.settle()
+        assert f"prefix-cache/toy-1/{behind.key.hex()}" not in store.objects
+        assert len(store.objects) == 2
+        assert not bench.counts.troubles
+
+
+def test_strangers_are_met_in_order_however_deep() -> None:
+    """What waits for one entry is a chain of many."""
+    store = ToyStore()
+    entries = chain(*[1] * 600)
+    with Bench(limits(store=True, store_poll_seconds=1e6), store) as bench:
+        bench.settle()
+        put(store, *entries[1:])
+        poll(bench)
+        assert bench.settle() == []
+        bench.save(entries[0])
+        kept = [event.entry for event in bench.events if isinstance(event, Kept) and event.tier is Tier.STORE]
+        assert kept == entries[1:]
+        bench.submit(Forget([entries[0].key]))
+        bench.settle()
+        assert store.objects == {}

@@ -23,6 +23,7 @@ class ToyStore:
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.away = False
+        self.asked = 0
         self._lock = threading.Lock()
 
     def list_objects(self, prefix: str) -> list[ListedObject]:
@@ -43,12 +44,12 @@ class ToyStore:
         target[: len(data)] = data
         return len(data)
 
-    def put(self, key: str, data: bytes, *, if_absent: bool) -> str:
+    def put(self, key: str, data: memoryview, *, if_absent: bool) -> str:
         with self._lock:
             self._check()
             if key in self.objects:
                 raise PreconditionFailed(key)
-            self.objects[key] = (data, time.time())
+            self.objects[key] = (bytes(data), time.time())
             return ""
 
     def delete(self, key: str) -> None:
@@ -57,6 +58,7 @@ class ToyStore:
             self.objects.pop(key, None)
 
     def _check(self) -> None:
+        self.asked += 1
         if self.away:
             raise Unavailable("away")
 
