@@ -78,6 +78,7 @@ SECTIONS = (
         ),
     ),
     Section("kernels", 400, (f"{_BENCH}.kernels --out {{out}}",)),
+    Section("prefix-device", 150, (f"{_BENCH}.prefix_device --out {{out}}/prefix-device.jsonl",)),
     Section("delta", 60, (f"{_BENCH}.probe_delta --out {{out}}/delta.json",)),
 )
 

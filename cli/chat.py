@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -39,6 +40,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     seed: Annotated[int | None, typer.Option()] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Session that it belongs to; a conversation has one of its own.")
+    ] = None,
     think: Annotated[bool | None, typer.Option("--think/--no-think", help="Let the model reason first.")] = None,
     url: Url = None,
     as_json: Json = False,
@@ -49,7 +53,12 @@ def chat(
         options: dict[str, Any] = {"model": model or served_model(client), "temperature": temperature}
         options |= {
             key: value
-            for key, value in {"adapter": adapter, "max_tokens": max_tokens, "seed": seed}.items()
+            for key, value in {
+                "adapter": adapter,
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "session_id": session,
+            }.items()
             if value is not None
         }
         if think is not None:
@@ -102,6 +111,8 @@ def _one(client: Client, output: Output, options: dict[str, Any], messages: list
 def _converse(client: Client, output: Output, options: dict[str, Any], messages: list[dict[str, str]]) -> None:
     output.err.print("[dim]Ctrl-D or /quit ends, /reset starts over.[/]")
     history = list(messages)
+    # What the model has computed of the conversation is kept for the next turn, however long one thinks about it.
+    options = {"session_id": _new_session(), **options}
     while True:
         try:
             text = output.err.input("[bold green]> [/]").strip()
@@ -112,6 +123,7 @@ def _converse(client: Client, output: Output, options: dict[str, Any], messages:
             return
         if text == "/reset":
             history = list(messages)
+            options = {**options, "session_id": _new_session()}
         elif text:
             turn = [*history, {"role": "user", "content": text}]
             try:
@@ -120,6 +132,10 @@ def _converse(client: Client, output: Output, options: dict[str, Any], messages:
                 output.err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
                 continue
             history = [*turn, {"role": "assistant", "content": answer.text}]
+
+
+def _new_session() -> str:
+    return f"chat-{uuid.uuid4().hex}"
 
 
 def stream_answer(

@@ -15,6 +15,7 @@ import httpx
 from cli.output import CliError, ExitCode
 from cli.settings import CliSettings
 
+_BLOCK = 2**20
 _RETRYABLE = {429, 500, 502, 503, 504}
 
 
@@ -55,8 +56,15 @@ class Client:
     def get(self, path: str, **params: str | int) -> Any:
         return self._json("GET", path, params=params)
 
-    def post(self, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None) -> Any:
-        return self._json("POST", path, json=body, headers=dict(headers or {}))
+    def post(
+        self, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, patient: bool = False
+    ) -> Any:
+        """``patient``: however long it takes; the server has a limit of its own."""
+        options: dict[str, Any] = {"timeout": httpx.Timeout(None, connect=5.0)} if patient else {}
+        return self._json("POST", path, json=body, headers=dict(headers or {}), **options)
+
+    def delete(self, path: str) -> Any:
+        return self._json("DELETE", path)
 
     def upload(self, path: str, fields: Mapping[str, str], files: Mapping[str, Path]) -> Any:
         """Multipart form of text fields and files, streamed from disk."""
@@ -64,8 +72,37 @@ class Client:
             parts = {name: (file.name, stack.enter_context(file.open("rb"))) for name, file in files.items()}
             return self._json("POST", path, data=dict(fields), files=parts, timeout=None)
 
-    def download(self, path: str, target: Path, **params: str | int) -> str:
+    def send_file(
+        self,
+        method: str,
+        path: str,
+        file: Path,
+        *,
+        on_block: Callable[[int], None] = lambda _: None,
+        **params: str | int,
+    ) -> Any:
+        """A file as the body, streamed from disk.
+
+        Args:
+            on_block: called with the number of bytes of each piece.
+        """
+        with file.open("rb") as source:
+
+            def blocks() -> Iterator[bytes]:
+                while block := source.read(_BLOCK):
+                    yield block
+                    on_block(len(block))
+
+            headers = {"content-type": "application/octet-stream", "content-length": str(file.stat().st_size)}
+            return self._json(method, path, content=blocks(), headers=headers, params=params, timeout=None)
+
+    def download(
+        self, path: str, target: Path, *, on_block: Callable[[int], None] = lambda _: None, **params: str | int
+    ) -> str:
         """Writes the body to ``target`` by way of a neighbour, so that a failure leaves no half file.
+
+        Args:
+            on_block: called with the number of bytes of each piece.
 
         Returns:
             The adapter version that the server says it sent.
@@ -75,6 +112,7 @@ class Client:
             with self._stream("GET", path, params=params) as response, scratch.open("wb") as file:
                 for block in response.iter_bytes():
                     file.write(block)
+                    on_block(len(block))
             scratch.replace(target)
         finally:
             scratch.unlink(missing_ok=True)

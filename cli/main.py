@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cli import adapter_tools, adapters, batch, keys, train
+from cli import adapter_tools, adapters, batch, keys, sessions, train
 from cli.chat import chat
 from cli.options import Json
 from cli.output import Output
@@ -90,6 +90,7 @@ def demo(
 
 app.add_typer(train.app)
 app.add_typer(batch.app)
+app.add_typer(sessions.app)
 for tool in (
     adapter_tools.rollback,
     adapter_tools.prune,

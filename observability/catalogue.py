@@ -16,6 +16,7 @@ from services.engine.adapter_ports import AdapterSnapshot, LoadedAdapter
 from services.engine.exports import Sources, export
 from services.engine.limits import Counts
 from services.engine.memory.plan import MemoryPlan
+from services.engine.memory.tiers.ports import Tier, TierStatus
 from services.engine.metrics import EngineMetrics
 from services.engine.ports import LoopStatus
 from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
@@ -93,6 +94,7 @@ def _engine() -> CollectorRegistry:
             memory=plan,
             device_memory=lambda: {"total": 1, "reserved": 1, "allocated": 1},
             training_waited=lambda: 0.0,
+            tiers=lambda: {Tier.HOST: TierStatus(0, 0, 1)},
         ),
     )
     return metrics.registry

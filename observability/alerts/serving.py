@@ -17,6 +17,14 @@ https://sre.google/workbook/alerting-on-slos/"""
 _REQUESTS = {**GATEWAY, "method": "POST", "route": "/v1/chat/completions"}
 
 
+_TIER_FAILURES = "temper_engine_tier_failures_total"
+_FAULTS = 'reason!="missing"'
+
+
+def _tier_failed(reason: str, values: str) -> dict[str, str]:
+    return {series(_TIER_FAILURES, ENGINE, tier="store", reason=reason): values}
+
+
 def _ratio(window: str) -> str:
     return f"temper:gateway_errors:ratio_rate{window}"
 
@@ -173,6 +181,21 @@ SERVING = Group(
             (
                 fires({series("temper_engine_preemptions_total", ENGINE): rising(30)}, "40m", ENGINE, "500m"),
                 quiet({series("temper_engine_preemptions_total", ENGINE): rising(1)}, "40m"),
+            ),
+        ),
+        Alert(
+            "TemperTierFails",
+            f"sum by ({BY}, pod, tier, reason) (increase({ours(_TIER_FAILURES, _FAULTS)}[10m])) > 0",
+            15,
+            "warning",
+            "A tier of the prefix cache fails",
+            "{{ $labels.pod }} could not read or write {{ $value | humanize }} copies in its tier {{ $labels.tier }} "
+            "({{ $labels.reason }}) in ten minutes. Prompts are computed again instead.",
+            (
+                fires(_tier_failed("away", rising(1)), "40m", {**ENGINE, "tier": "store", "reason": "away"}, "10"),
+                quiet(_tier_failed("away", once(0, 5, 3)), "22m"),
+                # Another engine, or whoever deletes a session, may remove what this one still knows of.
+                quiet(_tier_failed("missing", rising(1)), "40m"),
             ),
         ),
         Alert(

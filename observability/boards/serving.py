@@ -260,20 +260,6 @@ _MEMORY = Row(
             low=0,
         ),
         Panel(
-            "Prefix hits",
-            "Share of prompt tokens that were computed before. Sessions and common beginnings raise it.",
-            (
-                Query(
-                    f"{total(rate(chosen('temper_engine_cached_tokens_total')), 'pod')} / "
-                    f"{total(rate(chosen('temper_engine_prompt_tokens_total')), 'pod')}",
-                    "{{pod}}",
-                ),
-            ),
-            unit="percentunit",
-            low=0,
-            high=1,
-        ),
-        Panel(
             "Preemptions",
             "Sequences a second that lost their blocks and were computed again.",
             (Query(total(rate(chosen("temper_engine_preemptions_total")), "pod"), "{{pod}}"),),
@@ -294,6 +280,92 @@ _MEMORY = Row(
             unit="percentunit",
             low=0,
             high=1,
+        ),
+    ),
+)
+
+_TIERS = Row(
+    "Prefix cache",
+    (
+        Panel(
+            "Prefix hits",
+            "Share of prompt tokens that were computed before. Sessions and common beginnings raise it.",
+            (
+                Query(
+                    f"{total(rate(chosen('temper_engine_cached_tokens_total')), 'pod')} / "
+                    f"{total(rate(chosen('temper_engine_prompt_tokens_total')), 'pod')}",
+                    "{{pod}}",
+                ),
+            ),
+            unit="percentunit",
+            low=0,
+            high=1,
+        ),
+        Panel(
+            "Hits by tier",
+            "Prompt tokens a second that were found on the device, or loaded from a tier below it.",
+            (Query(total(rate(chosen("temper_engine_cache_hit_tokens_total")), "tier"), "{{tier}}"),),
+            kind="stack",
+            low=0,
+        ),
+        Panel(
+            "Computing saved",
+            "Seconds of prefill that hits save each second, less the time of their loads, by where they were.",
+            (Query(total(rate(chosen("temper_engine_cache_saved_seconds_total")), "tier"), "{{tier}}"),),
+            kind="stack",
+            unit="s",
+            low=0,
+        ),
+        Panel(
+            "Kept in tiers",
+            "Bytes below the devices, and how many there may be. Full is as it should be: the least useful goes first.",
+            (
+                Query(total(chosen("temper_engine_tier_bytes"), "tier"), "{{tier}}"),
+                Query(total(chosen("temper_engine_tier_limit_bytes"), "tier"), "{{tier}} limit"),
+            ),
+            unit="bytes",
+            low=0,
+        ),
+        Panel(
+            "Loads from tiers, p95",
+            "95 % of the loads to the device take less. One is begun only where computing would take longer.",
+            (
+                Query(
+                    quantile(0.95, chosen("temper_engine_tier_load_seconds_bucket"), "tier"),
+                    "{{tier}}",
+                ),
+            ),
+            unit="s",
+            low=0,
+        ),
+        Panel(
+            "Tier failures",
+            "Copies a second that could not be read or written. Each costs computing again, and nothing else.",
+            (Query(total(rate(chosen("temper_engine_tier_failures_total")), "tier, reason"), "{{tier}} {{reason}}"),),
+            unit="ops",
+            low=0,
+            alerts=("TemperTierFails",),
+        ),
+        Panel(
+            "Loaded",
+            "Bytes a second from each tier to the devices.",
+            (Query(total(rate(chosen("temper_engine_tier_loaded_bytes_total")), "tier"), "{{tier}}"),),
+            unit="bytes",
+            low=0,
+        ),
+        Panel(
+            "Written",
+            "Bytes a second into each tier.",
+            (Query(total(rate(chosen("temper_engine_tier_saved_bytes_total")), "tier"), "{{tier}}"),),
+            unit="bytes",
+            low=0,
+        ),
+        Panel(
+            "Given up",
+            "Bytes a second that made room for others. Much of it, and few hits: the tier is too small.",
+            (Query(total(rate(chosen("temper_engine_cache_evicted_bytes_total")), "tier"), "{{tier}}"),),
+            unit="bytes",
+            low=0,
         ),
     ),
 )
@@ -360,5 +432,5 @@ SERVING = Board(
     "serving",
     "Temper / Serving",
     "Requests, their latency, and the engines behind them.",
-    (_GLANCE, _LATENCY, _LOAD, _MEMORY, _ENGINE),
+    (_GLANCE, _LATENCY, _LOAD, _MEMORY, _TIERS, _ENGINE),
 )

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import pairwise
 
 from services.engine.plan import Chunk
 
 
-class Link(NamedTuple):
-    """A part of a chunk: up to a snapshot, or to the chunk's end."""
-
-    start: int
-    """Position of its first token."""
-    length: int
-    """Tokens, at least 1."""
-    out_slot: int
-    """Where the state behind its last token goes."""
-
-
-def links(chunk: Chunk) -> Sequence[Link]:
-    """The parts of a chunk in their order: each but the first goes on from the state behind the one before."""
-    last = chunk.out_slot or chunk.slot
+def links(chunk: Chunk) -> Sequence[Chunk]:
+    """The chunk up to its first snapshot, from there to the next one, and so on to its end: chunks without snapshots,
+    each of which goes on from the state behind the one before. Their slot is the chunk's, their out_slot where the
+    state behind them goes."""
     if not chunk.snapshots:
-        return (Link(chunk.start, len(chunk.token_ids), last),)
-    ends = (*chunk.snapshots, (chunk.start + len(chunk.token_ids), last))
-    starts = (chunk.start, *(position for position, _ in chunk.snapshots))
-    return [Link(start, end - start, slot) for start, (end, slot) in zip(starts, ends, strict=True)]
+        return (chunk,)
+    known, begin = chunk.token_ids, chunk.start
+    ends = [*chunk.snapshots, (begin + len(known), chunk.out_slot or chunk.slot)]
+    parts: list[Chunk] = []
+    for end, slot in ends:
+        part = known[begin - chunk.start : end - chunk.start]
+        parts.append(chunk._replace(token_ids=part, start=begin, out_slot=slot, snapshots=()))
+        begin = end
+    between = (part._replace(samples=False, next_id=after.token_ids[0]) for part, after in pairwise(parts))
+    return [*between, parts[-1]]
+
+
+def cut(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """All links of some chunks."""
+    if not any(chunk.snapshots for chunk in chunks):
+        return chunks
+    return [link for chunk in chunks for link in links(chunk)]

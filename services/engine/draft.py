@@ -25,8 +25,12 @@ class Draft:
         """Snapshots at the end of a chunk."""
         self.pending = Pending()
         """What can be used of the prefix cache once the step has run."""
+        self.deferred: set[Sequence] = set()
+        """Those that wait for a state that is under way."""
+        self.computed: list[Sequence] = []
+        """Those whose prompt the step computes the end of."""
         self.seats_kept = 0
-        """For sequences that wait one step for a snapshot that is under way."""
+        """For those that are deferred."""
         self.blocks_kept = 0
         self.decodes_output = False
         """Whether somebody waits for the next token of an answer."""

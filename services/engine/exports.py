@@ -11,8 +11,10 @@ from prometheus_client.registry import Collector
 
 from services.engine.adapter_ports import AdapterSnapshot
 from services.engine.memory.plan import MemoryPlan
+from services.engine.memory.tiers.ports import Tier, TierStatus
 from services.engine.metrics import EngineMetrics, StateCollector
 from services.engine.ports import LoopStatus
+from services.engine.tier_metrics import TierCollector
 from services.engine.vllm_metrics import VllmCollector
 
 
@@ -31,6 +33,8 @@ class Sources:
     """Bytes of the device by kind, as they are now; {} where the plan is all there is."""
     training_waited: Callable[[], float]
     """Seconds that the trainer has waited for its turns."""
+    tiers: Callable[[], Mapping[Tier, TierStatus]] = dict
+    """Those below the device; {} where there are none."""
 
 
 def export(metrics: EngineMetrics, sources: Sources) -> None:
@@ -43,6 +47,7 @@ def export(metrics: EngineMetrics, sources: Sources) -> None:
         VllmCollector(metrics, sources.status, model_name=sources.model_name, block_size=sources.memory.block_size)
     )
     registry.register(_DeviceCollector(sources))
+    registry.register(TierCollector(sources.tiers))
 
 
 class _DeviceCollector(Collector):

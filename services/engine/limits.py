@@ -48,6 +48,10 @@ class SchedulerConfig:
     """What a token's attention to one token before it costs, as a part of everything else about it."""
     snapshot_interval: int = 0
     """Tokens between two snapshots in long texts; 0: by the sizes above."""
+    short_prefill: int = 256
+    """Sequences that lack no more tokens than this are computed ahead of longer ones."""
+    long_beside_short: int = 256
+    """Tokens of longer ones in such a step."""
     session_seconds: float = 600.0
     """For so long after a request of a session its history is kept before others."""
     most_sessions: int = 4096
@@ -166,3 +170,5 @@ class Counts:
     guesses: int = 0
     """Guessed tokens that were checked since the start."""
     guesses_right: int = 0
+    evicted_bytes: int = 0
+    """Given up by the prefix cache since the start."""

@@ -15,6 +15,7 @@ from services.common import tracing
 from services.common.process_metrics import export_process
 from services.engine.adapter_ports import AdapterSnapshot
 from services.engine.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
+from services.engine.tier_metrics import TierMetrics
 from services.engine.updates import Finished
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -32,6 +33,9 @@ class EngineMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.tiers = TierMetrics(registry)
+        """For whoever moves what the prefix cache keeps."""
+        self._evicted_bytes = 0
         export_process(registry, service="engine")
         self._steps = Counter("temper_engine_steps", "Steps run.", registry=registry)
         self._failed = Counter("temper_engine_failed_steps", "Steps that failed.", registry=registry)
@@ -133,6 +137,9 @@ class EngineMetrics:
         self._compute.observe(stats.compute_seconds)
         self._decoded.inc(stats.decodes)
         self._prefilled.inc(stats.prefill_tokens)
+        # Of a new scheduler, after an error, it begins at 0 again.
+        self.tiers.tier_evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
+        self._evicted_bytes = stats.counts.evicted_bytes
         if stats.mask_seconds:
             self._masks.observe(stats.mask_seconds)
 
@@ -143,6 +150,7 @@ class EngineMetrics:
         example = tracing.exemplar(finished.request.traceparent)
         self.requests.labels(finished.finish_reason.value).inc()
         self.cached.inc(finished.cached_tokens)
+        self.tiers.tier_hit(finished.cached_from, finished.cached_tokens, finished.saved_seconds)
         self.preemptions.inc(finished.preemptions)
         if finished.scheduled_at is not None:
             self.prompt.inc(len(finished.request.prompt_token_ids))

@@ -175,13 +175,12 @@ class ModelRunner:
             for chunk, chain, begin in zip(chunks, chains, begins[:-1], strict=True):
                 if turn >= len(chain):
                     continue
-                start, length, out_slot = chain[turn]
-                live, offset = chunk.out_slot or chunk.slot, start - chunk.start
-                part = chunk._replace(token_ids=chunk.token_ids[offset : offset + length], start=start, snapshots=())
-                parts.append(part._replace(slot=live, out_slot=0) if turn else part)
-                rows.append(np.arange(begin + offset, begin + offset + length))
-                if out_slot != live:
-                    copies.append(StateCopy(live, out_slot))
+                link, live, offset = chain[turn], chunk.out_slot or chunk.slot, chain[turn].start - chunk.start
+                rows.append(np.arange(begin + offset, begin + offset + len(link.token_ids)))
+                if link.out_slot not in (0, live):
+                    copies.append(StateCopy(live, link.out_slot))
+                ends = (live, 0) if turn else (chunk.slot, chunk.out_slot)
+                parts.append(link._replace(slot=ends[0], out_slot=ends[1]))
             here = self._batch(parts)
             out, _ = model.forward_all(here, cache, self._lora if here.has_adapters else None)
             every.index_copy_(0, torch.from_numpy(np.concatenate(rows)).to(model.device), out)

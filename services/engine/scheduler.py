@@ -34,6 +34,9 @@ from services.engine.roster import Roster
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
 
+_LOOK_AHEAD = 64
+"""Waiting sequences that are looked at for short ones."""
+
 
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
@@ -98,6 +101,7 @@ class Scheduler:
             preemptions=self._preemptions,
             guesses=self._guesses,
             guesses_right=self._guesses_right,
+            evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
     def add(self, request: Request) -> None:
@@ -326,6 +330,7 @@ class Scheduler:
         Args:
             partial: running sequences that lack more than a token, best rank first.
         """
+        self._add_short(draft, partial)
         waiting = self._roster.waiting
         partial.reverse()
         turn = 0
@@ -346,8 +351,47 @@ class Scheduler:
                 return
             self._add_chunk(draft, sequence)
 
+    def _add_short(self, draft: Draft, partial: list[Sequence]) -> None:
+        """Plans those that lack little, such as the next turn of a conversation, ahead of one that lacks much, and
+        leaves that one little beside them: they would all wait for the end of its chunk.
+
+        Nobody is overtaken by those behind it once it has found no memory.
+        """
+        limit, waiting = self.config.short_prefill, self._roster.waiting
+        held_up = next((at for at, sequence in enumerate(waiting) if sequence.held_up), len(waiting))
+        asked = sorted([*partial, *waiting[: min(held_up, _LOOK_AHEAD)]], key=lambda sequence: sequence.rank)
+        short = [sequence for sequence in asked if self._lacks(sequence) <= limit]
+        if not short or len(short) == len(asked):
+            return
+        left = max(self.config.least_prefill, min(self.config.long_beside_short, draft.budget // 2))
+        added = False
+        for sequence in short:
+            if draft.budget - left < max(limit, self.config.least_prefill):
+                break
+            if not sequence.slot:
+                admission = self._admit(draft, sequence)
+                if admission is _Admission.BLOCKED:
+                    break
+                if admission is _Admission.DEFERRED:
+                    continue
+                self._roster.start(sequence)
+            else:
+                partial.remove(sequence)
+            self._add_chunk(draft, sequence)
+            added = True
+        if added:
+            draft.budget = min(draft.budget, left)
+
+    def _lacks(self, sequence: Sequence) -> int:
+        """Tokens of a sequence to compute, as far as can be said before it is admitted."""
+        if sequence.slot:
+            return sequence.lacking
+        return sequence.known - self._memory.matched(sequence, self._memory.reusable(sequence))
+
     def _admit(self, draft: Draft, sequence: Sequence) -> _Admission:
         """Gives a waiting sequence a seat and its memory, or says why not now."""
+        if sequence in draft.deferred:
+            return _Admission.DEFERRED
         if len(self._roster.running) + draft.seats_kept >= self.config.max_num_seqs:
             return _Admission.BLOCKED
         if sequence.pending:
@@ -365,7 +409,8 @@ class Scheduler:
             sequence.load_began = self._now
             sequence.load_until = self._now + self.config.load_patience
             return self._defer(draft, sequence)
-        if room is Room.NONE:
+        sequence.held_up = room is Room.NONE
+        if sequence.held_up:
             return _Admission.BLOCKED
         self._sharing.promise(sequence, sequence.splits)
         if restore is not None:
@@ -387,6 +432,7 @@ class Scheduler:
 
     def _defer(self, draft: Draft, sequence: Sequence) -> _Admission:
         """Keeps a seat and memory for a sequence that waits, so that those behind it do not take them."""
+        draft.deferred.add(sequence)
         draft.seats_kept += 1
         draft.blocks_kept += self._memory.blocks_for(sequence.known)
         return _Admission.DEFERRED
@@ -409,7 +455,7 @@ class Scheduler:
             if position < start + FIRST_SNAPSHOT:
                 end = position
         if end == sequence.known:
-            self._sharing.remove(sequence)
+            draft.computed.append(sequence)
         draft.add(sequence, end, snapshots)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -441,6 +487,9 @@ class Scheduler:
         for snapshot in draft.snapshots:
             self._memory.end_snapshot(snapshot)
             self._sharing.kept(snapshot.sequence, snapshot.position)
+        for sequence in draft.computed:
+            if not sequence.waiting:
+                self._sharing.remove(sequence)
 
     @property
     def _youngest(self) -> Pending | None:

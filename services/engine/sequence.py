@@ -46,6 +46,7 @@ class Sequence:
         "first_token_at",
         "guess",
         "guessable",
+        "held_up",
         "known",
         "known_at_end",
         "load_began",
@@ -105,6 +106,8 @@ class Sequence:
         """Positions behind which to take a snapshot of the state on the way, ascending."""
         self.load_tried = False
         """Whether it has been looked for in the tiers."""
+        self.held_up = False
+        """Whether it could have started last time but for its memory."""
         self.ticket = 0
         """Of the load that it waits for; 0: it waits for none."""
         self.load_began = 0.0
@@ -183,6 +186,11 @@ class Sequence:
             self.known = known + 1
             self.pending += 1
         return chunk
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is neither running nor over."""
+        return not self.slot and not self.ended
 
     @property
     def lacking(self) -> int:

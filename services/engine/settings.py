@@ -94,6 +94,8 @@ class EngineSettings(CommonSettings):
     """How often the store is asked for what other engines have put there."""
     tier_store_after_uses: int = Field(1, ge=0)
     """Hits after which an entry is put into the store; 0: all are."""
+    tier_close_seconds: float = Field(5.0, ge=0)
+    """After SIGTERM, how long what the device and the host have of sessions may still be written to disk and store."""
     tier_load_seconds: float = Field(2.0, gt=0)
     """How long a request waits for what it could reuse to be loaded; then it computes."""
 
@@ -226,7 +228,7 @@ class EngineSettings(CommonSettings):
 
     def termination_seconds(self, trainer_drain_seconds: float) -> float:
         """SIGTERM to exit, at most: what Kubernetes' terminationGracePeriodSeconds has to allow."""
-        return max(self.drain_seconds, trainer_drain_seconds) + CLOSE_SECONDS
+        return max(self.drain_seconds, trainer_drain_seconds) + self.tier_close_seconds + CLOSE_SECONDS
 
     @property
     def kernel_cache_dir(self) -> Path:

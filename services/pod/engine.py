@@ -30,7 +30,7 @@ from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
 from services.engine.memory.plan import MemoryPlan
 from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import NoTierObserver, TierObserver
+from services.engine.memory.tiers.ports import NoTierObserver, Tier, TierObserver, TierStatus
 from services.engine.model.checkpoint import checkpoint_digest
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
@@ -84,6 +84,10 @@ class Engine:
         if self.tiers is not None:
             self.tiers.start()
         self.adapters.start(self.loop)
+
+    def tier_status(self) -> Mapping[Tier, TierStatus]:
+        """What the tiers hold now; {} where there are none."""
+        return {} if self.tiers is None else self.tiers.status()
 
     def stop(self, seconds: float = 0.0) -> None:
         """Ends what still runs and all threads.

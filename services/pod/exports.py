@@ -7,15 +7,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from services.engine.exports import Sources
+from services.engine.memory.tiers.ports import Tier, TierStatus
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 
 
-def sources(settings: EngineSettings, engine: Engine, training: Callable[[], bool]) -> Sources:
+def sources(
+    settings: EngineSettings,
+    engine: Engine,
+    training: Callable[[], bool],
+    tiers: Callable[[], Mapping[Tier, TierStatus]] = dict,
+) -> Sources:
     """For services.engine.exports.
 
     Args:
         training: whether a job runs.
+        tiers: what is in the tiers below the device; left out: there are none.
     """
     return Sources(
         model_name=settings.served_model_name,
@@ -26,6 +33,7 @@ def sources(settings: EngineSettings, engine: Engine, training: Callable[[], boo
         memory=engine.memory,
         device_memory=device_memory(engine.model.device),
         training_waited=lambda: engine.gate.training_waited,
+        tiers=tiers,
     )
 
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import Unavailable
 from services.common.events import AdapterEvents
 from services.common.exposition import serve as serve_metrics
-from services.common.pb import sessions_pb2_grpc
+from services.common.pb import histories_pb2_grpc, sessions_pb2_grpc
 from services.common.registry import AdapterRegistry
 from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
@@ -25,6 +25,7 @@ from services.common.tls import FOLLOW_SECONDS, Certificates
 from services.common.tracing import Tracer, open_tracer
 from services.engine.exports import export
 from services.engine.health import HealthReporter, ProcessHealth, Vitals
+from services.engine.history_service import HistoryService
 from services.engine.metrics import EngineMetrics
 from services.engine.observers import Observers
 from services.engine.request_traces import RequestTraces
@@ -71,7 +72,9 @@ async def serve(
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
     observer = metrics if traces is None else Observers(metrics, traces)
-    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, nudges, observer))
+    loading = asyncio.create_task(
+        asyncio.to_thread(build_engine, settings, registry, nudges, observer, metrics.tiers, store)
+    )
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()
@@ -82,7 +85,7 @@ async def serve(
         await asyncio.to_thread(training.drain)
         # The adapters' event thread would otherwise wait on for as long as a poll takes.
         nudges.close()
-        await asyncio.to_thread(engine.stop)
+        await asyncio.to_thread(engine.stop, settings.tier_close_seconds)
         if traces is not None:
             await asyncio.to_thread(traces.close)
         await asyncio.to_thread(tracer.close)
@@ -116,8 +119,10 @@ async def _serve(
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
+    histories = HistoryService(engine.histories)
+    histories_pb2_grpc.add_HistoriesServicer_to_server(histories, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
-    export(metrics, sources(settings, engine, lambda: bool(training.job_id())))
+    export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
     if settings.metrics_port:
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     training.start()
@@ -147,6 +152,7 @@ async def _serve(
         await asyncio.gather(*beside, return_exceptions=True)
         await asyncio.to_thread(loop.stop)
         await server.stop(_CLOSE_SECONDS)
+        histories.close()
 
 
 async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) -> Engine:

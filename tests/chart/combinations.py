@@ -83,6 +83,20 @@ AXES: Mapping[str, Mapping[str, Values]] = {
             "networkPolicy": {"webhookPorts": [443, 8443]},
         },
     },
+    "tiers": {
+        "host": {},
+        "none": {"engine": {"tiers": {"names": ""}}},
+        "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "4Gi", "diskBytes": "100Gi"}}},
+        "all": {
+            "engine": {
+                "tiers": {
+                    "names": "host,disk,store",
+                    "diskPersistence": {"enabled": True, "size": "50Gi", "storageClassName": "fast"},
+                    "storeBytes": "1Ti",
+                }
+            }
+        },
+    },
     "gateways": {
         "two": {},
         "one": {"gateway": {"replicas": 1, "podDisruptionBudget": {"enabled": False}}},

@@ -245,6 +245,35 @@ def test_only_volumes_are_written_to(release: Rendered) -> None:
         assert any(env[name].startswith(f"{path}/") for path in writable), name
 
 
+GIB = 2**30
+TIERS: tuple[tuple[Mapping[str, Any], tuple[int, int, int]], ...] = (
+    ({}, (0, 32 * GIB, 256 * GIB)),
+    ({"names": "host,disk,store", "hostBytes": "512Mi"}, (GIB // 2, 32 * GIB, 20 * GIB)),
+    ({"names": "disk", "diskBytes": "1Ti", "diskPersistence": {"enabled": True}}, (0, 1024 * GIB, 256 * GIB)),
+)
+
+
+@pytest.mark.parametrize(("tiers", "sizes"), TIERS)
+def test_tiers_have_their_sizes_and_the_disk_its_volume(
+    tiers: Mapping[str, Any], sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = render({"engine": {"tiers": tiers}})
+    workload = release.workload("engine")
+    (container,) = workload.containers
+    for name, value in container.env(given(container, release.secrets)).items():
+        monkeypatch.setenv(name, value)
+    settings = EngineSettings()
+    assert settings.tiers == tiers.get("names", "host")
+    assert (settings.tier_host_bytes, settings.tier_disk_bytes, settings.tier_store_bytes) == sizes
+    mounts = {mount["mountPath"]: mount["name"] for mount in container.spec["volumeMounts"]}
+    claims = {claim["metadata"]["name"] for claim in workload.manifest["spec"]["volumeClaimTemplates"]}
+    if "disk" in settings.tiers:
+        assert mounts[str(settings.tier_directory.parent)] == "tier"
+        assert ("tier" in claims) == ("diskPersistence" in tiers)
+    else:
+        assert "tier" not in mounts.values()
+
+
 def test_a_release_of_another_name() -> None:
     with helm_python.Chart.load(CHART) as chart:
         long = chart.render({}, name="a" * 53, namespace="x")

@@ -131,12 +131,12 @@ def test_corrupt_upload_is_refused(stack: Stack, tmp_path: Path) -> None:
 
 
 EXAMPLE = re.compile(r"<!-- test: (sh|python) -->\n```\1\n(.*?)```", re.DOTALL)
-PAGES = ("README.md", "docs/guides/ci.md")
+PAGES = ("README.md", "docs/guides/ci.md", "docs/guides/sessions.md")
 EXAMPLES = [(page, *found) for page in PAGES for found in EXAMPLE.findall((ROOT / page).read_text())]
 
 
 def test_pages_have_examples() -> None:
-    assert [language for _, language, _ in EXAMPLES] == ["sh", "python", "sh", "python", "sh", "sh"]
+    assert [language for _, language, _ in EXAMPLES] == ["sh", "python", "sh", "python", "sh", "sh", "sh"]
 
 
 @pytest.mark.parametrize(

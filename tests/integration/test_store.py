@@ -37,6 +37,33 @@ def test_objects_round_trip(store: ObjectStore) -> None:
         store.get("a/b/one")
 
 
+def test_ranges_are_read_into_a_buffer(store: ObjectStore) -> None:
+    data = os.urandom(3 << 20)
+    store.put("big", data)
+    for offset, length in ((0, 10), (5, 1 << 20), (len(data) - 7, 7), (0, len(data))):
+        target = bytearray(length)
+        assert store.read_into("big", offset, memoryview(target)) == length
+        assert target == data[offset : offset + length]
+    target = bytearray(20)
+    assert store.read_into("big", len(data) - 5, memoryview(target)) == 5
+    assert target == data[-5:] + bytes(15)
+    assert store.read_into("big", len(data), memoryview(target)) == 0
+    assert store.read_into("big", len(data) + 100, memoryview(target)) == 0
+    with pytest.raises(ObjectNotFound):
+        store.read_into("none", 0, memoryview(target))
+
+
+def test_a_listing_has_sizes_and_times(store: ObjectStore) -> None:
+    began = time.time()
+    store.put("x/b", b"22")
+    store.put("x/a/c", b"")
+    store.put("y", b"1")
+    listed = store.list_objects("x/")
+    assert [(found.key, found.size) for found in listed] == [("x/a/c", 0), ("x/b", 2)]
+    assert all(began - 5 < found.modified.timestamp() < time.time() + 5 for found in listed)
+    assert store.list_objects("z/") == []
+
+
 def test_names_that_need_quoting(store: ObjectStore) -> None:
     for key in ("x/qwen%2F3.5", "x/a b+c", "x/é"):
         store.put(key, key.encode())

@@ -17,7 +17,7 @@ import torch
 from services.common.errors import AdapterRejected
 from services.engine.cuda.runner import RunnerOptions
 from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import Chunk, StepPlan
+from services.engine.plan import BlockCopy, Chunk, StepPlan
 from services.engine.reads import PromptRead
 from services.engine.request import Pooling, Request, SamplingParams
 from tests.parity.conftest import Pair
@@ -152,7 +152,13 @@ def test_launching_never_waits_for_the_device(quantization: str) -> None:
     blocks, more = [1], [2, 3, 4, 5, 6]
     plans = [
         StepPlan([Chunk(first, (1, 2, 3), 0, blocks, 1, True, [], 0)]),
-        StepPlan([Chunk(first, (-1,), 3, blocks, 1, True, [], 1), Chunk(other, range(70), 0, more, 2, True, [], 0)]),
+        StepPlan(
+            [
+                Chunk(first, (-1,), 3, blocks, 1, True, [], 1),
+                Chunk(other, range(70), 0, more, 2, True, [], 0, snapshots=((20, 7), (21, 8))),
+            ],
+            block_copies=[BlockCopy(7, 8)],
+        ),
         StepPlan([Chunk(first, (-1,), 4, blocks, 1, True, [], 2), Chunk(other, (-1,), 70, more, 2, True, [], 1)]),
     ]
     runner.launch(plans[0]).result()  # the tables of penalties grow once

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.segments import TILE, Segments
-from services.engine.chains import links
+from services.engine.chains import cut
 from services.engine.cuda.stream import Arrival, EngineStream
 from services.engine.cuda.tables import TableEntries
 from services.engine.model.device_batch import StepRows
@@ -280,33 +280,40 @@ def _fill(host: Words, sections: _Sections, shape: StepShape, chunks: Sequence[C
     begin, start, slot, adapter, tile_segment, tile_row, out_slot, chain = (
         host[place] for place in sections.places[5:13]
     )
-    at, tile, count = shape.decodes, 0, 0
-    for chunk in chunks[decodes:]:
+    prefills = cut(chunks[decodes:])
+    count = len(prefills)
+    at, tile = shape.decodes, 0
+    for index, chunk in enumerate(prefills):
         length = len(chunk.token_ids)
         end = at + length
+        begin[index] = at
         tokens[at:end] = chunk.token_ids
         positions[at:end] = np.arange(chunk.start, chunk.start + length, dtype=np.int32)
         slots[at:end] = chunk.slot
         adapters[at:end] = chunk.request.pin.slot
-        parts = links(chunk)
-        last = count + len(parts)
-        slot[count:last] = chunk.slot
-        adapter[count:last] = chunk.request.pin.slot
-        chain[count:last] = 0
-        chain[count] = len(parts)
-        for index, link in enumerate(parts, count):
-            begin[index], start[index], out_slot[index] = at, link.start, link.out_slot
-            end = at + link.length
-            tiles = -(-link.length // TILE)
-            tile_segment[tile : tile + tiles] = index
-            tile_row[tile : tile + tiles] = np.arange(at, end, TILE, dtype=np.int32)
-            at, tile = end, tile + tiles
-        count = last
+        tiles = -(-length // TILE)
+        tile_segment[tile : tile + tiles] = index
+        tile_row[tile : tile + tiles] = np.arange(at, end, TILE, dtype=np.int32)
+        at, tile = end, tile + tiles
+    start[:count] = [chunk.start for chunk in prefills]
+    slot[:count] = [chunk.slot for chunk in prefills]
+    adapter[:count] = [chunk.request.pin.slot for chunk in prefills]
+    out_slot[:count] = [chunk.out_slot or chunk.slot for chunk in prefills]
+    _fill_chains(chain, chunks[decodes:])
     for column in (tokens, positions, slots, adapters):
         column[at:] = 0
-    for column in (start, slot, adapter, out_slot, chain):
+    for column in (start, slot, adapter, out_slot):
         column[count:] = 0
     begin[count:] = at
     tile_segment[tile:] = -1
     tile_row[tile:] = at
     return bool(distinct)
+
+
+def _fill_chains(column: Words, chunks: Sequence[Chunk]) -> None:
+    """Of each segment, how many begin a chain with it (see Segments.links)."""
+    column[:] = 0
+    at = 0
+    for chunk in chunks:
+        column[at] = count = 1 + len(chunk.snapshots)
+        at += count

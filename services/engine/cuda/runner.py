@@ -21,7 +21,7 @@ from kernels.gpu.block_tables import write_tables
 from kernels.gpu.sampling import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
-from services.engine.chains import links
+from services.engine.chains import cut
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.cuda.buffers import StepBuffers, StepShape, sampled_rows
 from services.engine.cuda.compile_ahead import compile_ahead, compiled_here
@@ -261,7 +261,7 @@ class CudaRunner:
         if short:  # decodes are segments of one row among those of a few
             decodes = 0
         prefills = chunks[decodes:]
-        lengths = [link.length for chunk in prefills for link in links(chunk)]
+        lengths = [len(link.token_ids) for link in cut(prefills)]
         wanted = StepShape.of(decodes, lengths, short=short, chains=len(prefills))
         captured = self._graphs.find(wanted)
         entries = self._shadow.entries(chunks)

@@ -294,11 +294,12 @@ class SequenceMemory:
         held = [block for sequence in running for block in sequence.blocks]
         held += [block for restore in restores for block in restore.held]
         slots = [slot for sequence in running for slot in (sequence.slot, sequence.spare_slot) if slot]
+        copied: list[int] = []
         if self.stored is not None:
-            held += self.stored.held_blocks()
+            copied += self.stored.held_blocks()
             slots += self.stored.held_slots()
             self.stored.check()
-        self._blocks.check(held, self._cache.held_blocks())
+        self._blocks.check(held, self._cache.held_blocks(), copied)
         self._slots.check([*slots, *self._cache.held_slots()])
 
     # Tiers.

@@ -1,4 +1,5 @@
-"""Prompts that are not computed yet and begin alike: what one of them computes, the others wait for.
+"""Prompts that are not computed yet and begin alike: what one of them computes, the others wait for. That counts until
+the steps that compute it have run.
 
 They are a radix tree of their own. Where it branches, or ends, with more than one prompt below, a state is worth
 keeping: the first to be computed promises it, and those behind it in rank wait for that instead of computing the same.
@@ -51,7 +52,7 @@ class Sharing:
         self._ends[sequence] = node
 
     def remove(self, sequence: Sequence) -> None:
-        """It is computed, as far as plans go, or will not be; what it has promised stays until it is ``kept``."""
+        """It is computed, or will not be."""
         node = self._ends.pop(sequence, None)
         while node is not None and node.parent is not None:
             above = node.parent
@@ -86,7 +87,7 @@ class Sharing:
         node = self._ends.get(sequence)
         while node is not None and node.parent is not None:
             for position in positions:
-                if node.start < position <= node.end and self._counts[node] > 1:
+                if node.start < position <= node.end:
                     self._list(Promise(sequence, position, node))
             node = node.parent
 

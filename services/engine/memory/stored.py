@@ -37,6 +37,9 @@ from services.engine.memory.tiers.ports import (
 )
 
 _SPEED = tuple(Tier)
+_WORTHWHILE = 3.0
+"""Computing an entry takes so many times as long as loading it, or it is not saved: short ones gain little, and to copy
+each of them takes the host's time from the steps. What is not saved becomes part of the next entry."""
 _SAVING_SHARE = 8
 """Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
 _PUT_OFF = 1024
@@ -126,7 +129,7 @@ class StoredHistories:
     # Saving.
 
     def offer(self, node: Node, *, wanted: bool = False) -> None:
-        """A snapshot is there; it is saved unless computing it again is no slower than loading.
+        """A snapshot is there; it is saved if loading it is well faster than computing it again.
 
         Args:
             wanted: it is saved whatever it takes.
@@ -143,7 +146,7 @@ class StoredHistories:
         entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
         if entry.key in self._stored:
             return
-        if not wanted and seconds <= self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
+        if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
             return
         first = entry.first_block(self._layout.block_size)
         blocks = self._cache.table(node.path())[first:]
@@ -151,7 +154,7 @@ class StoredHistories:
         if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
             self._put_off.append(node)
             return
-        self._blocks.share(blocks)
+        self._blocks.hold(blocks)
         self._cache.pin(node)
         node.saving = True
         node.key = entry.key
@@ -217,11 +220,13 @@ class StoredHistories:
         if there < node.end:
             # The block in which the KV ends that is there comes whole from the entry behind.
             old = old[: there // size]
-        self._blocks.share(old)
+        self._blocks.hold(old)
         fresh = take_blocks(-(-node.end // size) - len(old))
         if fresh is None:
-            self._blocks.release(old)
+            self._blocks.let_go(old)
             return 0
+        self._blocks.hold(fresh)
+        self._blocks.release(fresh)
         self._tickets += 1
         parts = list(self._parts(wanted.chain, len(old), fresh, slot))
         self._loading[self._tickets] = Loading(node.space, node.tokens(), [*old, *fresh], slot)
@@ -314,7 +319,7 @@ class StoredHistories:
         if key not in self._saving:
             return
         node, blocks = self._saving.pop(key)
-        self._blocks.release(blocks)
+        self._blocks.let_go(blocks)
         node.saving = False
         stored = self._stored.get(key)
         if stored is not None and not stored.tiers:
@@ -353,7 +358,7 @@ class StoredHistories:
             self._slots.release(loading.slot)
         else:
             self._cache.insert(loading.space, loading.tokens, loading.blocks, loading.slot)
-        self._blocks.release(loading.blocks)
+        self._blocks.let_go(loading.blocks)
 
     # For sessions.
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from services.gateway.histories import Kept
 
+_FASTEST_FIRST = "device host disk store"
 SessionPath: TypeAlias = Annotated[
     str,
     Path(
@@ -57,7 +58,7 @@ class SessionObject(BaseModel):
             used_at=history.used_unix_ms // 1000,
             expires_at=history.expires_unix_ms // 1000,
             saved=history.saved,
-            bytes=dict(history.bytes),
+            bytes=dict(sorted(history.bytes.items(), key=lambda item: _FASTEST_FIRST.find(item[0]))),
             engine=kept.client.id,
         )
 

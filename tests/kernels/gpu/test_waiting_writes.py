@@ -118,6 +118,8 @@ def test_nothing_waits_behind_any_link_of_a_chain(device: torch.device) -> None:
     state = torch.randn(CHAIN_SLOTS, 4, 16, 16, generator=torch.Generator().manual_seed(4)).to(device)
     waiting, slots = waiting_for(m, CHAIN_SLOTS, 8), torch.full((1,), 2, dtype=torch.int32, device=device)
     waiting.spans[[5, 6]] = 7  # as others left them
+    for pool in waiting.pools()[1:]:
+        pool[[5, 6]] = float("nan")
     exact = state[2].double()
     for token in range(3):
         here = (mixed[token : token + 1], m.projected[token : token + 1])

@@ -63,7 +63,7 @@ def serving(answer: Callable[[Seen], Reply]) -> Iterator[tuple[str, list[Seen]]]
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_DELETE = _handle  # noqa: N815
+        do_GET = do_POST = do_PUT = do_DELETE = _handle  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             return

@@ -55,7 +55,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
             continue
         words = match.group(1).split()
         if words[0] not in known or (
-            words[0] in ("train", "adapters") and len(words) > 1 and " ".join(words[:2]) not in known
+            words[0] in ("train", "adapters", "sessions") and len(words) > 1 and " ".join(words[:2]) not in known
         ):
             wrong.append(quoted or line)
     assert not wrong

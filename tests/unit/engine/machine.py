@@ -149,7 +149,7 @@ class ToyRunner:
                     self.kv[target, offset] = self.kv[source, offset]
 
     def _check_prefill(self, plan: StepPlan) -> None:
-        """The setting that bounds the time between tokens; of an answer that goes on after a preemption it has passed."""
+        """The setting that bounds the time between tokens; an answer that goes on after a preemption has waited."""
         resumed = {copy.target for copy in plan.copies_before}
         answers = any(chunk.is_decode and chunk.output_count and chunk.slot not in resumed for chunk in plan.chunks)
         if answers and self.config.mixed_prefill_tokens is not None:

@@ -10,9 +10,11 @@ from services.engine.adapter_ports import AdapterSnapshot
 from services.engine.exports import Sources, export
 from services.engine.limits import Counts
 from services.engine.memory.plan import MemoryPlan
+from services.engine.memory.tiers.ports import Tier, TierObserver, TierStatus
 from services.engine.metrics import EngineMetrics
 from services.engine.ports import LoopStatus
 from services.engine.request import BASE_PIN, FinishReason, Request, SamplingParams
+from services.engine.tier_metrics import TierCollector
 from services.engine.updates import Finished
 
 PLAN = MemoryPlan(
@@ -111,3 +113,59 @@ def test_swaps_are_measured_by_phase(metrics: EngineMetrics) -> None:
     found = scrape(metrics)
     assert found["temper_engine_adapter_load_seconds_count", frozenset({("phase", "upload")})] == 1
     assert found["temper_engine_adapter_load_failures_total", frozenset({("reason", "rejected")})] == 1
+
+
+def test_tiers_have_all_their_series_from_the_start() -> None:
+    found = {
+        (name, dict(labels).get("tier"), dict(labels).get("reason")): value
+        for (name, labels), value in scrape(EngineMetrics(CollectorRegistry())).items()
+        if not name.endswith("_created")
+    }
+    for tier in ("device", "host", "disk", "store"):
+        for name in ("cache_hit_tokens_total", "cache_saved_seconds_total", "cache_evicted_bytes_total"):
+            assert found[f"temper_engine_{name}", tier, None] == 0
+    for tier in ("host", "disk", "store"):
+        for name in ("loaded_bytes_total", "saved_bytes_total", "load_seconds_count", "save_seconds_count"):
+            assert found[f"temper_engine_tier_{name}", tier, None] == 0
+        for reason in ("damaged", "missing", "unreadable", "full", "slow", "away"):
+            assert found["temper_engine_tier_failures_total", tier, reason] == 0
+
+
+def test_what_moves_between_tiers_is_counted(metrics: EngineMetrics) -> None:
+    tiers: TierObserver = metrics.tiers
+    tiers.tier_hit(None, 640, 0.5)
+    tiers.tier_hit(Tier.DISK, 64, 2.0)
+    tiers.tier_hit(Tier.DISK, 64, -1.0)
+    tiers.tier_loaded(Tier.HOST, 1000, 0.02)
+    tiers.tier_saved(Tier.STORE, 2000, 0.3)
+    tiers.tier_failed(Tier.STORE, "away")
+    tiers.tier_evicted(None, 10)
+    tiers.tier_evicted(Tier.HOST, 20)
+    found = scrape(metrics)
+
+    def of(name: str, tier: str, **labels: str) -> float:
+        return found[f"temper_engine_{name}", frozenset({("tier", tier), *labels.items()})]
+
+    assert (of("cache_hit_tokens_total", "device"), of("cache_hit_tokens_total", "disk")) == (640, 128)
+    assert of("cache_saved_seconds_total", "disk") == 2.0, "a load that did not pay saved nothing, and costs no other's"
+    assert of("cache_saved_seconds_total", "device") == 0.5
+    assert (of("tier_loaded_bytes_total", "host"), of("tier_load_seconds_sum", "host")) == (1000, 0.02)
+    assert (of("tier_saved_bytes_total", "store"), of("tier_save_seconds_sum", "store")) == (2000, 0.3)
+    assert of("tier_failures_total", "store", reason="away") == 1
+    assert (of("cache_evicted_bytes_total", "device"), of("cache_evicted_bytes_total", "host")) == (10, 20)
+
+
+def test_what_is_in_tiers_is_read_at_the_scrape() -> None:
+    status = {Tier.HOST: TierStatus(1, 10, 100)}
+    metrics = EngineMetrics(CollectorRegistry())
+    metrics.registry.register(TierCollector(lambda: status))
+    status[Tier.DISK] = TierStatus(2, 20, 200)
+    found = scrape(metrics)
+    for tier, values in (("host", (1, 10, 100)), ("disk", (2, 20, 200))):
+        labels = frozenset({("tier", tier)})
+        names = ("tier_entries", "tier_bytes", "tier_limit_bytes")
+        assert tuple(found[f"temper_engine_{name}", labels] for name in names) == values
+
+
+def test_an_engine_without_tiers_has_none(metrics: EngineMetrics) -> None:
+    assert not [name for name, _ in scrape(metrics) if name == "temper_engine_tier_entries"]

@@ -244,7 +244,7 @@ def test_a_preempted_sequence_waits_for_the_token_that_is_under_way() -> None:
 
 
 def test_what_a_preempted_sequence_has_computed_is_kept() -> None:
-    """The step that computes its prompt is in flight when it is preempted: nobody goes on from that before it has run."""
+    """The step that computes its prompt is in flight when it is preempted: nobody goes on from it before it has run."""
     engine = Engine(depth=2, max_num_seqs=1, num_slots=4)
     engine.add("patient", LONG, max_tokens=3, priority=1)
     first = launch(engine)

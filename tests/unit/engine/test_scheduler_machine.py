@@ -48,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         interval=st.sampled_from([9, 1000]),
         tiers=st.booleans(),
+        short=st.sampled_from([256, 256, 2, 5]),
     )
     def start(
         self,
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         interval: int,
         tiers: bool,
+        short: int,
     ) -> None:
         speculative = depth == 0
         if speculative:
@@ -83,6 +85,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             speculative=speculative,
             snapshot_interval=interval,
+            short_prefill=short,
+            long_beside_short=3,
         )
         self.depth = depth
         self.runner = ToyRunner(self.config, depth)
@@ -379,13 +383,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
             assert best.request.request_id in planned or best.known == best.known_at_end
-        # Nobody overtakes, except those who wait for one of better rank that computes what they share.
+        # Only those are overtaken who wait for what one of better rank computes, and by short ones those who lack
+        # more.
         started = [running[name].rank for name in planned - before]
         for sequence in waiting:
             if started and sequence.rank < max(started):
                 limit = self.scheduler._memory.reusable(sequence)
                 promised = self.scheduler._sharing.promised(sequence, limit)
-                assert sequence.ticket or promised >= self.config.block_size
+                long = self.scheduler._lacks(sequence) > self.config.short_prefill
+                assert sequence.ticket or promised >= self.config.block_size or long
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)

@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -102,6 +103,13 @@ def test_pages(running: Running, http: httpx.Client) -> None:
     page = http.get(ROUTE, params={"limit": 2, "after": "s3"}).json()
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("s2", "s1", True)
     assert names(http, after="s1") == ["s0"]
+
+
+def test_tiers_are_told_fastest_first(running: Running, http: httpx.Client) -> None:
+    kept = running.engine.histories.keep("", "talk")
+    sizes = {"store": 1, "disk": 2, "device": 3, "host": 4}
+    running.engine.histories.kept[kept.session] = replace(kept, sizes=sizes), b""
+    assert list(http.get(f"{ROUTE}/talk").json()["bytes"]) == ["device", "host", "disk", "store"]
 
 
 def test_what_cannot_be_saved(running: Running, http: httpx.Client) -> None:

@@ -42,6 +42,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"a single token with nothing before it": "how many tokens a text has",
     # The gateway's settings.
     r"choices and a request may have": "a limit of the gateway",
+    r"this gateway has no API keys": "whether it has some",
     # Sums, products and comparisons of what several fields hold.
     r"completions each are over the limit": "a product",
     r"is \d+, but the completion may have at most": "a number against what others leave",

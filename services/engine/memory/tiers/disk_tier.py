@@ -10,9 +10,10 @@ import structlog
 
 from services.engine.memory.tiers.disk import DiskFiles, FoundFile
 from services.engine.memory.tiers.fetcher import Fetcher
-from services.engine.memory.tiers.index import Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.lower import FIRST_RANK, TOUCH_RANK, LowerTier
 from services.engine.memory.tiers.ports import Key, Tier, TierObserver
+from services.engine.memory.tiers.records import Record
 from services.engine.memory.tiers.troubles import CopyFailed, Troubles
 from services.engine.memory.tiers.worker import Worker
 

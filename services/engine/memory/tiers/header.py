@@ -13,7 +13,6 @@ The header is a whole number of pages:
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from dataclasses import dataclass
 
@@ -28,6 +27,8 @@ PAGE = 4096
 """Bytes; the payload begins at a multiple."""
 MOST_BYTES = 64 * 2**20
 """Of a header: that of an entry of some ten million tokens."""
+MOST_SECONDS = 1e6
+"""To compute an entry: more would let it stay for ever."""
 _DIGEST = 32
 _FIXED = struct.Struct(f"<8sII{_DIGEST}s{KEY_BYTES}sB{KEY_BYTES}s{KEY_BYTES}sQQdQQ")
 _PREFIX = struct.Struct("<8sII")
@@ -120,7 +121,7 @@ def decode(data: bytes, layout: Layout) -> Header:
     tokens = TOKEN_BYTES * (end - start)
     if not 0 <= start < end or checksums > MOST_BYTES or _length(tokens, checksums) != length:
         raise HeaderRejected(f"contradicts itself: tokens {start} to {end}, {checksums} checksums, {length} bytes")
-    if has_parent > 1 or not math.isfinite(seconds) or (not has_parent and any(parent)):
+    if has_parent > 1 or not 0 <= seconds <= MOST_SECONDS or (not has_parent and any(parent)):
         raise HeaderRejected("contradicts itself: malformed fields")
     body = _FIXED.size
     if any(covered[body + tokens + 8 * checksums :]):

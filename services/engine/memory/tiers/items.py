@@ -19,12 +19,14 @@ from services.engine.memory.tiers.header import (
     encode,
     header_length,
 )
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.ports import Bytes, Entry, Key
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.spans import spans
 
 PIECE_BYTES = 2**20
 _FETCH_SECONDS = 60.0
+_UNSUPPORTED = "an item of the session stands on another that is not there"
 _CHUNK_BYTES = 2**18
 """What is summed at once, a multiple of WORD: it stays in a core's cache."""
 
@@ -87,7 +89,7 @@ class Items:
         with index.lock:
             record = index.expect(entry)
         if record is None:
-            raise InvalidRequest("an item of the session stands on another that is not there")
+            raise InvalidRequest(_UNSUPPORTED)
         try:
             with index.lock:
                 buffer = self._new_buffer(record, size)
@@ -105,6 +107,8 @@ class Items:
         """None: it is not needed."""
         if record.tiers or record.buffer is not None:
             return None
+        if not self._index.stands(record):
+            raise InvalidRequest(_UNSUPPORTED)
         run = self._index.take_room(size)
         if run is None:
             raise Unavailable(f"no room for {size:,} bytes in the host's memory (TEMPER_TIER_HOST_BYTES)")

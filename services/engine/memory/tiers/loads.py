@@ -8,7 +8,7 @@ from typing import Literal
 
 from services.engine.memory.tiers.bandwidth import Bandwidth
 from services.engine.memory.tiers.fetcher import Fetcher
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.ports import (
     Bytes,
     CacheTransfer,
@@ -21,6 +21,7 @@ from services.engine.memory.tiers.ports import (
     Tier,
     TierObserver,
 )
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.troubles import Troubles
 from services.engine.memory.tiers.worker import Worker
 
@@ -32,10 +33,10 @@ class _Loading:
     """A load under way. Its parts go to the device one by one, each as soon as its bytes are on the host."""
 
     def __init__(self, job: Load, fence: Fence) -> None:
-        self.ticket = job.ticket
+        self.job = job
         self.fence = fence
         self.left = len(job.parts)
-        self.failed: list[Key] = []
+        self.failed: set[Key] = set()
 
 
 class _Part:
@@ -238,11 +239,12 @@ class Loads:
     def _end(self, load: _Loading, failed: Key | None) -> None:
         """One part less."""
         if failed is not None:
-            load.failed.append(failed)
+            load.failed.add(failed)
         load.left -= 1
         if not load.left:
             self._answer(load)
 
     def _answer(self, load: _Loading) -> None:
         self._under_way -= 1
-        self._tell(Loaded(load.ticket, tuple(dict.fromkeys(load.failed))))
+        failed = dict.fromkeys(part.key for part in load.job.parts if part.key in load.failed)
+        self._tell(Loaded(load.job.ticket, tuple(failed)))

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from services.engine.memory.tiers.fetcher import Fetcher
 from services.engine.memory.tiers.header import Header
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.ports import Bytes, Key, Tier, TierObserver
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.troubles import CopyFailed, Troubles
 from services.engine.memory.tiers.worker import Worker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from services.engine.memory.tiers.bandwidth import Bandwidth
 from services.engine.memory.tiers.disk import DiskFiles
 from services.engine.memory.tiers.disk_tier import DiskTier
 from services.engine.memory.tiers.fetcher import Fetcher, Source
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.items import Items
 from services.engine.memory.tiers.limits import TierLimits
 from services.engine.memory.tiers.loads import Loads
@@ -42,6 +43,7 @@ from services.engine.memory.tiers.ports import (
     TierStatus,
     Use,
 )
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.remote import StoreObjects
 from services.engine.memory.tiers.saves import Saves
 from services.engine.memory.tiers.store_tier import StoreTier
@@ -76,6 +78,7 @@ class TierManager:
     ) -> None:
         self._transfer = transfer
         self._wake = wake
+        self._closed = False
         self._events: deque[Event] = deque()
         self._layout = transfer.layout
         sizes = {}
@@ -165,11 +168,14 @@ class TierManager:
         return events
 
     def seconds(self, tier: Tier, size: int) -> float:
-        """How long a load of so many bytes takes from this tier, with the wait for those that are under way."""
+        """How long a load of so many bytes takes from this tier, with the wait for those that are under way; infinitely
+        long while the store is left alone."""
+        if tier is Tier.STORE and self._objects is not None and self._objects.pause:
+            return math.inf
         return self._bandwidth.seconds(tier, size)
 
     def settle(self) -> None:
-        """Waits until nothing is copied from or to the device any more; a load that waits for bytes fails before long."""
+        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long."""
         while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
             time.sleep(_MOMENT)
 
@@ -211,6 +217,9 @@ class TierManager:
     def close(self, seconds: float) -> None:
         """Answers every job and ends the threads. What is pinned is brought to disk and store, and what waits for the
         disk is written, as far as the time allows."""
+        if self._closed:
+            return
+        self._closed = True
         until = time.monotonic() + seconds
         if self._disk is not None:
             self._disk.stop_warming()
@@ -235,6 +244,8 @@ class TierManager:
             self._objects.close()
         if self._files is not None and all(ended):
             self._files.close()
+        if all(ended):
+            self._transfer.close()
 
     def _workers(self) -> list[Worker]:
         workers = [self._jobs, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]

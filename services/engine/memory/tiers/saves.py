@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.ports import (
     CacheTransfer,
     Event,
@@ -17,6 +17,7 @@ from services.engine.memory.tiers.ports import (
     Tier,
     TierObserver,
 )
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.troubles import Troubles
 from services.engine.memory.tiers.worker import Worker
 
@@ -78,7 +79,7 @@ class Saves:
         entry, index = job.entry, self._index
         size = index.layout.payload_bytes(entry)
         with index.lock:
-            if not index.is_live(record) or self._is_there(record):
+            if not index.stands(record) or self._is_there(record):
                 self._end(job, record, None)
                 return
             run = index.take_room(size)

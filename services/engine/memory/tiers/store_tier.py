@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from services.common.store import ListedObject
 from services.engine.memory.tiers.fetcher import Fetcher
-from services.engine.memory.tiers.index import Buffer, Index, Record
+from services.engine.memory.tiers.index import Index
 from services.engine.memory.tiers.lower import ERASE_RANK, LowerTier
 from services.engine.memory.tiers.ports import Entry, Key, Tier, TierObserver
+from services.engine.memory.tiers.records import Buffer, Record
 from services.engine.memory.tiers.remote import MOST_BYTES, StoreObjects
 from services.engine.memory.tiers.troubles import CopyFailed, Troubles
 from services.engine.memory.tiers.worker import Worker

@@ -31,6 +31,7 @@ from services.engine.memory.tiers.ports import (
 )
 
 LAYOUT = Layout("toy", block_size=4, block_bytes=1000, slot_bytes=5000)
+LARGE = Layout("large", block_size=4, block_bytes=40_000, slot_bytes=400_000)
 SPACE = Space(b"s" * 20)
 
 
@@ -116,7 +117,7 @@ def chain(*lengths: int, seed: int = 0, space: Space = SPACE, seconds: float = 1
     """A history in entries of so many tokens."""
     entries: list[Entry] = []
     for number, length in enumerate(lengths):
-        tokens = np.arange(length, dtype="<u4") + 1000 * number + 1_000_000 * seed
+        tokens = np.arange(length, dtype="<u4") + 1000 * number + 100_000 * seed
         entries.append(Entry.behind(entries[-1] if entries else None, space, tokens.tobytes(), seconds))
     return entries
 
@@ -167,9 +168,9 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self, seconds: float = 10.0) -> None:
+    def close(self, seconds: float = 10.0) -> list[Event]:
         self.manager.close(seconds)
-        self.take()
+        return self.take()
 
     def take(self) -> list[Event]:
         """The events since the last call."""
