@@ -1,8 +1,8 @@
 """Random traffic on an engine for a long time: `python -m benchmarks.prefix_soak --seconds 3600`.
 
 The loop, its scheduler, the prefix cache and the tiny model on the CPU, with few blocks and slots and 8 MiB of the
-host's memory below them (`--tiers no`: none): chats that go on, branch, are repeated, cancelled, cut at a stop string or
-late for their deadline, of three salts. `--seconds` are of CPU time. What must hold, all the time and to the token:
+host's memory below them (`--tiers no`: none): chats that go on, branch, are repeated, cancelled, cut at a stop string
+or late for their deadline, of three salts. `--seconds` are of CPU time. What must hold, all the time and to the token:
 
 - the books agree (check_integrity between steps), and when all is over nothing is in use, and nothing cached once the
   cache is emptied
