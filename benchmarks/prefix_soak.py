@@ -1,8 +1,8 @@
 """Random traffic on an engine for a long time: `python -m benchmarks.prefix_soak --seconds 3600`.
 
-The loop, its scheduler, the prefix cache and the tiny model on the CPU, with few blocks and slots: chats that go on,
-branch, are repeated, cancelled, cut at a stop string or late for their deadline, of three salts. `--seconds` are of CPU
-time. What must hold, all the time and to the token:
+The loop, its scheduler, the prefix cache and the tiny model on the CPU, with few blocks and slots and 8 MiB of the
+host's memory below them (`--tiers no`: none): chats that go on, branch, are repeated, cancelled, cut at a stop string
+or late for their deadline, of three salts. `--seconds` are of CPU time. What must hold, all the time and to the token:
 
 - the books agree (check_integrity between steps), and when all is over nothing is in use, and nothing cached once the
   cache is emptied
@@ -40,9 +40,13 @@ from benchmarks.host_step import BaseOnly
 from benchmarks.in_process import only_warnings
 from benchmarks.lines import put_line
 from services.common.errors import DeadlineExceeded
+from services.engine.cache_transfer import CpuCacheTransfer
 from services.engine.gate import SliceGate
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.loop import EngineLoop
+from services.engine.memory.tiers.limits import TierLimits
+from services.engine.memory.tiers.manager import TierManager
+from services.engine.memory.tiers.ports import NoTierObserver
 from services.engine.model.lora import LoraSlots
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.plan import StepPlan
@@ -54,6 +58,7 @@ from services.engine.updates import Finished, SequenceUpdate
 from services.engine.wire import AdapterChoice
 
 _MIB = 2**20
+_HOST_BYTES = 8 * _MIB
 _LONGEST = 200
 """Tokens of a prompt."""
 _MOST_OUTPUT = 16
@@ -86,6 +91,8 @@ class Ledger:
         self.computed = 0
         self.again = 0
         self.preemptions = 0
+        self.loaded_tokens = 0
+        """Those of the cached ones that came from a tier."""
         self.cut: set[str] = set()
         """Requests that somebody may end before their time; from any thread."""
         self.problems: list[str] = []
@@ -112,6 +119,7 @@ class Ledger:
         work = self._works.pop(request.request_id, None) or _Work(0, 0)
         self.prompt_tokens += prompt
         self.cached_tokens += cached
+        self.loaded_tokens += cached if finished.cached_from is not None else 0
         self.output_tokens += outputs
         self.again += work.again
         self.preemptions += finished.preemptions
@@ -185,16 +193,20 @@ class Outcome:
     ends: dict[str, int] = field(default_factory=dict)
     checks: int = 0
     rss_mib: list[float] = field(default_factory=list)
-    """At a hundred even points of the CPU time."""
+    """At a hundred even points of the CPU time of a run."""
     growth_mib: float = 0.0
     """Of the most behind the first quarter, over the most in it."""
     problems: list[str] = field(default_factory=list)
 
 
 class Soak:
-    """One engine under random traffic. For one thread; ``stop`` ends the engine's."""
+    """One engine under random traffic. For one thread; ``stop`` ends the engine's.
 
-    def __init__(self, model: Path, seed: int) -> None:
+    Args:
+        tiers: whether the host keeps what the device does not.
+    """
+
+    def __init__(self, model: Path, seed: int, *, tiers: bool) -> None:
         self.config = SchedulerConfig(
             max_num_seqs=6,
             token_budget=96,
@@ -207,9 +219,15 @@ class Soak:
         loaded = Qwen3_5.from_directory(model, dtype="float32", device=torch.device("cpu"))
         self._vocab = loaded.config.vocab_size
         config = self.config
+        cache = loaded.allocate_cache(config.num_blocks, config.block_size, config.num_slots)
+        self._tiers: TierManager | None = None
+        if tiers:
+            limits = TierLimits(True, _HOST_BYTES, 5e9, 2.0)
+            transfer = CpuCacheTransfer(cache, "soak")
+            self._tiers = TierManager(transfer, limits, NoTierObserver(), lambda: self.loop.wake())
         runner = ModelRunner(
             loaded,
-            loaded.allocate_cache(config.num_blocks, config.block_size, config.num_slots),
+            cache,
             LoraSlots(loaded.config, 1, 4, loaded.dtype, loaded.device),
             num_slots=config.num_slots,
             eos_token_ids=(),
@@ -224,6 +242,7 @@ class Soak:
             RolloutMemory(64, 60.0),
             max_waiting=4 * _IN_FLIGHT,
             observer=self._steps,
+            tiers=self._tiers,
         )
         self._random = Random(seed)
         self._ended: SimpleQueue[Finished | SequenceUpdate] = SimpleQueue()
@@ -232,18 +251,23 @@ class Soak:
         self._in_flight: list[str] = []
         self.outcome = Outcome()
         self.loop.start()
+        if self._tiers is not None:
+            self._tiers.start()
 
     def stop(self) -> None:
         self.loop.stop()
+        if self._tiers is not None:
+            self._tiers.close(0.0)
 
     def run(self, cpu_seconds: float, progress: Progress | None = None) -> Outcome:
-        """Traffic for so long, then the end of all of it and the last checks."""
+        """Traffic for so long, then the end of all of it and the last checks; may be called again, to go on."""
         process, began = psutil.Process(), time.process_time()
         task = progress.add_task("traffic", total=100) if progress else None
         outcome = self.outcome
+        before = len(outcome.rss_mib)
         while (spent := (time.process_time() - began) / cpu_seconds) < 1:
             self._operate()
-            if len(outcome.rss_mib) < 100 * spent:
+            if len(outcome.rss_mib) - before < 100 * spent:
                 outcome.rss_mib.append(round(process.memory_info().rss / _MIB, 1))
                 self._check()
                 if progress is not None and task is not None:
@@ -353,6 +377,13 @@ class Soak:
     def _check_empty(self) -> None:
         """When nothing is left."""
         ledger = self.ledger
+        if self._tiers is not None:
+            # What is being saved is held; a save that ends lets the loop ask for the next one.
+            for _ in range(3):
+                if not self._tiers.wait_idle(_STUCK_SECONDS):
+                    ledger.problem("the tiers do not come to rest")
+                self.loop.call_at_boundary(self.loop._pipeline.serve_tiers).result(_STUCK_SECONDS)
+            self._tiers.check()
         counts = self.loop.call_at_boundary(self._books).result(_STUCK_SECONDS)
         if counts.running or counts.waiting or counts.blocks_used or counts.slots_used or ledger.open:
             ledger.problem(f"something is left: {counts}, {ledger.open} requests")
@@ -377,6 +408,7 @@ def summary(soak: Soak) -> dict[str, Any]:
         "checks": outcome.checks,
         "prompt_tokens": ledger.prompt_tokens,
         "cached_tokens": ledger.cached_tokens,
+        "loaded_tokens": ledger.loaded_tokens,
         "output_tokens": ledger.output_tokens,
         "computed": ledger.computed,
         "computed_again": ledger.again,
@@ -397,19 +429,20 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--seconds", type=float, default=600.0, help="of CPU time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiers", choices=("yes", "no"), default="yes")
     parser.add_argument("--growth", type=float, default=32.0, help="of the process, MiB, at most")
     parser.add_argument("--out", type=Path, help="file to append the result to")
     options = parser.parse_args()
     only_warnings()
     torch.set_num_threads(1)
-    soak = Soak(options.model, options.seed)
+    soak = Soak(options.model, options.seed, tiers=options.tiers == "yes")
     try:
         with Progress(disable=not sys.stderr.isatty()) as progress:
             outcome = soak.run(options.seconds, progress)
     finally:
         soak.stop()
-    line = {"benchmark": "prefix_soak", "seed": options.seed, "cpu_seconds": options.seconds, **summary(soak)}
-    put_line(line | environment(), options.out)
+    facts = {"benchmark": "prefix_soak", "seed": options.seed, "cpu_seconds": options.seconds, "tiers": options.tiers}
+    put_line(facts | summary(soak) | environment(), options.out)
     sys.exit(1 if outcome.problems or outcome.growth_mib > options.growth else 0)
 
 

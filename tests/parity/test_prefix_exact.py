@@ -2,8 +2,9 @@
 request alone without a cache. What is compared, and how, is in benchmarks.prefix_exact, which also does 2,000 of them.
 
 Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt
-without any cache moved one by up to 2.4e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; by 1.4e-6 in
-the median one), and the bound is four times that. Wrong states and keys are off by 1, as the last test shows.
+without any cache moved one by up to 1.5e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; by 1.4e-6 in
+the median one), in 2,000 others by 2.4e-5, and the bound is four times that. Wrong states and keys are off by 1, as the
+last tests show.
 """
 
 from __future__ import annotations
