@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 
 import structlog
@@ -51,5 +50,5 @@ def build_tiers(
     except (OSError, MemoryError, ValueError) as error:
         transfer.close()
         raise InvalidRequest(f"settings: the tiers cannot be made: {error}", param="tiers") from error
-    log.info("tiers", host_bytes=limits.host_bytes, tiers=settings.tiers, pid=os.getpid())
+    log.info("tiers", host_bytes=limits.host_bytes, tiers=settings.tiers)
     return tiers
