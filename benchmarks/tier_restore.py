@@ -1,12 +1,13 @@
 """What going on with a history costs by where it lies: `python -m benchmarks.tier_restore --model qwen3.5-4b --random`.
 
 Histories of 8,192 random tokens and an answer of 16; then one request at a time with 256 tokens behind one of them,
-each history once. Two processes: one with the host's memory and a disk below the device, then, on the same directory,
-one with the disk alone. One JSON line for each place:
+each history once. Three processes: one with the host's memory and a disk below the device, then, on the same directory,
+another such one, and one with the disk alone. One JSON line for each place:
 
 - nowhere: the history itself, which is computed
 - device: at once; host: when the device has forgotten everything
-- page cache: in the second process, of the disk's files as the first one left them; first_ms is the first of them
+- restart: in the second process, which has read the disk into the host's memory when it started
+- page cache: in the third process, of the disk's files as the first one left them; first_ms is the first of them
 - disk: when the files' pages have been dropped (posix_fadvise), `resident` being what the kernel still has of
   them
 
@@ -148,7 +149,7 @@ def fill(options: argparse.Namespace) -> None:
         from benchmarks.multiturn import Traffic
 
         Traffic(stage.engine, warm_up, "warm-up", marks=False).run()
-        base = histories(sizes, "t", 4 * each, 8192)
+        base = histories(sizes, "t", 5 * each, 8192)
         said = stage.run("nowhere", base)
         stage.settle()
         stage.run("device", follow_ups("device", said[:each], sizes))
@@ -161,8 +162,20 @@ def fill(options: argparse.Namespace) -> None:
         stage.close()
 
 
+def warm(options: argparse.Namespace) -> None:
+    """The second process: goes on with the last of them."""
+    stage = Stage(options, "host,disk")
+    try:
+        stage.settle()
+        said = [tuple(tokens) for tokens in json.loads((options.directory / "said.json").read_text())]
+        stage.run("restart", follow_ups("restart", said[2 * options.each :], stage.sizes))
+        stage.settle()
+    finally:
+        stage.close()
+
+
 def restart(options: argparse.Namespace) -> None:
-    """The second process: goes on with the others."""
+    """The third process: goes on with the others."""
     stage = Stage(options, "disk")
     try:
         stage.settle()
@@ -173,7 +186,7 @@ def restart(options: argparse.Namespace) -> None:
         stage.settle()
         drop(stage.files)
         left = resident(stage.files)
-        stage.run("disk", follow_ups("disk", said[each:], sizes), resident=left)
+        stage.run("disk", follow_ups("disk", said[each : 2 * each], sizes), resident=left)
     finally:
         stage.close()
 
@@ -217,7 +230,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def run(options: argparse.Namespace, *, shrink: float, each: int = _EACH, directory: Path | None = None) -> None:
-    """Both processes, one after the other.
+    """All processes, one after the other.
 
     Args:
         options: model, random, scratch, device, set, seed and out, as of the command line.
@@ -240,7 +253,7 @@ def run(options: argparse.Namespace, *, shrink: float, each: int = _EACH, direct
         command = [sys.executable, "-m", "benchmarks.tier_restore", *(["--random"] if options.random else [])]
         command += [f"--{name}={value}" for name, value in arguments.items()]
         command += [f"--set={pair}" for pair in options.set]
-        for stage in ("fill", "restart"):
+        for stage in ("fill", "warm", "restart"):
             subprocess.run([*command, f"--stage={stage}"], check=True)
 
 
@@ -258,16 +271,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="on which disk; none: where temporary files are")
     parser.add_argument("--out", type=Path, help="file to append the results to")
-    parser.add_argument("--stage", choices=("fill", "restart"), help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=("fill", "warm", "restart"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.random != (options.model in SHAPES):
         parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
     if options.stage is None:
         run(options, shrink=options.shrink, each=options.each, directory=options.directory)
-    elif options.stage == "fill":
-        fill(options)
     else:
-        restart(options)
+        {"fill": fill, "warm": warm, "restart": restart}[options.stage](options)
 
 
 def _file_system(directory: Path) -> str:
