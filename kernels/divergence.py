@@ -69,14 +69,21 @@ def divergence_rows(student: Tensor, teacher: Tensor, beta: float) -> Divergence
     if beta == 0:
         return DivergenceRows((t * ratio).sum(-1), student_kl, agreed, s - t)
     if beta == 1:
-        return DivergenceRows(student_kl, student_kl, agreed, s * (-ratio - student_kl.unsqueeze(-1)))
+        return DivergenceRows(student_kl, student_kl, agreed, -_centred(s, ratio))
     # log(m / s) and log(t / m), from the ratio: a difference of logarithms would lose what they have in common.
     low = torch.exp(-ratio.abs())
     common = torch.log(torch.where(ratio > 0, beta + (1 - beta) * low, 1 - beta + beta * low))
     mixed = ratio.clamp(min=0) + common
     of_student = -(s * mixed).sum(-1)
     value = beta * (t * (ratio.clamp(max=0) - common)).sum(-1) + (1 - beta) * of_student
-    return DivergenceRows(value, student_kl, agreed, (1 - beta) * s * (-mixed - of_student.unsqueeze(-1)))
+    return DivergenceRows(value, student_kl, agreed, (beta - 1) * _centred(s, mixed))
+
+
+def _centred(s: Tensor, x: Tensor) -> Tensor:
+    """s (x − Σ s x), [N, vocab]. Counted from x where s is largest: of a distribution that is nearly one token, that
+    token's x is nearly the mean, and their difference would be what rounding leaves of both."""
+    x = x - x.gather(-1, s.argmax(-1, keepdim=True))
+    return s * (x - (s * x).sum(-1, keepdim=True))
 
 
 def divergence(

@@ -118,7 +118,7 @@ def test_a_cached_prefix_is_restored() -> None:
     first = requests(14, tokens=1)[0]
     longer = replace(first, request_id="longer", prompt_token_ids=(*first.prompt_token_ids[:13], 7, 8), arrival=1)
     run.run([first])
-    assert run.run([longer])["longer"].cached_tokens == 12
+    assert run.run([longer])["longer"].cached_tokens == 13
 
 
 QUANTIZABLE = replace(
