@@ -8,6 +8,7 @@ from services.engine.memory.blocks import BlockPool
 from services.engine.memory.cost import ComputeCost
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.prefix import PrefixCache, Sizes
+from services.engine.memory.radix import Node, Pending
 from services.engine.memory.slots import SlotPool
 from services.engine.memory.tiers.ports import space_of
 from services.engine.memory.tokens import encode
@@ -86,13 +87,14 @@ class Cache:
         self.slots = SlotPool(10)
         self.cache = PrefixCache(self.blocks, self.slots, 2, Sizes(), ComputeCost(1.0, 0.0), lambda: 0.0)
 
-    def insert(self, *tokens: int, salt: str = "") -> None:
+    def insert(self, *tokens: int, salt: str = "") -> Node:
         blocks = self.blocks.take(-(-len(tokens) // 2))
         slot = self.slots.take()
         assert slot is not None
-        self.cache.insert(space_of("", salt), encode(tokens), blocks, slot)
+        node = self.cache.insert(space_of("", salt), encode(tokens), blocks, slot)
         self.blocks.release(blocks)
         self.check()
+        return node
 
     def hit(self, *tokens: int, salt: str = "") -> int:
         node = self.cache.hit(self.cache.tree.find(space_of("", salt), encode(tokens)), len(tokens), 1)
@@ -120,3 +122,137 @@ def test_everything_can_be_evicted() -> None:
     while cache.cache.evict_slot():
         cache.check()
     assert (cache.blocks.free, cache.slots.free) == (19, 9)
+
+
+def test_a_path_that_exists_is_not_stored_twice() -> None:
+    cache = Cache()
+    cache.insert(1, 2, 3, 4)
+    cache.insert(1, 2, 3, 4)
+    assert (cache.blocks.idle, cache.cache.num_snapshots) == (2, 1)
+    cache.insert(1, 2, 5, 6)
+    assert (cache.blocks.idle, cache.cache.num_snapshots) == (3, 2)
+
+
+def test_a_block_that_two_nodes_share_stays_for_either() -> None:
+    """A history is cut inside of a block: the first part needs its beginning, the rest all of it."""
+    cache = Cache()
+    cache.insert(1, 2, 3, 4, 5, 6)
+    cache.insert(1, 2, 3)
+    assert cache.blocks.idle == 3
+    short = cache.cache.tree.find(space_of("", ""), encode((1, 2, 3))).nodes[-1]
+    assert cache.cache.evict_blocks()
+    cache.check()
+    assert (cache.hit(1, 2, 3, 4, 5, 6), cache.blocks.idle, short.blocks is not None) == (3, 2, True)
+    assert cache.cache.evict_blocks()
+    assert cache.blocks.free == 19
+
+
+def test_what_is_worth_least_goes_first() -> None:
+    cache = Cache()
+    cache.insert(1, 2, 3, 4, 5, 6)
+    used = cache.insert(7, 8)
+    cache.insert(9, 10, 11)
+    for _ in range(5):
+        cache.cache.touch(used)
+    assert cache.cache.evict_slot()
+    assert (cache.hit(1, 2, 3, 4, 5, 6), cache.hit(7, 8), cache.hit(9, 10, 11)) == (6, 2, 0), "three tokens to compute"
+    assert cache.cache.evict_slot()
+    assert (cache.hit(1, 2, 3, 4, 5, 6), cache.hit(7, 8)) == (0, 2), "it was used once, the other one six times"
+    cache.check()
+
+
+def test_an_inner_snapshot_leaves_its_blocks_to_those_behind_it() -> None:
+    cache = Cache()
+    cache.insert(1, 2)
+    last = cache.insert(1, 2, 3, 4)
+    cache.cache.keep(last, 10.0)
+    assert cache.cache.evict_slot()
+    cache.check()
+    assert (cache.hit(1, 2), cache.hit(1, 2, 3, 4)) == (0, 4)
+
+
+def test_kept_snapshots_go_last() -> None:
+    cache = Cache()
+    kept = cache.insert(1, 2)
+    cache.cache.keep(kept, 10.0)
+    cache.insert(3, 4, 5, 6, 7, 8)
+    assert cache.cache.evict_slot()
+    assert (cache.hit(1, 2), cache.hit(3, 4, 5, 6, 7, 8)) == (2, 0)
+    assert cache.cache.evict_slot()
+    assert not cache.cache.evict_slot()
+    assert (cache.blocks.free, cache.slots.free) == (19, 9)
+
+
+def test_pinned_snapshots_stay() -> None:
+    cache = Cache()
+    node = cache.insert(1, 2)
+    cache.cache.pin(node)
+    assert not cache.cache.evict_slot()
+    assert not cache.cache.evict_blocks()
+    cache.cache.unpin(node)
+    with pytest.raises(IntegrityError):
+        cache.cache.unpin(node)
+    cache.cache.clear()
+    assert cache.blocks.free == 19
+
+
+def test_blocks_are_freed_from_the_leaves() -> None:
+    cache = Cache()
+    cache.insert(1, 2)
+    cache.insert(1, 2, 3, 4)
+    assert cache.cache.evict_blocks()
+    cache.check()
+    assert cache.hit(1, 2, 3, 4) == 2
+    assert cache.cache.evict_blocks()
+    assert not cache.cache.evict_blocks()
+    assert cache.blocks.free == 19
+
+
+def test_nobody_goes_on_from_a_step_in_flight() -> None:
+    cache = Cache()
+    pending = Pending()
+    for tokens, of in (((1, 2), None), ((1, 2, 3, 4), pending), ((1, 2, 3, 4, 5), None)):
+        blocks, slot = cache.blocks.take(-(-len(tokens) // 2)), cache.slots.take()
+        assert slot is not None
+        cache.cache.insert(space_of("", ""), encode(tokens), blocks, slot, of)
+        cache.blocks.release(blocks)
+    assert cache.hit(1, 2, 3, 4, 5) == 2, "what is behind stands on it"
+    assert len(cache.cache.confirm(pending)) == 1
+    assert cache.hit(1, 2, 3, 4, 5) == 5
+
+
+def test_a_step_that_failed_takes_what_stands_on_it_along() -> None:
+    cache = Cache()
+    cache.insert(1, 2)
+    pending = Pending()
+    blocks, slot = cache.blocks.take(2), cache.slots.take()
+    assert slot is not None
+    cache.cache.insert(space_of("", ""), encode((1, 2, 3, 4)), blocks, slot, pending)
+    cache.blocks.release(blocks)
+    cache.insert(1, 2, 3, 4, 5, 6)
+    cache.cache.discard(pending)
+    cache.check()
+    assert (cache.hit(1, 2, 3, 4, 5, 6), cache.blocks.idle, cache.cache.num_snapshots) == (2, 1, 1)
+
+
+def test_blocks_that_a_copy_holds_are_nobodys_for_the_asking() -> None:
+    pool = BlockPool(4)
+    (block,) = pool.take(1)
+    pool.cache(block)
+    pool.release([block])
+    pool.hold([block])
+    assert (pool.idle, pool.used, pool.free) == (0, 0, 2)
+    pool.share([block])
+    assert pool.used == 1
+    with pytest.raises(IntegrityError):
+        pool.check([block], [block], [])
+    pool.check([block], [block], [block])
+    pool.release([block])
+    with pytest.raises(IntegrityError):
+        pool.release([block])
+    pool.uncache(block)
+    assert (pool.free, pool.used) == (2, 0)
+    pool.let_go([block])
+    assert pool.free == 3
+    with pytest.raises(IntegrityError):
+        pool.let_go([block])
