@@ -35,14 +35,22 @@ from benchmarks.attention_bench import (
 from benchmarks.precompile import Launch, precompile
 from benchmarks.recorder import Clock, Recorder
 from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, decode_config, decode_splits, paged_decode
-from kernels.gpu.attention_prefill import PrefillConfig, paged_prefill, prefill_config
+from kernels.gpu.attention_prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
 from kernels.gpu.segments import Segments
 
 DECODE_CASES = [(batch, context) for batch in (1, 8, 16, 64, 256) for context in (600, 4200)]
-DECODE_CASES += [(1, 32768), (8, 32768), (1, 131072)]
-PREFILL_CASES = [(1, 512, 0), (16, 512, 0), (4, 4096, 0), (1, 16384, 0), (1, 512, 32768)]
+DECODE_CASES += [(1, 32768), (8, 32768), (16, 20000), (32, 20000), (64, 10000), (1, 131072)]
+PREFILL_CASES = [
+    (1, 512, 0),
+    (16, 512, 0),
+    (4, 4096, 0),
+    (1, 16384, 0),
+    (1, 512, 32768),
+    (1, 3840, 16000),
+    (1, 3840, 32000),
+]
 ROPE_CASES = [1, 8, 64, 512, 8192]
 
 _BF16 = torch.bfloat16
@@ -58,6 +66,12 @@ PREFILL_CONFIGS = {
 """Rows, keys, warps, stages, tail stages."""
 ROPE_CONFIGS = [(0, 0, 0), (1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 5, 1), (1, 10, 1)]
 """Rows and heads a program, warps; zeros: what the launcher chooses."""
+
+
+def prefill_configs(dtype: torch.dtype) -> list[PrefillConfig]:
+    """All that are tried."""
+    overlapped = [OVERLAPPED] if dtype == _BF16 else []
+    return [*overlapped, *(PrefillConfig(*numbers) for numbers in PREFILL_CONFIGS[dtype])]
 
 
 def sweep_decode(bench: Bench, dtype: torch.dtype, batch: int, context: int, full: bool) -> None:
@@ -105,8 +119,8 @@ def sweep_prefill(bench: Bench, dtype: torch.dtype, count: int, length: int, sta
     segments = Segments.build([length] * count, [start] * count, range(1, count + 1), [0] * count, bench.device)
     out = torch.empty(rows, HEADS * DIM, device=bench.device, dtype=_BF16)
     flop = 4 * HEADS * DIM * count * (length * start + length * (length + 1) / 2)
-    used = prefill_config(kv)
-    configs = [used, *(c for c in (PrefillConfig(*numbers) for numbers in PREFILL_CONFIGS[dtype]) if c != used)]
+    used = prefill_config(kv, HEADS)
+    configs = [used, *(c for c in prefill_configs(dtype) if c != used)]
     case = f"{count} x {length}" + (f" after {start}" if start else "")
     for config in configs:
         run = partial(paged_prefill, q, projected, kv, tables, segments, out=out, config=config)
@@ -188,12 +202,12 @@ def all_launches() -> list[Launch]:
                 return paged_decode(q, projected, kv, tables, ints, ints, 8)
 
             launches.append(decode_in_use)
-        for numbers in PREFILL_CONFIGS[dtype]:
+        for chosen in prefill_configs(dtype):
 
-            def prefill(device: Any, dtype: torch.dtype = dtype, c: Any = numbers) -> object:
+            def prefill(device: Any, dtype: torch.dtype = dtype, c: PrefillConfig = chosen) -> object:
                 q, projected, kv, tables, _ = inputs(device, dtype, 64)
                 segments = Segments.build([64], [0], [1], [0], device)
-                return paged_prefill(q, projected, kv, tables, segments, config=PrefillConfig(*c))
+                return paged_prefill(q, projected, kv, tables, segments, config=c)
 
             launches.append(prefill)
         for tile, group, warps in ROPE_CONFIGS[1:]:
@@ -218,8 +232,7 @@ def check_all(bench: Bench) -> None:
         for config, splits in decodes:
             what = f"decode {name_of(dtype)} {describe(config)} splits {splits}"
             bench.check(what, partial(check_decode, bench, dtype, config, splits))
-        for numbers in PREFILL_CONFIGS[dtype]:
-            chosen = PrefillConfig(*numbers)
+        for chosen in prefill_configs(dtype):
             what = f"prefill {name_of(dtype)} {describe(chosen)}"
             bench.check(what, partial(check_prefill, bench, dtype, chosen))
 

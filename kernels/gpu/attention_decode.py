@@ -33,8 +33,8 @@ _USUAL_MAX_SPLITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How a launch is cut. A row of c keys gets ``min(splits, c / min_keys)`` splits, or ``c / max_keys`` if that is
-    more, both rounded up, but never more than are launched."""
+    """How a launch is cut. A row of c keys gets ``min(splits, c / min_keys)`` splits, rounded up, and if those had more
+    than max_keys each as many times ``splits`` as it takes; but never more than are launched."""
 
     block_keys: int
     """Keys of one step of the inner loop."""
@@ -42,7 +42,8 @@ class DecodeConfig:
     stages: int
     """Steps of the inner loop whose pages are on their way at once, the current one included."""
     splits: int
-    """Enough to reach every multiprocessor when all rows are alike."""
+    """Enough to reach every multiprocessor when all rows are alike. Also the unit of more: some splits more than fit at
+    once would have all others wait for them."""
     min_keys: int = 64
     max_keys: int = 8192
     """So that one long row among many does not keep the others waiting."""
@@ -51,21 +52,30 @@ class DecodeConfig:
 
 
 def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
-    """The configuration for these pages and this many rows, from benchmarks.sweep_attention on an H200."""
+    """The configuration for these pages and this many rows, from benchmarks.sweep_attention on an H200 and, where
+    kernels around it matter, from steps in full."""
     programs = batch * kv.kv_heads
     if kv.keys.dtype == torch.float32:
         return DecodeConfig(block_keys=16, warps=4, stages=1, splits=8)
-    if programs <= 32:
+    if programs < (8 if kv.quantized else 16):
         # One program a multiprocessor; large steps, because the latency of each is what counts.
         stages = 4 if kv.quantized else 3
         return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=128 // programs, merge=16)
-    if programs <= 64 and not kv.quantized:
-        # The same; of 16 rows inside a step 12 µs less behind 600 tokens, 19 behind 4,200 (benchmarks.tune_step).
-        return DecodeConfig(block_keys=64, warps=4, stages=3, splits=128 // programs, min_keys=128)
-    splits = max(1, 256 // programs)
     if kv.quantized:
-        return DecodeConfig(block_keys=64, warps=4, stages=4 if programs < 256 else 3, splits=splits, min_keys=128)
-    return DecodeConfig(block_keys=32, warps=4, stages=4 if programs < 128 else 3, splits=splits, min_keys=128)
+        # Bound by conversions: the more warps the better, of 8 rows 145 µs a step behind 4,200 tokens.
+        if programs < 64:
+            return DecodeConfig(block_keys=64, warps=4, stages=3, splits=256 // programs, merge=16)
+        stages, splits = (4, 256 // programs) if programs < 128 else (3, max(1, 512 // programs))
+        return DecodeConfig(block_keys=64, warps=4, stages=stages, splits=splits, min_keys=128)
+    if programs < 64:
+        # Two programs a multiprocessor: of 8 rows inside a step 37 µs less behind 4,200 tokens, 199 behind 20,000.
+        return DecodeConfig(block_keys=32, warps=4, stages=3, splits=256 // programs, merge=16)
+    if programs < 128:
+        # One program a multiprocessor is faster inside a step of 16 rows, if not alone: 12 µs behind 600 tokens.
+        return DecodeConfig(block_keys=64, warps=4, stages=3, splits=128 // programs, min_keys=128)
+    # Four stages, so that two programs fit a multiprocessor, not three: a third one would be served first and leave
+    # the others' rest to few.
+    return DecodeConfig(block_keys=32, warps=4, stages=4, splits=max(1, 256 // programs), min_keys=128)
 
 
 def decode_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
@@ -169,7 +179,8 @@ def _decode_kernel(
     context = tl.load(positions + row) + 1
     slot = tl.load(slots + row).to(tl.int64)
     # Equal shares in whole steps.
-    wanted_splits = tl.maximum(tl.minimum(usual_splits, tl.cdiv(context, min_keys)), tl.cdiv(context, max_keys))
+    times = tl.cdiv(tl.cdiv(context, max_keys), usual_splits)
+    wanted_splits = tl.where(times > 1, times * usual_splits, tl.minimum(usual_splits, tl.cdiv(context, min_keys)))
     wanted_splits = tl.minimum(wanted_splits, num_splits)
     share = tl.cdiv(tl.cdiv(context, wanted_splits), BLOCK_KEYS) * BLOCK_KEYS
     begin = split * share

@@ -18,10 +18,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu import attention_prefill_hopper as hopper
 from kernels.gpu.pages import KvPages
 from kernels.gpu.segments import TILE, Segments
 
 _LOG2_E = 1.4426950408889634
+_HOPPER = (9, 0)
+"""Compute capability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,29 @@ class PrefillConfig:
     """Steps of the inner loop whose pages are on their way at once, the current one included."""
     tail_stages: int
     """The same for the last steps, which need the causal mask."""
+    overlapped: bool = False
+    """By the kernel of `kernels.gpu.attention_prefill_hopper`, which has its own cut."""
 
 
-def prefill_config(kv: KvPages) -> PrefillConfig:
-    """The configuration for these pages."""
+OVERLAPPED = PrefillConfig(hopper.BLOCK_ROWS, hopper.BLOCK_KEYS, hopper.WARPS, 2, 2, overlapped=True)
+
+
+def prefill_config(kv: KvPages, heads: int) -> PrefillConfig:
+    """The configuration for these pages and so many query heads."""
     if kv.keys.dtype == torch.float32:
         return PrefillConfig(block_rows=32, block_keys=16, warps=4, stages=1, tail_stages=1)
     if kv.quantized:
         # Dequantised pages pass through registers, which leaves none for more keys or for pages ahead in the tail.
         return PrefillConfig(block_rows=128, block_keys=32, warps=8, stages=3, tail_stages=1)
+    if overlaps(kv, heads) and kv.keys.is_cuda and torch.cuda.get_device_capability(kv.keys.device) == _HOPPER:
+        return OVERLAPPED
     return PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2, tail_stages=1)
+
+
+def overlaps(kv: KvPages, heads: int) -> bool:
+    """Whether OVERLAPPED knows such pages and heads."""
+    group = heads // kv.kv_heads
+    return (kv.keys.dtype, kv.head_dim, kv.block_size) == (torch.bfloat16, hopper.DIM, 16) and group in (2, 4, 8, 16)
 
 
 @triton.jit
@@ -258,46 +274,43 @@ def paged_prefill(
         raise ValueError(f"paged_prefill: projected {tuple(projected.shape)} has no gate for q {tuple(q.shape)}")
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    group = heads // kv.kv_heads
-    block_group = triton.next_power_of_2(group)
-    chosen = config or prefill_config(kv)
-    tokens = min(TILE, max(1, chosen.block_rows // block_group))
-    parts = TILE // tokens
+    chosen = config or prefill_config(kv, heads)
     if segments.max_tiles == 0:
         return out
-    _prefill_kernel[(segments.max_tiles * parts, kv.kv_heads)](
+    group = heads // kv.kv_heads
+    block_group = triton.next_power_of_2(group)
+    tokens = min(TILE, max(1, chosen.block_rows // block_group))
+    parts = TILE // tokens
+    grid = (segments.max_tiles * parts, kv.kv_heads)
+    where = (tables, segments.begin, segments.start, segments.slot, segments.tile_segment, segments.tile_row)
+    numbers = (segments.max_tiles, dim**-0.5 * _LOG2_E, projected.stride(0), out.stride(0), tables.stride(0))
+    shape = {"KV_HEADS": kv.kv_heads, "GROUP": group, "DIM": dim, "PAGE": kv.block_size}
+    shape |= {"TOKENS": tokens, "PARTS": parts}
+    launch = {"PDL": pdl, "num_warps": chosen.warps, "launch_pdl": pdl}
+    if chosen.overlapped:
+        if not overlaps(kv, heads):
+            raise ValueError(f"paged_prefill: no overlapped kernel for {heads} heads and pages {tuple(kv.keys.shape)}")
+        hopper.prefill_kernel[grid](
+            q, projected, kv.keys, kv.values, *where, out, *numbers, **shape, KEYS=chosen.block_keys, **launch
+        )
+        return out
+    _prefill_kernel[grid](
         q,
         projected,
         kv.keys,
         kv.values,
         kv.keys if kv.key_scales is None else kv.key_scales,
         kv.values if kv.value_scales is None else kv.value_scales,
-        tables,
-        segments.begin,
-        segments.start,
-        segments.slot,
-        segments.tile_segment,
-        segments.tile_row,
+        *where,
         out,
-        segments.max_tiles,
-        dim**-0.5 * _LOG2_E,
-        projected.stride(0),
-        out.stride(0),
-        tables.stride(0),
-        KV_HEADS=kv.kv_heads,
-        GROUP=group,
-        DIM=dim,
-        PAGE=kv.block_size,
+        *numbers,
+        **shape,
         FP8=kv.quantized,
-        TOKENS=tokens,
-        PARTS=parts,
         BLOCK_GROUP=block_group,
         BLOCK_KEYS=chosen.block_keys,
         BLOCK_DIM=max(16, triton.next_power_of_2(dim)),
         STAGES=chosen.stages,
         TAIL_STAGES=chosen.tail_stages,
-        PDL=pdl,
-        num_warps=chosen.warps,
-        launch_pdl=pdl,
+        **launch,
     )
     return out

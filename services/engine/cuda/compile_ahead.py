@@ -28,6 +28,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
 from kernels.gpu.keys import stable_keys
@@ -52,7 +53,8 @@ class Variant:
     def ast(self) -> ASTSource:
         """What triton.compile() takes; imports the kernel."""
         kernel = getattr(importlib.import_module(self.module), self.name)
-        return ASTSource(kernel, self.signature, self.constants, self.attributes)
+        source = GluonASTSource if kernel.is_gluon() else ASTSource
+        return source(kernel, self.signature, self.constants, self.attributes)
 
     def identity(self) -> str:
         """The same text in every process."""

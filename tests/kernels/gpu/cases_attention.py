@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.gpu.attention_decode import paged_decode
-from kernels.gpu.attention_prefill import paged_prefill
+from kernels.gpu.attention_prefill import OVERLAPPED, paged_prefill
 from kernels.gpu.pages import KvPages
 from kernels.gpu.qk_rope import qk_norm_rope_write
 from kernels.gpu.segments import Segments
@@ -26,6 +26,8 @@ def launches() -> None:
             paged_decode(q, projected, kv, tables, ints, ints, 64 if rows == 1 else 8, pdl=rows == 1)
         segments = Segments.build([64], [0], [1], [0], "cpu")
         paged_prefill(q, projected, kv, tables, segments)
+        if not kv.quantized:
+            paged_prefill(q, projected, kv, tables, segments, config=OVERLAPPED, pdl=True)
     # Pairs of e4m3 in heads of 16 dimensions: half as many as a tensor core product takes.
     kv = KvPages.allocate(3, 16, 2, 16, torch.float8_e4m3fn, "cpu")
     projected, one = torch.zeros(1, 2 * (4 + 2) * 16, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.attention_prefill import PrefillConfig, paged_prefill
+from kernels.gpu.attention_prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.attention_cases import Paged, exact_attention, paged
@@ -77,6 +77,39 @@ def test_every_split_of_a_prompt_has_the_same_bits(dtype: torch.dtype, device: t
         assert torch.equal(torch.cat((run(0, cut), run(cut, total))), whole)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [([1, 31, 33], [0, 0, 0]), ([63, 64, 65], [0, 5, 64]), ([1, 70, 2], [62, 127, 63]), ([129], [1000])],
+)
+def test_heads_of_256_dimensions(lengths: list[int], starts: list[int], device: torch.device) -> None:
+    """What Hopper has a kernel of its own for."""
+    contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    case = paged(contexts, 1, 256, torch.bfloat16, device)
+    check(case, lengths, starts, 4, torch.bfloat16, 1e-2, None)
+
+
+@pytest.mark.cuda
+def test_hopper_computes_the_same_bits(device: torch.device) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not Hopper")
+    lengths, starts = [129, 300, 1, 64, 700, 1, 31], [1000, 0, 77, 63, 5000, 0, 64]
+    case = paged(
+        [start + length for start, length in zip(starts, lengths, strict=True)], 4, 256, torch.bfloat16, device
+    )
+    assert prefill_config(case.kv, 16) == OVERLAPPED
+    rows = sum(lengths)
+    q = torch.randn(rows, 16, 256).to(device, torch.bfloat16)
+    projected = torch.randn(rows, 2 * 16 * 256).to(device, torch.bfloat16)
+    segments = Segments.build(lengths, starts, range(1, 8), [0] * 7, device, max_segments=9, max_tiles=32)
+    expected = torch.zeros(rows, 16 * 256, dtype=torch.bfloat16, device=device)
+    plain = PrefillConfig(block_rows=128, block_keys=64, warps=8, stages=2, tail_stages=1)
+    paged_prefill(q, projected, case.kv, case.tables, segments, out=expected, config=plain)
+    for pdl in (False, True) * 5:
+        out = torch.zeros_like(expected)
+        paged_prefill(q, projected, case.kv, case.tables, segments, out=out, pdl=pdl)
+        assert torch.equal(out, expected)
+
+
 def test_contradictions_are_refused(device: torch.device) -> None:
     case = paged([5], 2, 32, torch.float32, device)
     segments = Segments.build([5], [0], [1], [0], device)
@@ -84,3 +117,5 @@ def test_contradictions_are_refused(device: torch.device) -> None:
         paged_prefill(torch.zeros(5, 3, 32), torch.zeros(5, 96), case.kv, case.tables, segments)
     with pytest.raises(ValueError, match="no gate"):
         paged_prefill(torch.zeros(5, 4, 32), torch.zeros(5, 96), case.kv, case.tables, segments)
+    with pytest.raises(ValueError, match="no overlapped kernel"):
+        paged_prefill(torch.zeros(5, 4, 32), torch.zeros(5, 128), case.kv, case.tables, segments, config=OVERLAPPED)

@@ -12,8 +12,11 @@ SCRIPT = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from kernels.gpu.attention_prefill import OVERLAPPED, paged_prefill
 from kernels.gpu.block_tables import _write_tables_kernel, write_tables
 from kernels.gpu.lora_rows import LoraRows
+from kernels.gpu.pages import KvPages
+from kernels.gpu.segments import Segments
 from kernels.gpu.skinny import skinny_linear
 from kernels.gpu.state_copy import copy_states
 from services.engine.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
@@ -29,7 +32,12 @@ lora = LoraRows(
     ints, ints,
 )
 
+pages = KvPages.allocate(2, 16, 4, 256, torch.bfloat16, "cpu")
+q, projected = torch.zeros(4, 16, 256, dtype=torch.bfloat16), torch.zeros(4, 4096, dtype=torch.bfloat16)
+segments = Segments.build([4], [0], [1], [0], "cpu")
+
 def launch():
+    paged_prefill(q, projected, pages, tables, segments, config=OVERLAPPED)
     write_tables(tables, entries)
     write_tables(tables, entries)
     copy_states(torch.zeros(2, 3, 16), entries)
@@ -72,9 +80,9 @@ def environment(cache: Path) -> dict[str, str]:
 def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
-    names = ["_write_tables_kernel", "_copy_states_kernel", "_prepare_kernel", "dot_kernel"]
-    assert done.stdout.splitlines() == ["4 0", str(names), "[]"], done.stderr
-    assert len(list(tmp_path.rglob("*.cubin"))) == 4
+    names = ["prefill_kernel", "_write_tables_kernel", "_copy_states_kernel", "_prepare_kernel", "dot_kernel"]
+    assert done.stdout.splitlines() == ["5 0", str(names), "[]"], done.stderr
+    assert len(list(tmp_path.rglob("*.cubin"))) == 5
 
 
 def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:

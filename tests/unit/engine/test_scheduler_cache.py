@@ -141,13 +141,13 @@ def test_completions_of_one_prompt_compute_it_once() -> None:
 
 
 def test_snapshots_on_long_ways_are_an_interval_apart() -> None:
-    engine = Engine(num_blocks=200, max_model_len=400, token_budget=400, snapshot_interval=100)
-    engine.add("long", tuple(range(300)), max_tokens=1, boundaries=(10, 90, 195, 250, 298))
+    engine = Engine(num_blocks=1000, max_model_len=4000, token_budget=4000, snapshot_interval=1000)
+    engine.add("long", tuple(range(3000)), max_tokens=1, boundaries=(100, 900, 1950, 2500, 2980))
     plan = engine.step()
-    assert [position for position, _ in plan.chunks[0].snapshots] == [10, 195, 298]
-    engine.add("longer", tuple(range(1000, 1350)), max_tokens=1)
+    assert [position for position, _ in plan.chunks[0].snapshots] == [100, 1950, 2980]
+    engine.add("longer", tuple(range(5000, 8500)), max_tokens=1)
     plan = engine.step()
-    assert [position for position, _ in plan.chunks[0].snapshots] == [100, 200, 349]
+    assert [position for position, _ in plan.chunks[0].snapshots] == [1000, 2000, 3499]
 
 
 @pytest.mark.parametrize("changes", [{"pin": ADAPTER}, {"cache_salt": "other"}])

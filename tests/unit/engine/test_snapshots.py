@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.gpu.segments import TILE
 from services.engine.memory.cost import ComputeCost
 from services.engine.memory.sharing import Sharing
-from services.engine.memory.snapshots import SnapshotPolicy, interval
+from services.engine.memory.snapshots import _TILE, SnapshotPolicy, interval
 from services.engine.memory.tokens import decode, encode, shared
 from services.engine.sequence import Sequence
 from tests.unit.engine.machine import request
@@ -38,12 +39,21 @@ def test_positions() -> None:
     policy = SnapshotPolicy(unit=1, gap=16, interval=1000)
     assert policy.positions(0, 99, (), ()) == (99,)
     assert policy.positions(90, 99, (), ()) == (), "too little to compute"
-    assert policy.positions(0, 99, (), (20, 60, 95)) == (20, 95), "the last message ends near the end"
-    assert policy.positions(0, 99, (50, 200), ()) == (50, 99), "of an equal prompt all but its last token"
+    assert policy.positions(0, 99, (), (70, 80, 95)) == (64, 95), "the last message ends near the end"
+    assert policy.positions(0, 99, (200,), ()) == (99,), "of an equal prompt all but its last token"
     assert policy.positions(0, 3500, (), ()) == (1000, 2000, 3499 + 1)
     assert policy.positions(2500, 3500, (), ()) == (3500,)
     aligned = SnapshotPolicy(unit=64, gap=64, interval=1000)
     assert aligned.positions(0, 200, (70,), (130,)) == (64, 128, 192)
+
+
+def test_a_short_prompt_is_a_tile_longer_at_most() -> None:
+    assert TILE == _TILE
+    policy = SnapshotPolicy(unit=1, gap=16, interval=3072)
+    assert policy.positions(0, 2000, (), (500, 1995)) == (448, 1995), "the first message's end, up to a tile before"
+    assert policy.positions(10, 2010, (700,), (500, 1995)) == (10 + 448, 700, 10 + 1984), "what others share is exact"
+    assert policy.positions(10, 2010, (10 + 640,), (500, 1995)) == (10 + 448, 650, 1995), "tiles count from what was"
+    assert policy.positions(0, 2048, (), (500, 2040)) == (500, 2040), "of a longer one it is next to nothing"
 
 
 @given(
@@ -60,6 +70,8 @@ def test_positions_are_possible(
     chosen = SnapshotPolicy(unit=unit, gap=16, interval=every).positions(computed, limit, shares, sorted(marks))
     assert list(chosen) == sorted(set(chosen))
     assert all(computed + 16 <= position <= limit and position % unit == 0 for position in chosen)
+    if unit == 1:
+        assert sum((position - computed) % TILE != 0 for position in chosen) <= 1
 
 
 def test_what_waits_shares_the_longest_beginning() -> None:
