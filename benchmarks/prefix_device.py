@@ -4,7 +4,8 @@ Random weights of a shape, the engine's own runner with its graphs, no engine ar
 are timed: kernels against float64, snapshots against those of separate steps, payloads bit for bit. Milliseconds are
 medians from a launch on an idle device until the host has the result.
 
-- prefill: a prompt in one step, without and with snapshots inside of its chunk, and cut into steps at the same places
+- prefill: a prompt in one step, without and with snapshots inside of its chunk, where the engine's policy puts them for
+  ends of messages, and where those are; and cut into steps at the first places
 - copies: of blocks in all layers and of states, inside a CUDA graph
 - transfer: of a prompt's blocks and its state to host memory and back, beside torch's copies of as many bytes between
   pinned memory and one tensor
@@ -38,6 +39,7 @@ from services.engine.chains import links
 from services.engine.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.cuda.compile_ahead import compiler_pool
 from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.memory.snapshots import SnapshotPolicy
 from services.engine.memory.tiers.checksums import WORD, checksum, weights
 from services.engine.memory.tiers.ports import Bytes
 from services.engine.model.config import ModelConfig
@@ -230,8 +232,11 @@ def prefill(bench: Bench, tokens: int, repeats: int) -> Iterator[dict[str, Any]]
     plain = [bench.prompt(tokens, ())]
     ways: dict[tuple[int, str], list[StepPlan]] = {(0, "one step"): plain}
     for count in (1, 2):
-        plan = bench.prompt(tokens, snapshots_of(tokens, count))
+        wanted = snapshots_of(tokens, count)
+        policy = SnapshotPolicy(unit=1, gap=_BLOCK, interval=tokens)
+        plan = bench.prompt(tokens, policy.positions(0, wanted[-1], wanted[::-1], ()))
         ways |= {(count, "one step"): [plan], (count, "steps"): in_steps(plan)}
+        ways[count, "one step, nothing rounded"] = [bench.prompt(tokens, wanted)]
     replays: dict[tuple[int, str], int] = {}
     times: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
     for turn in range(repeats + 2):
