@@ -19,6 +19,7 @@ A prompt is the one before, its answer and what is new. One JSON line a workload
 - cached: prompt tokens that requests say came from the cache; from: by tier. ideal: what was computed before (all but
   what is new and the last token sampled; of a prompt that another request has, too, all of it that is equal, but for
   the last token)
+- compiled: kernels that the engine's start had not compiled, warm-up included
 - prefilled: tokens of prompts that steps computed; new: prompt tokens less the ideal, the least there is to compute
 
 The device's cache is emptied before each workload, behind a short run of its kind, of other tokens, that warms up.
@@ -235,20 +236,23 @@ def measure(
         warm_up: of the same kind, with other tokens; None: the workload itself.
     """
     from benchmarks.step_times import recorded_steps
+    from services.engine.cuda.compile_ahead import compiled_here
 
     began = time.perf_counter()
     warm = _short(warm_up or workload)
-    Traffic(engine, warm, f"{workload.name}-warm-up", marks=marks).run()
-    _clear(engine)
-    warmed = time.perf_counter()
-    before = engine.engine.loop.status().counts
-    with recorded_steps(engine.pipeline) as steps:
-        sent = Traffic(engine, workload, workload.name, marks=marks).run()
+    with compiled_here() as compiled:
+        Traffic(engine, warm, f"{workload.name}-warm-up", marks=marks).run()
+        _clear(engine)
+        warmed = time.perf_counter()
+        before = engine.engine.loop.status().counts
+        with recorded_steps(engine.pipeline) as steps:
+            sent = Traffic(engine, workload, workload.name, marks=marks).run()
     # The last step's figures may come behind its updates.
     after = engine.engine.loop.call_at_boundary(engine.pipeline.scheduler.counts).result()
     found = report(workload, sent)
     found["prefilled"] = sum(step.prefill_tokens for step in steps)
     found["steps"] = len(steps)
+    found["compiled"] = sorted(compiled)
     found["counts"] = asdict(after)
     found["counts_before"] = asdict(before)
     found["warm_up_s"] = round(warmed - began, 2)
