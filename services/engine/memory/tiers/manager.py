@@ -133,7 +133,12 @@ class TierManager:
         self._disk = self._store = None
         if self._files is not None:
             self._disk = DiskTier(
-                self._index, self._files, *parts, busy=lambda: self._loads.under_way > 0, warm=limits.host
+                self._index,
+                self._files,
+                *parts,
+                self._bandwidth,
+                busy=lambda: self._loads.under_way > 0,
+                warm=limits.host,
             )
         if self._objects is not None:
             # Where nothing else keeps an entry until it is used, it is put there at once.
