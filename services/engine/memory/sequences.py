@@ -77,7 +77,9 @@ class SequenceMemory:
         )
         self.stored: StoredHistories | None = None
         if tiers is not None:
-            self.stored = StoredHistories(self._cache, self._blocks, self._slots, tiers, self.cost)
+            self.stored = StoredHistories(
+                self._cache, self._blocks, self._slots, tiers, self.cost, share=config.load_share
+            )
         self._policy = SnapshotPolicy(
             unit=self._unit,
             gap=math.lcm(self._unit, max(config.block_size, FIRST_SNAPSHOT)),
@@ -338,7 +340,13 @@ class SequenceMemory:
                 self._slots.release(slot)
                 return False
         sequence.ticket, sequence.load_tier, sequence.loaded_tokens = ticket, wanted.tier, wanted.node.end
+        sequence.load_patience = wanted.patience
         return True
+
+    def give_up(self, ticket: int) -> None:
+        """Nobody waits for a load any more."""
+        if self.stored is not None:
+            self.stored.give_up(ticket)
 
     def _take_blocks(self, count: int) -> list[int] | None:
         return self._blocks.take(count) if self._reserve(count) else None

@@ -27,6 +27,7 @@ from services.engine.memory.tiers.ports import (
     Event,
     Fence,
     Forget,
+    GiveUp,
     Job,
     Kept,
     Key,
@@ -280,6 +281,8 @@ class TierManager:
                 self._saves.begin(job, fence)
             case Load():
                 self._loads.begin(job, fence)
+            case GiveUp():
+                self._loads.give_up(job.ticket)
             case Persist():
                 self._persist(job)
             case Use():
