@@ -268,12 +268,14 @@ class TierManager:
         self._wake()
 
     def _take(self, jobs: Sequence[Job], fence: Fence) -> None:
-        for job in jobs:
-            try:
-                self._begin(job, fence)
-            except Exception:
-                log.exception("tier_job_failed", job=type(job).__name__)
-                self._refuse([job])
+        # All at once: no room is made for the first save by giving up what the last one stands on.
+        with self._index.lock:
+            for job in jobs:
+                try:
+                    self._begin(job, fence)
+                except Exception:
+                    log.exception("tier_job_failed", job=type(job).__name__)
+                    self._refuse([job])
 
     def _begin(self, job: Job, fence: Fence) -> None:
         match job:

@@ -121,6 +121,17 @@ def test_pinned_ones_stay_and_nobody_evicts_what_its_child_needs() -> None:
         assert bench.load(*pinned) == Loaded(2, keys(pinned[1:]))
 
 
+def test_saves_that_come_together_do_not_give_up_what_each_other_stands_on() -> None:
+    (other,), (new,) = chain(4, seed=1), chain(4, seed=2)
+    first, second = chain(4, 4, seed=3, seconds=0.5)
+    with Bench(limits(4)) as bench:
+        bench.save(first, other)
+        bench.submit(bench.put(new, 10, 3), bench.put(second, 20, 4))
+        assert Dropped(other.key, Tier.HOST) in bench.settle(), "although the first one is worth less"
+        assert bench.load(first, second) == Loaded(1)
+        assert not bench.counts.troubles
+
+
 def test_a_save_without_room_is_given_up() -> None:
     (large,) = chain(40)
     with Bench(limits(2)) as bench:
