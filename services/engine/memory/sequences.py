@@ -232,6 +232,7 @@ class SequenceMemory:
         if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
             tokens = history[: computed * TOKEN_BYTES]
             node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
+            node.passing = sequence.request.sampling.forces
             sequence.slot = 0
             if pending is None:
                 self.confirmed(node)
@@ -261,6 +262,7 @@ class SequenceMemory:
         if slot is None:
             return None
         node = self._cache.insert(sequence.space, tokens, sequence.blocks, slot, pending)
+        node.passing = sequence.request.sampling.forces
         # The step that is being planned writes it.
         self._cache.pin(node)
         return Snapshot(sequence, position, node, slot)

@@ -149,7 +149,7 @@ class StoredHistories:
         """
         if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
             return
-        if node.saving or node.key is not None:
+        if node.saving or node.key is not None or node.passing:
             return
         above = node.parent
         while above.parent is not None and not (above.key is not None and above.key in self._stored):

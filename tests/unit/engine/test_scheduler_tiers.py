@@ -116,3 +116,18 @@ def test_a_load_that_was_given_up_is_not_waited_for_again() -> None:
     assert [type(job) for job in engine.scheduler.take_jobs()] == [GiveUp]
     engine.add("third", LONG, max_tokens=1, arrival=1)
     assert not engine.scheduler._memory.stored._targets  # type: ignore[union-attr]
+
+
+def test_scores_are_not_saved() -> None:
+    """Nobody asks for the same again: each call for scores has a salt of its own."""
+    engine = Tiered()
+    before = dict(engine.tiers.entries)
+    engine.add("score", (40, *LONG), max_tokens=3, forced_ids=(1, 2, 3), ignore_eos=True, cache_salt="call 7")
+    engine.run()
+    engine.serve()
+    assert not engine.tiers.jobs
+    assert engine.tiers.entries == before
+    engine.add("another", (40, *LONG), max_tokens=3)
+    engine.run()
+    engine.serve()
+    assert engine.tiers.jobs
