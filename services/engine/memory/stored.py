@@ -49,6 +49,9 @@ _LEAST_PATIENCE = 1 / 3
 """part of what it may take at most before it is given up at all."""
 _SAVING_SHARE = 8
 """Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
+_SAVES = 4
+"""Saves under way at once. The loop hears of their ends between two steps, so a busy engine begins so many a step, as
+their thread takes time from the loop's; an idle one goes through all that were put off."""
 _PUT_OFF = 1024
 """Snapshots that are remembered to be saved when others have been."""
 
@@ -142,15 +145,34 @@ class StoredHistories:
     # Saving.
 
     def offer(self, node: Node, *, wanted: bool = False) -> None:
-        """A snapshot is there; it is saved if loading it is well faster than computing it again.
+        """A snapshot is there; it is saved if loading it is well faster than computing it again, soon.
 
         Args:
-            wanted: it is saved whatever it takes.
+            wanted: it is saved whatever it takes, now.
         """
+        if wanted:
+            self._save(node, wanted=True)
+        elif self._may_be_saved(node):
+            self._put_off.append(node)
+            self._save_on()
+
+    def _save_on(self) -> None:
+        """Saves what was put off, in its order, as far as may be under way at once."""
+        while self._put_off and len(self._saving) < _SAVES:
+            node = self._put_off.popleft()
+            if not self._save(node):
+                self._put_off.appendleft(node)
+                return
+
+    def _may_be_saved(self, node: Node) -> bool:
         if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
-            return
-        if node.saving or node.key is not None or node.passing:
-            return
+            return False
+        return not (node.saving or node.key is not None or node.passing)
+
+    def _save(self, node: Node, *, wanted: bool = False) -> bool:
+        """Saves a snapshot if it can be and is worth it; False: too much is being saved."""
+        if not self._may_be_saved(node) or node.parent is None:
+            return True
         above = node.parent
         while above.parent is not None and not (above.key is not None and above.key in self._stored):
             above = above.parent
@@ -158,15 +180,14 @@ class StoredHistories:
         seconds = self._cost.seconds(above.end, node.end)
         entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
         if entry.key in self._stored:
-            return
+            return True
         if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
-            return
+            return True
         first = entry.first_block(self._layout.block_size)
         blocks = self._cache.table(node.path())[first:]
         held = sum(len(others) for _, others in self._saving.values())
         if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
-            self._put_off.append(node)
-            return
+            return False
         self._blocks.hold(blocks)
         self._cache.pin(node)
         node.saving = True
@@ -174,6 +195,7 @@ class StoredHistories:
         self._stored[entry.key] = _Stored(entry, node)
         self._saving[entry.key] = (node, blocks)
         self._jobs.append(Save(entry, blocks, node.slot))
+        return True
 
     def reload(self, node: Node) -> float | None:
         """Seconds to get back what the device has of a node; None: no tier has it."""
@@ -356,8 +378,7 @@ class StoredHistories:
         if stored is not None and not stored.tiers:
             self._gone(stored)
         self._cache.unpin(node)
-        if self._put_off:
-            self.offer(self._put_off.popleft())
+        self._save_on()
 
     def _dropped(self, key: Key, tier: Tier) -> None:
         stored = self._stored.get(key)

@@ -131,3 +131,38 @@ def test_scores_are_not_saved() -> None:
     engine.run()
     engine.serve()
     assert engine.tiers.jobs
+
+
+def burst() -> tuple[Tiered, int]:
+    """Eight histories that end before the tiers are told of any, and how many entries there were before."""
+    engine = Tiered(max_num_seqs=8, token_budget=256, num_blocks=256, num_slots=64)
+    before = len(engine.tiers.entries)
+    for number in range(8):
+        engine.add(f"r{number}", (40 - number, *LONG), max_tokens=2)
+    engine.run()
+    return engine, before
+
+
+def test_a_burst_of_histories_is_saved_by_and_by() -> None:
+    engine, before = burst()
+    for _ in range(20):
+        engine.serve()
+        assert len(engine.tiers.jobs) <= 4
+        engine.tiers.work(1)
+    engine.serve()
+    assert not engine.tiers.jobs
+    # Where the prompt ended, and where the answer did.
+    assert len(engine.tiers.entries) == before + 16
+    assert not engine.scheduler._memory.copying
+
+
+def test_what_the_device_has_given_up_meanwhile_is_passed_over() -> None:
+    engine, before = burst()
+    engine.serve()
+    saving = len(engine.tiers.jobs)
+    engine.scheduler.clear_cache()
+    for _ in range(8):
+        engine.tiers.work()
+        engine.serve()
+    assert len(engine.tiers.entries) == before + saving
+    assert not engine.scheduler._memory.stored._put_off  # type: ignore[union-attr]
