@@ -262,6 +262,7 @@ def test_a_load_given_up_while_it_waits_for_the_device() -> None:
         assert begun.wait(20)
         bench.load(*second, wait=False)
         bench.submit(GiveUp(2), GiveUp(1))
+        assert bench.manager._jobs.wait_idle(time.monotonic() + 20)
         may_go_on.set()
         # The one that was being copied was, but its targets are nobody's before that.
         assert bench.wait_loaded(1) == Loaded(1, keys(first))
