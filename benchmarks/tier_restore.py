@@ -11,8 +11,9 @@ another such one, and one with the disk alone. One JSON line for each place:
 - disk: when the files' pages have been dropped (posix_fadvise), `resident` being what the kernel still has of
   them
 
-`from`: cached tokens by the tier that requests say they came from. `--directory` should be on a disk: a file system in
-memory has no pages to drop. `benchmarks.multiturn --workload t` is the same.
+`from`: cached tokens by the tier that requests say they came from; where a disk is not well faster than computing, the
+engine computes (`--set tier_load_share=3` loads whatever is expected to be faster at all). `--directory` should be on a
+disk: a file system in memory has no pages to drop. `benchmarks.multiturn --workload t` is the same.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _REQUESTS = {**GATEWAY, "method": "POST", "route": "/v1/chat/completions"}
 
 
 _TIER_FAILURES = "temper_engine_tier_failures_total"
-_FAULTS = 'reason!="missing"'
+_FAULTS = 'reason!~"missing|late"'
 
 
 def _tier_failed(reason: str, values: str) -> dict[str, str]:
@@ -196,6 +196,8 @@ SERVING = Group(
                 quiet(_tier_failed("away", once(0, 5, 3)), "22m"),
                 # Another engine, or whoever deletes a session, may remove what this one still knows of.
                 quiet(_tier_failed("missing", rising(1)), "40m"),
+                # Computing was faster: that is what a load is measured against.
+                quiet(_tier_failed("late", rising(1)), "40m"),
             ),
         ),
         Alert(

@@ -57,7 +57,9 @@ class SchedulerConfig:
     most_sessions: int = 4096
     """Sessions to remember."""
     load_patience: float = 2.0
-    """Seconds that a request waits for a tier to load what it goes on from."""
+    """Seconds that a request waits at most for a tier to load what it goes on from."""
+    load_share: float = 0.75
+    """The part of the computing that a load saves for which a request waits at most."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len", "prefill_alignment"):

@@ -39,7 +39,8 @@ _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 _FAILURES_UNTIL_UNHEALTHY = 3
-_STALL_SECONDS = 0.02
+_STALL_SECONDS = 0.005
+"""How late a load is given up at most that everybody waits for."""
 _QUIET_SECONDS = 0.2
 """How long nothing happens before the books are checked, which takes tens of milliseconds for 100,000 blocks."""
 

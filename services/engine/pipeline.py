@@ -124,13 +124,17 @@ class Pipeline:
         """Takes in what the tiers have done, and hands them what they are to do; between two steps."""
         if self._tiers is None:
             return
-        events = self._tiers.take_events()
-        if events:
-            self.scheduler.take_events(events)
+        self._hear_tiers()
         # Everything planned so far has been launched: what they copy stands behind it.
         jobs = self.scheduler.take_jobs()
         if jobs:
             self._tiers.submit(jobs)
+
+    def _hear_tiers(self) -> None:
+        """Takes in what the tiers have done."""
+        events = [] if self._tiers is None else self._tiers.take_events()
+        if events:
+            self.scheduler.take_events(events)
 
     def discard(self) -> None:
         """Waits for what is in flight and drops the results."""
@@ -213,6 +217,8 @@ class Pipeline:
                 computed = now - max(flight.launched, before)
                 if not self._flights:
                     self._gate.release(computed)
+            # What a step leaves is saved behind what the tiers have: not behind what they gave up while it ran.
+            self._hear_tiers()
             updates = self.scheduler.update(plan, result, now)
         except Exception as error:
             return self._fail(plan, error)

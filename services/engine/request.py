@@ -128,6 +128,11 @@ class SamplingParams:
             raise InvalidRequest("forced_ids must not be empty", param="forced_ids")
         return cls(temperature=temperature, max_tokens=len(token_ids), ignore_eos=True, forced_ids=token_ids)
 
+    @property
+    def forces(self) -> bool:
+        """Whether the tokens are given, not drawn. Whoever asks for that asks once."""
+        return bool(self.forced_ids)
+
     def _check_forced(self) -> None:
         """Where nothing is chosen, a setting of the choice is refused, not ignored."""
         if min(self.forced_ids) < 0:

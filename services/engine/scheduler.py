@@ -407,7 +407,7 @@ class Scheduler:
         room, restore = self._memory.start(sequence, headroom + draft.blocks_kept, shared, last_resort=alone)
         if room is Room.COMING:
             sequence.load_began = self._now
-            sequence.load_until = self._now + self.config.load_patience
+            sequence.load_until = self._now + min(self.config.load_patience, sequence.load_patience)
             return self._defer(draft, sequence)
         sequence.held_up = room is Room.NONE
         if sequence.held_up:
@@ -423,9 +423,12 @@ class Scheduler:
         """Whether a sequence will go on from a state that is not there yet: one that a tier loads, or that a sequence
         of better rank is going to leave on the way through an equal beginning."""
         if sequence.ticket:
-            if self._memory.is_loading(sequence.ticket) and self._now < sequence.load_until:
+            loading = self._memory.is_loading(sequence.ticket)
+            if loading and self._now < sequence.load_until:
                 return True
-            sequence.ticket = 0
+            ticket, sequence.ticket = sequence.ticket, 0
+            if loading and not any(other.ticket == ticket for other in self._roster.waiting):
+                self._memory.give_up(ticket)
         promised = self._sharing.promised(sequence, limit)
         gain = self.config.block_size
         return promised >= gain and promised - self._memory.matched(sequence, limit) >= gain

@@ -50,6 +50,7 @@ class Sequence:
         "known",
         "known_at_end",
         "load_began",
+        "load_patience",
         "load_tier",
         "load_tried",
         "load_until",
@@ -110,6 +111,8 @@ class Sequence:
         """Whether it could have started last time but for its memory."""
         self.ticket = 0
         """Of the load that it waits for; 0: it waits for none."""
+        self.load_patience = 0.0
+        """Seconds that the load is worth waiting for."""
         self.load_began = 0.0
         self.load_until = 0.0
         """When it no longer waits."""

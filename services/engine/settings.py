@@ -97,7 +97,10 @@ class EngineSettings(CommonSettings):
     tier_close_seconds: float = Field(5.0, ge=0)
     """After SIGTERM, how long what the device and the host have of sessions may still be written to disk and store."""
     tier_load_seconds: float = Field(2.0, gt=0)
-    """How long a request waits for what it could reuse to be loaded; then it computes."""
+    """How long a request waits at most for what it could reuse to be loaded; then it computes."""
+    tier_load_share: float = Field(0.75, gt=0)
+    """The same as a part of the computing that a load saves. A load that is expected to take two thirds of that or more
+    is not begun; one that takes well longer than expected is given up."""
 
     # Adapters.
     adapter_slots: int = Field(8, ge=2, le=256)

@@ -59,7 +59,7 @@ class TierMetrics:
         )
         self._failures = Counter(
             "temper_engine_tier_failures",
-            "Copies that could not be read or written: damaged, missing, unreadable, full, slow, away.",
+            "Copies that could not be read or written: damaged, missing, unreadable, full, slow, away, late.",
             ["tier", "reason"],
             registry=registry,
         )

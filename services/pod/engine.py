@@ -295,6 +295,7 @@ def _limits(
             session_seconds=settings.session_seconds,
             most_sessions=settings.max_sessions,
             load_patience=settings.tier_load_seconds,
+            load_share=settings.tier_load_share,
         )
     except ValueError as error:
         raise InvalidRequest(f"settings: {error}") from error

@@ -32,6 +32,7 @@ class Node:
         "key",
         "label",
         "parent",
+        "passing",
         "pending",
         "pins",
         "saving",
@@ -62,6 +63,8 @@ class Node:
         self.key: Key | None = None
         """Under which the tiers have the state, and the KV from the entry before; None: they have not."""
         self.saving = False
+        self.passing = False
+        """Nobody goes on from it once the requests that live now have ended: it is not for the tiers."""
 
     def path(self) -> list[Node]:
         """From behind the root down to this node."""

@@ -77,7 +77,9 @@ class SequenceMemory:
         )
         self.stored: StoredHistories | None = None
         if tiers is not None:
-            self.stored = StoredHistories(self._cache, self._blocks, self._slots, tiers, self.cost)
+            self.stored = StoredHistories(
+                self._cache, self._blocks, self._slots, tiers, self.cost, share=config.load_share
+            )
         self._policy = SnapshotPolicy(
             unit=self._unit,
             gap=math.lcm(self._unit, max(config.block_size, FIRST_SNAPSHOT)),
@@ -230,6 +232,7 @@ class SequenceMemory:
         if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
             tokens = history[: computed * TOKEN_BYTES]
             node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
+            node.passing = sequence.request.sampling.forces
             sequence.slot = 0
             if pending is None:
                 self.confirmed(node)
@@ -259,6 +262,7 @@ class SequenceMemory:
         if slot is None:
             return None
         node = self._cache.insert(sequence.space, tokens, sequence.blocks, slot, pending)
+        node.passing = sequence.request.sampling.forces
         # The step that is being planned writes it.
         self._cache.pin(node)
         return Snapshot(sequence, position, node, slot)
@@ -338,7 +342,13 @@ class SequenceMemory:
                 self._slots.release(slot)
                 return False
         sequence.ticket, sequence.load_tier, sequence.loaded_tokens = ticket, wanted.tier, wanted.node.end
+        sequence.load_patience = wanted.patience
         return True
+
+    def give_up(self, ticket: int) -> None:
+        """Nobody waits for a load any more."""
+        if self.stored is not None:
+            self.stored.give_up(ticket)
 
     def _take_blocks(self, count: int) -> list[int] | None:
         return self._blocks.take(count) if self._reserve(count) else None

@@ -19,6 +19,7 @@ from services.engine.memory.tiers.ports import (
     Dropped,
     Entry,
     Event,
+    GiveUp,
     Job,
     Kept,
     Key,
@@ -40,8 +41,17 @@ _SPEED = tuple(Tier)
 _WORTHWHILE = 3.0
 """Computing an entry takes so many times as long as loading it, or it is not saved: short ones gain little, and to copy
 each of them takes the host's time from the steps. What is not saved becomes part of the next entry."""
+_MARGIN = 1.5
+"""A load is begun if it may take so many times as long as expected before it is given up."""
+_OVERDUE = 2.0
+"""A load that has taken so many times as long as expected is given up, where that is not too little to say anything:"""
+_LEAST_PATIENCE = 1 / 3
+"""part of what it may take at most before it is given up at all."""
 _SAVING_SHARE = 8
 """Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
+_SAVES = 4
+"""Saves under way at once. The loop hears of their ends between two steps, so a busy engine begins so many a step, as
+their thread takes time from the loop's; an idle one goes through all that were put off."""
 _PUT_OFF = 1024
 """Snapshots that are remembered to be saved when others have been."""
 
@@ -67,6 +77,8 @@ class Wanted:
     """The entries that are read, in the order of the history."""
     tier: Tier
     """The slowest that it comes from."""
+    patience: float
+    """Seconds after which computing is better than to go on waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,7 @@ class StoredHistories:
 
     Args:
         tiers: gets the jobs that ``take_jobs`` hands out, and tells the events that ``take`` gets.
+        share: the part of the computing that a load saves which it may take at most.
     """
 
     def __init__(
@@ -94,12 +107,15 @@ class StoredHistories:
         slots: SlotPool,
         tiers: Tiers,
         cost: ComputeCost,
+        *,
+        share: float,
     ) -> None:
         self._cache = cache
         self._blocks = blocks
         self._slots = slots
         self._tiers = tiers
         self._cost = cost
+        self._share = share
         self._layout: Layout = tiers.layout
         self._stored: dict[Key, _Stored] = {}
         self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
@@ -129,15 +145,34 @@ class StoredHistories:
     # Saving.
 
     def offer(self, node: Node, *, wanted: bool = False) -> None:
-        """A snapshot is there; it is saved if loading it is well faster than computing it again.
+        """A snapshot is there; it is saved if loading it is well faster than computing it again, soon.
 
         Args:
-            wanted: it is saved whatever it takes.
+            wanted: it is saved whatever it takes, now.
         """
+        if wanted:
+            self._save(node, wanted=True)
+        elif self._may_be_saved(node):
+            self._put_off.append(node)
+            self._save_on()
+
+    def _save_on(self) -> None:
+        """Saves what was put off, in its order, as far as may be under way at once."""
+        while self._put_off and len(self._saving) < _SAVES:
+            node = self._put_off.popleft()
+            if not self._save(node):
+                self._put_off.appendleft(node)
+                return
+
+    def _may_be_saved(self, node: Node) -> bool:
         if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
-            return
-        if node.saving or node.key is not None:
-            return
+            return False
+        return not (node.saving or node.key is not None or node.passing)
+
+    def _save(self, node: Node, *, wanted: bool = False) -> bool:
+        """Saves a snapshot if it can be and is worth it; False: too much is being saved."""
+        if not self._may_be_saved(node) or node.parent is None:
+            return True
         above = node.parent
         while above.parent is not None and not (above.key is not None and above.key in self._stored):
             above = above.parent
@@ -145,15 +180,14 @@ class StoredHistories:
         seconds = self._cost.seconds(above.end, node.end)
         entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
         if entry.key in self._stored:
-            return
+            return True
         if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
-            return
+            return True
         first = entry.first_block(self._layout.block_size)
         blocks = self._cache.table(node.path())[first:]
         held = sum(len(others) for _, others in self._saving.values())
         if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
-            self._put_off.append(node)
-            return
+            return False
         self._blocks.hold(blocks)
         self._cache.pin(node)
         node.saving = True
@@ -161,6 +195,7 @@ class StoredHistories:
         self._stored[entry.key] = _Stored(entry, node)
         self._saving[entry.key] = (node, blocks)
         self._jobs.append(Save(entry, blocks, node.slot))
+        return True
 
     def reload(self, node: Node) -> float | None:
         """Seconds to get back what the device has of a node; None: no tier has it."""
@@ -179,7 +214,11 @@ class StoredHistories:
 
     def better(self, path: Path, hit: Node | None, limit: int, unit: int) -> Wanted | None:
         """The snapshot to load for a history of which ``limit`` tokens may come from one; None: there is none that is
-        faster than going on from ``hit``."""
+        well faster than going on from ``hit``.
+
+        If the load turns out to be slow, it is given up, and the time spent waiting is lost: at most ``share`` of what
+        computing takes without it.
+        """
         begin = 0 if hit is None else hit.end
         best: Wanted | None = None
         fastest = self._cost.seconds(begin, limit)
@@ -192,10 +231,13 @@ class StoredHistories:
             if not chain or chain[-1].entry.end != node.end:
                 continue
             needed = [stored for stored in chain if stored.entry.end > there] or chain[-1:]
-            seconds = self._cost.seconds(node.end, limit) + self._load_seconds(needed, there, node.end)
-            if seconds < fastest:
+            loading = self._load_seconds(needed, there, node.end)
+            most = self._share * self._cost.seconds(begin, node.end)
+            seconds = self._cost.seconds(node.end, limit) + loading
+            if _MARGIN * loading <= most and seconds < fastest:
                 tier = max((stored.fastest or Tier.STORE for stored in needed), key=_SPEED.index)
-                best, fastest = Wanted(node, needed, tier), seconds
+                patience = min(max(_OVERDUE * loading, _LEAST_PATIENCE * most), most)
+                best, fastest = Wanted(node, needed, tier, patience), seconds
         return best
 
     def ticket(self, node: Node) -> int:
@@ -234,6 +276,15 @@ class StoredHistories:
         self._jobs.append(Load(self._tickets, parts))
         return self._tickets
 
+    def give_up(self, ticket: int) -> None:
+        """Nobody waits for a load any more; whoever wants the same begins another one."""
+        self._forget_targets(ticket)
+        self._jobs.append(GiveUp(ticket))
+
+    def _forget_targets(self, ticket: int) -> None:
+        for node in [node for node, other in self._targets.items() if other == ticket]:
+            del self._targets[node]
+
     def _parts(self, chain: Sequence[_Stored], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
         """What of each entry goes to the fresh blocks, the first of which is block ``have`` of the history. A block in
         which an entry ends comes from the next one, which has it whole."""
@@ -248,17 +299,19 @@ class StoredHistories:
                 yield Part(entry.key, begin - first, blocks, slot if last else 0)
 
     def _load_seconds(self, chain: Sequence[_Stored], there: int, end: int) -> float:
-        """Of the blocks behind the first ``there`` tokens, and the last state."""
-        total = 0.0
+        """Of the blocks behind the first ``there`` tokens and the last state; from below the host, of whole entries."""
+        sizes: dict[Tier, int] = {}
         size = self._layout.block_size
         for stored in chain:
-            entry = stored.entry
-            blocks = max(0, -(-entry.end // size) - max(entry.first_block(size), there // size))
-            if there >= entry.end:
-                blocks = 0
-            state = self._layout.slot_bytes if entry.end == end else 0
-            total += self._tiers.seconds(stored.fastest or Tier.STORE, blocks * self._layout.block_bytes + state)
-        return total
+            entry, tier = stored.entry, stored.fastest or Tier.STORE
+            if tier is Tier.HOST:
+                first = max(entry.first_block(size), there // size)
+                blocks = 0 if there >= entry.end else max(0, -(-entry.end // size) - first)
+                amount = blocks * self._layout.block_bytes + (self._layout.slot_bytes if entry.end == end else 0)
+            else:
+                amount = self._layout.payload_bytes(entry)
+            sizes[tier] = sizes.get(tier, 0) + amount
+        return sum(self._tiers.seconds(tier, amount) for tier, amount in sizes.items())
 
     def _chain(self, node: Node) -> list[_Stored]:
         """The entries of a history up to this node or the last above that has one, if they can be read; or none."""
@@ -325,8 +378,7 @@ class StoredHistories:
         if stored is not None and not stored.tiers:
             self._gone(stored)
         self._cache.unpin(node)
-        if self._put_off:
-            self.offer(self._put_off.popleft())
+        self._save_on()
 
     def _dropped(self, key: Key, tier: Tier) -> None:
         stored = self._stored.get(key)
@@ -352,8 +404,7 @@ class StoredHistories:
         loading = self._loading.pop(event.ticket, None)
         if loading is None:
             return
-        for node in [node for node, ticket in self._targets.items() if ticket == event.ticket]:
-            del self._targets[node]
+        self._forget_targets(event.ticket)
         if event.failed:
             self._slots.release(loading.slot)
         else:

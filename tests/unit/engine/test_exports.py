@@ -127,7 +127,7 @@ def test_tiers_have_all_their_series_from_the_start() -> None:
     for tier in ("host", "disk", "store"):
         for name in ("loaded_bytes_total", "saved_bytes_total", "load_seconds_count", "save_seconds_count"):
             assert found[f"temper_engine_tier_{name}", tier, None] == 0
-        for reason in ("damaged", "missing", "unreadable", "full", "slow", "away"):
+        for reason in ("damaged", "missing", "unreadable", "full", "slow", "away", "late"):
             assert found["temper_engine_tier_failures_total", tier, reason] == 0
 
 

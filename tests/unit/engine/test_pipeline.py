@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
 from services.common.errors import TemperError
 from services.engine.limits import SchedulerConfig
+from services.engine.memory.tiers.ports import Save
 from services.engine.pipeline import Pipeline
 from services.engine.plan import PENDING, StepPlan, StepResult
 from services.engine.ports import NoObserver, StepStats
 from services.engine.request import FinishReason
 from services.engine.updates import SequenceUpdate
 from tests.unit.engine.machine import ToyRunner, reference, request
+from tests.unit.engine.toy_tiers import ToyTiers
 
 CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=32, block_size=4, num_blocks=64, num_slots=12, max_model_len=64)
 PROMPT = (1, 2, 3)
@@ -22,8 +25,10 @@ PROMPT = (1, 2, 3)
 class Bench(ToyRunner, NoObserver):
     """Runner, gate, observer and clock in one, with a log of what happened in which order."""
 
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth: int = 2, *, tiers: bool = False) -> None:
         super().__init__(CONFIG, depth)
+        self.tiers = ToyTiers(self, CONFIG.block_size) if tiers else None
+        self.during_step: Callable[[], None] = lambda: None
         self.log: list[str] = []
         self.contended = False
         self.held = False
@@ -34,7 +39,7 @@ class Bench(ToyRunner, NoObserver):
         self.stats: list[StepStats] = []
         self.plans: list[StepPlan] = []
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.pipeline = Pipeline(CONFIG, self, self, self, lambda: self.now)
+        self.pipeline = Pipeline(CONFIG, self, self, self, lambda: self.now, self.tiers)
 
     def launch(self, plan: StepPlan) -> Step:
         number = self.launches
@@ -90,6 +95,7 @@ class Step:
 
     def result(self) -> StepResult:
         self.bench.now += 1.0
+        self.bench.during_step()
         self.bench.log.append(f"result {self.number}")
         if self.number in self.bench.failing_results:
             raise RuntimeError("device lost")
@@ -225,3 +231,27 @@ def test_a_result_of_the_wrong_size_fails_the_step(depth: int, monkeypatch: pyte
         bench.advance()
     assert bench.updates["r"][-1].error is not None
     assert not bench.held
+
+
+def test_nothing_is_saved_behind_what_a_tier_gave_up_while_the_step_ran() -> None:
+    bench = Bench(depth=1, tiers=True)
+    tiers, prompt = bench.tiers, tuple(range(1, 20))
+    assert tiers is not None
+
+    def run() -> None:
+        while bench.pipeline.busy:
+            bench.advance()
+
+    def lose() -> None:
+        for key in list(tiers.entries):
+            tiers.drop(key)
+
+    bench.add("turn 1", 2, prompt)
+    run()
+    tiers.work()
+    assert tiers.entries
+    bench.add("turn 2", 1, (*prompt, *reference(prompt, 2), *range(30, 40)))
+    bench.during_step = lose
+    run()
+    saves = [job for job in tiers.jobs if isinstance(job, Save)]
+    assert [save.entry.start for save in saves] == [0], "the first one behind what is left, which is nothing"

@@ -10,6 +10,7 @@ from services.engine.memory.tiers.ports import (
     Entry,
     Event,
     Forget,
+    GiveUp,
     Job,
     Kept,
     Key,
@@ -39,10 +40,20 @@ class ToyTiers:
         """Seconds of any load."""
         self.broken = False
         """Whether saves and loads fail."""
-        self.loads = 0
+        self.loads = self.given_up = 0
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        self.jobs += jobs
+        for job in jobs:
+            if isinstance(job, GiveUp):
+                self._give_up(job.ticket)
+            else:
+                self.jobs.append(job)
+
+    def _give_up(self, ticket: int) -> None:
+        for load in [job for job in self.jobs if isinstance(job, Load) and job.ticket == ticket]:
+            self.jobs.remove(load)
+            self.given_up += 1
+            self.events.append(Loaded(ticket, [part.key for part in load.parts]))
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []

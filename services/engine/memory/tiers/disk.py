@@ -10,11 +10,14 @@ import errno
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from services.engine.memory.tiers.header import (
     PREFIX_BYTES,
@@ -33,6 +36,8 @@ from services.engine.memory.tiers.troubles import CopyFailed
 _THREADS = 8
 """That read one entry: a single one gets a third of what a fast disk, or the page cache, has to give."""
 _READ_BYTES = 4 * 2**20
+_PROBE_BYTES = 32 * 2**20
+"""What is read to see how fast the disk is: a slow one takes a third of a second."""
 _WRITE_BYTES = 64 * 2**20
 _MOST_PIECES = 1024
 """IOV_MAX of Linux."""
@@ -112,6 +117,18 @@ class DiskFiles:
 
     def read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
         """Reads the payload of an entry into these pieces, which are as long as it is."""
+        return self._read(entry, target)
+
+    def probe(self, entry: Entry) -> tuple[int, float]:
+        """Reads the beginning of an entry's payload as a load does, and forgets it: how many bytes, in how many
+        seconds."""
+        memory = np.full(min(_PROBE_BYTES, self._layout.payload_bytes(entry)), 1, np.uint8)  # the pages are there
+        began = time.monotonic()
+        self._read(entry, [memory])
+        return len(memory), time.monotonic() - began
+
+    def _read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
+        """The payload's beginning, as much as these pieces hold."""
         begin = header_bytes(entry, self._layout)
         with self._opened(entry) as descriptor:
             tasks: list[Future[None]] = []

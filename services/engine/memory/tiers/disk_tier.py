@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from services.engine.memory.tiers.bandwidth import Bandwidth
 from services.engine.memory.tiers.disk import DiskFiles, FoundFile
 from services.engine.memory.tiers.fetcher import Fetcher
 from services.engine.memory.tiers.index import Index
@@ -25,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 
 class DiskTier(LowerTier):
-    """Before anything is written, what is there is told; then it is read into the host's memory as long as that has
-    room, last used first.
+    """Before anything is written, the disk's speed is measured, and what is there is told. Then it is read into the
+    host's memory as long as that has room, last used first.
 
     Args:
         busy: whether loads are under way, to which the warming up yields.
@@ -41,12 +42,14 @@ class DiskTier(LowerTier):
         observer: TierObserver,
         troubles: Troubles,
         failed: Callable[[Key, Tier], None],
+        bandwidth: Bandwidth,
         *,
         busy: Callable[[], bool],
         warm: bool,
     ) -> None:
         super().__init__(Tier.DISK, index, files, fetcher, observer, troubles, failed)
         self._files = files
+        self._bandwidth = bandwidth
         self._busy = busy
         self._warm = warm
         self._stopping = threading.Event()
@@ -70,6 +73,8 @@ class DiskTier(LowerTier):
             return
         for trouble, reason in wrong:
             self._troubles.tell(Tier.DISK, trouble, reason)
+        if found:
+            self._probe(max(found, key=lambda file: file.used))
         kept = self._keep(found)
         with self._index.lock:
             limit = self._index.books[Tier.DISK].limit
@@ -86,6 +91,16 @@ class DiskTier(LowerTier):
         if self._warm:
             order = sorted(kept, key=lambda pair: (-pair[0].used, pair[0].header.entry.start))
             self.warmer.put(lambda: self._warm_up([record for _, record in order]))
+
+    def _probe(self, file: FoundFile) -> None:
+        """Learns how fast the disk is, before anybody is told of anything that could be loaded."""
+        try:
+            size, seconds = self._files.probe(file.header.entry)
+        except CopyFailed as error:  # whoever loads it will see, too, and drop it
+            self._troubles.tell(Tier.DISK, error.trouble, str(error))
+            return
+        self._bandwidth.measured(Tier.DISK, size, seconds)
+        log.info("tier_disk_probed", mib=round(size / 2**20, 1), seconds=round(seconds, 4))
 
     def _keep(self, found: Sequence[FoundFile]) -> list[tuple[FoundFile, Record]]:
         """Tells the files that have their chain; the others are removed."""

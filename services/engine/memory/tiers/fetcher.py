@@ -39,6 +39,8 @@ class Fetcher:
         self._sources = sources
         self._bandwidth = bandwidth
         self._troubles = troubles
+        self._ended: dict[Tier, float] = {}
+        """When the last read of each tier ended."""
         self.worker = Worker("tiers-fetch", _THREADS)
 
     def begin(self, record: Record, until: float, run: Run | None = None) -> Buffer:
@@ -112,8 +114,11 @@ class Fetcher:
             except CopyFailed as error:
                 self._failed(record, tier, error)
                 continue
-            self._bandwidth.measured(tier, size, time.monotonic() - began)
             with index.lock:
+                # Reads at the same time are served one after the other: this one's time began with the last one's end.
+                began, ended = max(began, self._ended.get(tier, 0.0)), time.monotonic()
+                self._ended[tier] = ended
+                self._bandwidth.measured(tier, size, ended - began)
                 index.ready(record, buffer, header.checksums, tier)
                 index.release(record, buffer)
             return

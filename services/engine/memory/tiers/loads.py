@@ -37,6 +37,8 @@ class _Loading:
         self.fence = fence
         self.left = len(job.parts)
         self.failed: set[Key] = set()
+        self.parts: list[_Part] = []
+        self.began = time.monotonic()
 
 
 class _Part:
@@ -54,6 +56,11 @@ class _Part:
         self.buffer: Buffer | None = None
         """What it waits for."""
         self.began = time.monotonic()
+
+    @property
+    def filling(self) -> bool:
+        """Whether its bytes are still to come from a lower tier."""
+        return self.buffer is not None and self.buffer.state == "filling"
 
 
 class Loads:
@@ -92,32 +99,54 @@ class Loads:
         self._seconds = seconds
         self._tell = tell
         self._slow = slow
-        self._under_way = 0
+        self._loads: dict[int, _Loading] = {}
+        """By their tickets, those that have not been answered."""
 
     @property
     def under_way(self) -> int:
         """Loads that have not been answered."""
-        return self._under_way
+        return len(self._loads)
 
     def begin(self, job: Load, fence: Fence) -> None:
         """Starts a load."""
         load = _Loading(job, fence)
         with self._index.lock:
-            self._under_way += 1
+            self._loads[job.ticket] = load
             if not job.parts:
                 self._answer(load)
                 return
-            parts = []
             for wanted in job.parts:
                 record = self._index.find(wanted.key)
                 if record is None or not self._fits(record, wanted):
                     self._end(load, wanted.key)
                     continue
                 part = _Part(load, wanted, record, self._size(wanted))
+                load.parts.append(part)
                 self._seek(part)
-                parts.append(part)
         until = time.monotonic() + self._seconds
-        self._timer.put(lambda: self._expire(parts), at=until, failed=lambda: self._close(parts))
+        self._timer.put(lambda: self._expire(load.parts), at=until, failed=lambda: self._close(load.parts))
+
+    def give_up(self, ticket: int) -> None:
+        """Ends a load that nobody waits for any more, if it has not ended; it was slower than expected, and that is
+        learnt."""
+        with self._index.lock:
+            load = self._loads.get(ticket)
+            if load is None:
+                return
+            left = [part for part in load.parts if part.state != "done"]
+            if not left:
+                return
+            size, seconds = sum(part.size for part in left), time.monotonic() - load.began
+            slow = next((part.tier for part in left if part.filling), Tier.HOST)
+            self._troubles.tell(slow, "late", f"{size:,} bytes of a load were not there after {seconds:.3f} s")
+            # What only waits for the device has come; each copy to it is measured by itself.
+            if slow is not Tier.HOST:
+                self._bandwidth.late(slow, seconds)
+            load.failed.update(part.record.entry.key for part in left)
+            for part in left:
+                # One that waits for the device finds that its load has failed when it is its turn.
+                if part.state == "waiting":
+                    self._finish(part, part.record.entry.key)
 
     def _fits(self, record: Record, part: Part) -> bool:
         blocks = record.entry.num_blocks(self._index.layout.block_size)
@@ -216,14 +245,16 @@ class Loads:
         part.buffer = None
 
     def _expire(self, parts: Sequence[_Part]) -> None:
-        """Those that still wait for bytes have waited long enough."""
+        """Those that still wait for bytes have waited long enough; others may have been given up, but the tier that
+        has not brought them is too slow all the same."""
         with self._index.lock:
             for part in parts:
-                if part.state == "waiting":
+                if part.state == "waiting" or part.filling:
                     tier = part.tier if part.buffer is None else part.buffer.origin or Tier.HOST
                     self._troubles.tell(tier, "slow", f"an entry did not come within {self._seconds} s")
                     self._slow(tier)
-                    self._finish(part, part.record.entry.key)
+                    if part.state == "waiting":
+                        self._finish(part, part.record.entry.key)
 
     def _close(self, parts: Sequence[_Part]) -> None:
         """The engine stops."""
@@ -245,6 +276,6 @@ class Loads:
             self._answer(load)
 
     def _answer(self, load: _Loading) -> None:
-        self._under_way -= 1
+        del self._loads[load.job.ticket]
         failed = dict.fromkeys(part.key for part in load.job.parts if part.key in load.failed)
         self._tell(Loaded(load.job.ticket, tuple(failed)))

@@ -27,6 +27,7 @@ from services.engine.memory.tiers.ports import (
     Event,
     Fence,
     Forget,
+    GiveUp,
     Job,
     Kept,
     Key,
@@ -133,7 +134,12 @@ class TierManager:
         self._disk = self._store = None
         if self._files is not None:
             self._disk = DiskTier(
-                self._index, self._files, *parts, busy=lambda: self._loads.under_way > 0, warm=limits.host
+                self._index,
+                self._files,
+                *parts,
+                self._bandwidth,
+                busy=lambda: self._loads.under_way > 0,
+                warm=limits.host,
             )
         if self._objects is not None:
             # Where nothing else keeps an entry until it is used, it is put there at once.
@@ -262,12 +268,14 @@ class TierManager:
         self._wake()
 
     def _take(self, jobs: Sequence[Job], fence: Fence) -> None:
-        for job in jobs:
-            try:
-                self._begin(job, fence)
-            except Exception:
-                log.exception("tier_job_failed", job=type(job).__name__)
-                self._refuse([job])
+        # All at once: no room is made for the first save by giving up what the last one stands on.
+        with self._index.lock:
+            for job in jobs:
+                try:
+                    self._begin(job, fence)
+                except Exception:
+                    log.exception("tier_job_failed", job=type(job).__name__)
+                    self._refuse([job])
 
     def _begin(self, job: Job, fence: Fence) -> None:
         match job:
@@ -275,6 +283,8 @@ class TierManager:
                 self._saves.begin(job, fence)
             case Load():
                 self._loads.begin(job, fence)
+            case GiveUp():
+                self._loads.give_up(job.ticket)
             case Persist():
                 self._persist(job)
             case Use():

@@ -153,6 +153,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Nobody waits for this load any more. It ends as soon as nothing writes to its targets; what is being read already
+    is, for the tiers on the way."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Use:
     """These entries, one chain, served a hit or were made: for whom to evict first."""
 
@@ -182,7 +190,7 @@ class Forget:
     keys: Sequence[Key]
 
 
-Job: TypeAlias = Save | Load | Use | Pin | Persist | Forget
+Job: TypeAlias = Save | Load | GiveUp | Use | Pin | Persist | Forget
 
 
 # Events: to the loop thread.
@@ -318,9 +326,10 @@ class CacheTransfer(Protocol):
 # For people and dashboards.
 
 
-Trouble: TypeAlias = Literal["damaged", "missing", "unreadable", "full", "slow", "away"]
+Trouble: TypeAlias = Literal["damaged", "missing", "unreadable", "full", "slow", "away", "late"]
 """Why a copy could not be read or written: its bytes are not those that were written; it is gone; the disk fails; there
-is no room; the store takes too long, or does not answer. Each is a miss for whoever asked, and nothing worse."""
+is no room; the store takes too long, or does not answer; a load took so long that computing was the better way. Each is
+a miss for whoever asked, and nothing worse."""
 
 
 class TierObserver(Protocol):

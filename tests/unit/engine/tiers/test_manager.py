@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import InvalidRequest, NotFound
-from services.engine.memory.tiers.header import item_bytes
+from services.engine.memory.tiers.header import Header, item_bytes
 from services.engine.memory.tiers.ports import (
+    Bytes,
     Dropped,
+    Entry,
     Forget,
+    GiveUp,
     Kept,
     Load,
     Loaded,
@@ -117,6 +121,17 @@ def test_pinned_ones_stay_and_nobody_evicts_what_its_child_needs() -> None:
         assert bench.load(*pinned) == Loaded(2, keys(pinned[1:]))
 
 
+def test_saves_that_come_together_do_not_give_up_what_each_other_stands_on() -> None:
+    (other,), (new,) = chain(4, seed=1), chain(4, seed=2)
+    first, second = chain(4, 4, seed=3, seconds=0.5)
+    with Bench(limits(4)) as bench:
+        bench.save(first, other)
+        bench.submit(bench.put(new, 10, 3), bench.put(second, 20, 4))
+        assert Dropped(other.key, Tier.HOST) in bench.settle(), "although the first one is worth less"
+        assert bench.load(first, second) == Loaded(1)
+        assert not bench.counts.troubles
+
+
 def test_a_save_without_room_is_given_up() -> None:
     (large,) = chain(40)
     with Bench(limits(2)) as bench:
@@ -188,6 +203,105 @@ def test_a_load_does_not_wait_behind_saves() -> None:
         go.set()
         bench.settle()
         assert order == ["save", "load", "save", "save", "save", "save"]
+
+
+class Stuck:
+    """Reads of files that go on only when they may."""
+
+    def __init__(self, bench: Bench) -> None:
+        assert bench.manager._files is not None
+        self._read = bench.manager._files.read
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        bench.manager._files.read = self  # type: ignore[method-assign]
+
+    def __call__(self, entry: Entry, target: Sequence[Bytes]) -> Header:
+        self.begun.set()
+        assert self.may_go_on.wait(20)
+        return self._read(entry, target)
+
+
+def test_a_load_that_is_given_up_ends_at_once_and_what_is_read_stays(tmp_path: Path) -> None:
+    entries = chain(8, 6)
+    with Bench(limits(disk_dir=tmp_path)) as bench:
+        bench.save(*entries)
+        with bench.manager._index.lock:
+            for entry in entries:
+                record = bench.manager._index.find(entry.key)
+                assert record is not None
+                bench.manager._index.drop(record, Tier.HOST)
+        disk, before = Stuck(bench), bench.manager._bandwidth.price(Tier.DISK, 10_000)
+        bench.load(*entries, wait=False)
+        assert disk.begun.wait(20)
+        time.sleep(0.02)
+        bench.submit(GiveUp(1))
+        assert bench.wait_loaded(1) == Loaded(1, keys(entries))
+        assert bench.counts.troubles == {(Tier.DISK, "late"): 1}
+        assert bench.manager._bandwidth.price(Tier.DISK, 10_000) > 2 * before, "which is learnt"
+        disk.may_go_on.set()
+        bench.settle()
+        assert bench.manager.status()[Tier.HOST].entries == 2
+        assert bench.load(*entries) == Loaded(2)
+        bench.submit(GiveUp(2), GiveUp(7))
+        bench.settle()
+        assert bench.counts.troubles == {(Tier.DISK, "late"): 1}, "of others there is nothing to give up"
+
+
+def test_a_load_given_up_while_it_waits_for_the_device() -> None:
+    first, second = chain(8, seed=1), chain(6, seed=2)
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        begun.set()
+        assert may_go_on.wait(20)
+
+    with Bench() as bench:
+        bench.save(*first, *second)
+        bench.device.before_load = copy
+        before = bench.manager.seconds(Tier.HOST, 1000)
+        bench.load(*first, wait=False)
+        assert begun.wait(20)
+        bench.load(*second, wait=False)
+        bench.submit(GiveUp(2), GiveUp(1))
+        assert bench.manager._jobs.wait_idle(time.monotonic() + 20)
+        may_go_on.set()
+        # The one that was being copied was, but its targets are nobody's before that.
+        assert bench.wait_loaded(1) == Loaded(1, keys(first))
+        assert bench.wait_loaded(2) == Loaded(2, keys(second))
+        assert bench.counts.troubles == {(Tier.HOST, "late"): 2}
+        assert bench.counts.loaded[Tier.HOST] == 7000
+        bench.settle()
+        assert bench.manager.seconds(Tier.HOST, 1000) < 1.0 + before, "nothing counts as under way any more"
+
+
+def test_who_keeps_a_given_up_load_waiting_is_slow_all_the_same(tmp_path: Path) -> None:
+    entries = chain(8)
+    with Bench(limits(disk_dir=tmp_path, host=False, load_seconds=0.1)) as bench:
+        bench.save(*entries)
+        disk = Stuck(bench)
+        bench.load(*entries, wait=False)
+        assert disk.begun.wait(20)
+        bench.submit(GiveUp(1))
+        assert bench.wait_loaded(1).failed
+        until = time.monotonic() + 20
+        while not bench.counts.troubles[Tier.DISK, "slow"]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        disk.may_go_on.set()
+        bench.settle()
+
+
+def test_the_speed_of_a_disk_is_known_before_what_is_on_it(tmp_path: Path) -> None:
+    with Bench(limits(disk_dir=tmp_path)) as bench:
+        bench.save(*chain(8))
+    with Bench(limits(disk_dir=tmp_path, host=False), start=False) as bench:
+        files, bandwidth = bench.manager._files, bench.manager._bandwidth
+        assert files is not None
+        size, seconds = files.probe(chain(8)[0])
+        assert (size, seconds > 0) == (7000, True)
+        files.probe = lambda entry: (10**8, 0.2)  # type: ignore[method-assign]
+        bench.manager.start()
+        bench.settle()
+        assert bandwidth.price(Tier.DISK, 10**8) == pytest.approx(0.2, rel=0.15)
 
 
 def test_damage_in_memory_is_a_miss_and_the_disk_has_another_copy(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from services.engine.memory.tiers.ports import (
     Entry,
     Event,
     Forget,
+    GiveUp,
     Kept,
     Key,
     Load,
@@ -120,6 +121,11 @@ class TierMachine(RuleBasedStateMachine):
             skip = 0
         self.loads[self.ticket] = parts
         self.bench.submit(Load(self.ticket, parts))
+
+    @rule(back=st.integers(0, 2))
+    def give_up(self, back: int) -> None:
+        """Nobody waits for a load of late, which may have ended."""
+        self.bench.submit(GiveUp(self.ticket - back))
 
     @rule(number=NUMBERS)
     def use(self, number: int) -> None:
