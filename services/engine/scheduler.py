@@ -463,6 +463,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._roster.preempt(sequence)
+        # It gave way to those of better rank, not to short ones of worse rank, which lost theirs just as it did.
+        sequence.held_up = True
         self._memory.free(sequence, self._youngest, keep=True)
         self._sharing.withdraw(sequence)
         self._sharing.add(sequence)

@@ -444,3 +444,31 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+def test_who_gave_way_is_not_overtaken_by_shorter_ones_that_did_too() -> None:
+    """Two answers lose their memory to a third one. The later of them has less to compute again, and is not to take the
+    room that the other one waits for."""
+    state = SchedulerMachine()
+    state.start(
+        max_num_seqs=3,
+        depth=0,
+        extra_budget=0,
+        alignment=1,
+        mixed=None,
+        block_size=1,
+        num_blocks=16,
+        extra_slots=1,
+        max_model_len=9,
+        prefix_cache=True,
+        interval=9,
+        tiers=False,
+        short=2,
+    )
+    base = AdapterPin(version="", digest="", slot=0)
+    common = {"family": 0, "shared": 0, "min_tokens": 0, "ignore_eos": False, "stop": set(), "patience": None}
+    common |= {"pin": base, "salt": "", "presence_penalty": 0.0}
+    for tail in ([], [], [1, 2, 1], [], [], [], [1, 2, 1]):
+        state.add(copies=1, max_tokens=1, priority=0, reads={}, tail=tail, **common)
+    state.add(copies=4, max_tokens=7, priority=1, reads={"prompt_logprobs": 0}, tail=[1, 1], **common)
+    state.teardown()
