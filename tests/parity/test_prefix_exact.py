@@ -9,7 +9,7 @@ last tests show.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from benchmarks.prefix_exact import BOUND, PLACES, Bench, Totals, single_steps, splits
 from benchmarks.prefix_workloads import make_workload
+from services.engine.cache_transfer import CpuCacheTransfer
+from services.engine.memory.tiers.ports import Bytes
 from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan
 from services.engine.request import Request, SamplingParams
 
@@ -160,3 +162,22 @@ def test_a_wrong_hit_is_found(damage: Callable[[StepPlan], StepPlan]) -> None:
 @pytest.mark.parametrize("damage", DAMAGES[:2])
 def test_a_wrong_hit_is_found_token_by_token(damage: Callable[[StepPlan], StepPlan]) -> None:
     assert compared(Bench(token_by_token=True, damage=damage), *map(Random, range(3))).differences > 0
+
+
+@pytest.mark.parametrize("lost", ["blocks", "state"])
+def test_a_wrong_load_is_found(with_tiers: Bench, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    load = CpuCacheTransfer.load
+
+    def loses(
+        self: CpuCacheTransfer, source: Sequence[Bytes], blocks: Sequence[int], slot: int, after: object
+    ) -> Sequence[int]:
+        sums = load(self, source, blocks, slot, after)
+        pools, rows = (self._blocks, list(blocks)) if lost == "blocks" else (self._states, [slot] if slot else [])
+        for pool in pools:
+            pool[rows] = 0
+        return sums
+
+    monkeypatch.setattr(CpuCacheTransfer, "load", loses)
+    totals = compared(with_tiers, *map(Random, (8, 13)))
+    assert totals.differences > 0
+    assert "cached" in totals.first
