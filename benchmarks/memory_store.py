@@ -1,11 +1,20 @@
-"""An object store in this process: what publishing costs without a network and a server."""
+"""An object store in this process: without a network and a server."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+from datetime import UTC, datetime
 
-from services.common.store import Keys, ObjectNotFound, ObjectStore, PreconditionFailed, StoredObject
+from services.common.store import (
+    Keys,
+    ListedObject,
+    Listing,
+    ObjectNotFound,
+    ObjectStore,
+    PreconditionFailed,
+    StoredObject,
+)
 
 
 class MemoryStore(ObjectStore):
@@ -14,6 +23,7 @@ class MemoryStore(ObjectStore):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._objects: dict[str, StoredObject] = {}
+        self._modified: dict[str, datetime] = {}
         self._writes = itertools.count()
 
     def get(self, key: str) -> StoredObject:
@@ -23,6 +33,12 @@ class MemoryStore(ObjectStore):
                 raise ObjectNotFound(f"no such object (get {key})")
             return self._objects[key]
 
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """See ObjectStore."""
+        data = self.get(key).data[offset : offset + len(target)]
+        target[: len(data)] = data
+        return len(data)
+
     def put(self, key: str, data: bytes | memoryview, *, if_match: str | None = None, if_absent: bool = False) -> str:
         """See ObjectStore."""
         with self._lock:
@@ -31,6 +47,7 @@ class MemoryStore(ObjectStore):
                 raise PreconditionFailed(f"condition does not hold (put {key})")
             etag = str(next(self._writes))
             self._objects[key] = StoredObject(bytes(data), etag)
+            self._modified[key] = datetime.now(UTC)
             return etag
 
     def head(self, key: str) -> str | None:
@@ -45,6 +62,12 @@ class MemoryStore(ObjectStore):
             keys = [key for key in self._objects if key.startswith(prefix)]
         return sorted(key for key in keys if recursive or "/" not in key[len(prefix) :])
 
+    def list_objects(self, prefix: str) -> Listing:
+        """See ObjectStore."""
+        with self._lock:
+            found = sorted((key, len(each.data)) for key, each in self._objects.items() if key.startswith(prefix))
+            return [ListedObject(key, size, self._modified[key]) for key, size in found]
+
     def list_dirs(self, prefix: str) -> Keys:
         """See ObjectStore."""
         with self._lock:
@@ -55,3 +78,4 @@ class MemoryStore(ObjectStore):
         """See ObjectStore."""
         with self._lock:
             self._objects.pop(key, None)
+            self._modified.pop(key, None)

@@ -9,8 +9,10 @@ So the same numbers go through the same instructions, whatever was cut, batched,
 log-probabilities must be equal to the bit. Slots and blocks are whole cache lines here, so that not even an alignment
 differs.
 
-with tiers: the same, with a little of the host's memory and a disk below the device, which forgets everything whenever
-two requests have ended.
+with tiers: the same, with a little of the host's memory, a disk and an object store below the device. Whenever two
+requests have ended the device forgets everything, and in two of three cases so does the host, in one the disk as well,
+so that only the store has it. Each of the four must have answered, also to a prompt that leaves a history inside of
+it, or the run has failed.
 
 in chunks: as an engine does it. Float32 products round by their number of rows, so how a prompt was cut shows in the
 last bits: `--splits` measures by how much, without any cache. The second run is forced to the first one's tokens. At
@@ -25,9 +27,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,13 +40,14 @@ from rich.progress import Progress
 from benchmarks.environment import environment
 from benchmarks.in_process import only_warnings
 from benchmarks.lines import put_line
+from benchmarks.memory_store import MemoryStore
 from benchmarks.prefix_workloads import ADAPTERS, VOCAB, Workload, make_workload
 from benchmarks.random_model import RandomWeights, random_adapter
 from services.engine.cache_transfer import CpuCacheTransfer
 from services.engine.limits import SchedulerConfig
 from services.engine.memory.tiers.limits import TierLimits
 from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import NoTierObserver
+from services.engine.memory.tiers.ports import NoTierObserver, Tier
 from services.engine.model.batch import CacheBuffers
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora import LoraSlots
@@ -79,8 +82,10 @@ BOUND = 1e-4
 """Of log-probabilities in chunks."""
 _MOST_STEPS = 5_000
 """Of one workload; more means that somebody starves."""
-_HOST_BYTES, _DISK_BYTES = 128 * 1024, 512 * 1024
-"""Of the tiers: a dozen entries and some dozens."""
+PLACES = ("device", *(tier.value for tier in Tier))
+"""Where cached tokens come from."""
+_HOST_BYTES, _DISK_BYTES, _STORE_BYTES = 96 * 1024, 192 * 1024, 512 * 1024
+"""Of the tiers: some eight entries, twice as many and some forty."""
 _PATIENCE = 30.0
 """Seconds for a load."""
 _ALONE = 256
@@ -146,8 +151,12 @@ class Totals:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    loaded_tokens: int = 0
-    """Those of the cached ones that came from a tier."""
+    cached_from: Counter[str] = field(default_factory=Counter)
+    """The same by the place that they came from: the slowest, if some of a prompt's came from another."""
+    branched_from: Counter[str] = field(default_factory=Counter)
+    """Those of prompts that leave what they go on from before its end."""
+    evicted: Counter[str] = field(default_factory=Counter)
+    """Copies that tiers gave up; those that they were told to forget count as well."""
     preemptions: int = 0
     largest: float = 0.0
     """Difference of two log-probabilities of the same token."""
@@ -158,13 +167,28 @@ class Totals:
     first: str = ""
     """The first of them."""
 
+    def missing(self, places: Sequence[str]) -> list[str]:
+        """Those that did not answer, or to no prompt that branches."""
+        return [place for place in places if not self.cached_from[place] or not self.branched_from[place]]
+
+
+class _Evictions(NoTierObserver):
+    """Counts them. Called on the threads of the tiers, under their lock."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def tier_evicted(self, tier: Tier | None, size: int) -> None:
+        """One copy."""
+        self._counts["device" if tier is None else tier.value] += 1
+
 
 class Bench:
     """A small random model with two adapters, and what runs on it.
 
     Args:
-        tiers: a directory for the disk that is below the device in runs with a cache, beside the host's memory; None:
-            there is nothing below.
+        tiers: a directory for the disk that is below the device in runs with a cache, beside the host's memory and a
+            store; None: there is nothing below.
         damage: changes each plan of the runs with a cache before it is executed, for tests of the comparison itself.
     """
 
@@ -188,10 +212,10 @@ class Bench:
 
     def compare(self, workload: Workload, totals: Totals) -> None:
         """Runs it with the cache, and each of its requests without; adds to the totals."""
-        answers = self.serve(workload)
+        answers = self.serve(workload, totals.evicted)
         totals.workloads += 1
         seen: dict[object, Answer] = {}
-        for answer in answers:
+        for number, answer in enumerate(answers):
             request, output = answer.finished.request, answer.finished.output_ids
             name = (request.prompt_token_ids, request.sampling.seed, request.pin, tuple(output))
             if name not in seen:
@@ -199,9 +223,13 @@ class Bench:
             totals.requests += 1
             totals.output_tokens += len(output)
             totals.prompt_tokens += len(request.prompt_token_ids)
-            totals.cached_tokens += answer.finished.cached_tokens
-            if answer.finished.cached_from is not None:
-                totals.loaded_tokens += answer.finished.cached_tokens
+            if cached := answer.finished.cached_tokens:
+                tier = answer.finished.cached_from
+                place = "device" if tier is None else tier.value
+                totals.cached_tokens += cached
+                totals.cached_from[place] += cached
+                if workload.branches(number):
+                    totals.branched_from[place] += cached
             totals.preemptions += answer.finished.preemptions
             self._compare(answer, seen[name], totals)
 
@@ -223,8 +251,11 @@ class Bench:
                     f"{answer.finished.cached_tokens} of {len(answer.finished.request.prompt_token_ids)} cached"
                 )
 
-    def serve(self, workload: Workload) -> list[Answer]:
+    def serve(self, workload: Workload, evicted: Counter[str] | None = None) -> list[Answer]:
         """All requests of a workload through one scheduler; the answers in their order.
+
+        Args:
+            evicted: gets what tiers gave up, by tier.
 
         Raises:
             RuntimeError: it does not end.
@@ -235,15 +266,26 @@ class Bench:
             return self._serve(workload, config, cache, None, threading.Event())
         woken = threading.Event()
         with tempfile.TemporaryDirectory(dir=self._tiers) as directory:
-            limits = TierLimits(True, _HOST_BYTES, 1e9, _PATIENCE, Path(directory), _DISK_BYTES)
-            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, NoTierObserver(), woken.set)
+            limits = TierLimits(
+                True,
+                _HOST_BYTES,
+                1e9,
+                _PATIENCE,
+                Path(directory),
+                _DISK_BYTES,
+                store=True,
+                store_bytes=_STORE_BYTES,
+                store_poll_seconds=3600.0,
+                store_after_uses=0,
+            )
+            observer = _Evictions(Counter() if evicted is None else evicted)
+            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, observer, woken.set, MemoryStore())
             tiers.start()
             try:
                 # Whatever is computed takes longer than any load.
                 config = replace(config, token_seconds=1.0, load_patience=_PATIENCE)
                 answers = self._serve(workload, config, cache, tiers, woken)
-                if not tiers.wait_idle(_PATIENCE):
-                    raise RuntimeError("the tiers do not come to rest")
+                _rest(tiers)
                 tiers.check()
                 return answers
             finally:
@@ -263,7 +305,7 @@ class Bench:
         prompts: dict[int, tuple[int, ...]] = {}
         answers: dict[str, Answer] = {}
         tokens: dict[str, list[SampledToken]] = {}
-        forgotten = 0
+        forgets, ended = deque(workload.forgets), 2
         for _ in range(_MOST_STEPS):
             for number in list(coming)[: workload.arrivals]:
                 ask, history = workload.asks[number], tuple[int, ...]()
@@ -289,11 +331,9 @@ class Bench:
                     woken.wait(0.01)
                 scheduler.take_events(tiers.take_events())
                 tiers.submit(scheduler.take_jobs())
-                if len(answers) > forgotten + 1:
-                    forgotten = len(answers)
-                    tiers.wait_idle(_PATIENCE)
-                    scheduler.take_events(tiers.take_events())
-                    scheduler.clear_cache()
+                while forgets and len(answers) >= ended:
+                    ended += 2
+                    _forget(scheduler, tiers, forgets.popleft())
             scheduler.check_integrity()
             if not coming and not scheduler.has_work:
                 return [answers[f"r{number}"] for number in range(len(workload.asks))]
@@ -347,6 +387,35 @@ class Bench:
         return ModelRunner(self.model, cache, self._lora, num_slots=num_slots, eos_token_ids=())
 
 
+def _rest(tiers: TierManager) -> None:
+    if not tiers.wait_idle(_PATIENCE):
+        raise RuntimeError("the tiers do not come to rest")
+
+
+def _forget(scheduler: Scheduler, tiers: TierManager, count: int) -> None:
+    """When all is saved that is to be, the device forgets everything, and so do the first of the tiers."""
+    _rest(tiers)
+    # A save that has ended lets the scheduler ask for the next one.
+    while events := tiers.take_events():
+        scheduler.take_events(events)
+        tiers.submit(scheduler.take_jobs())
+        _rest(tiers)
+    scheduler.clear_cache()
+    index = tiers._index
+    with index.lock:
+        if count > 0:
+            # As for an entry that is as large.
+            run = index.take_room(index.arena.limit)
+            if run is None:
+                raise RuntimeError("the host cannot forget: its memory is still read or written")
+            index.arena.give_back(run)
+        if count > 1:
+            while index.evict(Tier.DISK, None):
+                pass
+    _rest(tiers)
+    scheduler.take_events(tiers.take_events())
+
+
 def spoil(cache: CacheBuffers) -> None:
     """Fills it with large numbers."""
     for pool in (*cache.keys, *cache.values, *cache.conv_states, *cache.recurrent_states):
@@ -390,7 +459,10 @@ def main() -> None:
             bound = 0.0 if bench.token_by_token else BOUND
             seconds = round(time.perf_counter() - began, 1)
             put_line(facts | {"bound": bound, **asdict(totals), "seconds": seconds} | environment(), options.out)
-            right = right and not totals.differences
+            missing = totals.missing(PLACES if tiers else PLACES[:1])
+            if missing:
+                sys.stderr.write(f"{way}: nothing came from {', '.join(missing)}, or to no prompt that branches\n")
+            right = right and not totals.differences and not missing
     sys.exit(0 if right else 1)
 
 

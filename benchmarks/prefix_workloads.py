@@ -57,6 +57,16 @@ class Workload:
     config: SchedulerConfig
     arrivals: int
     """Requests that come before each step, at most; one comes when what it begins with is known."""
+    forgets: tuple[int, ...]
+    """Each time that two more requests have ended: how many of the tiers forget all beside the device, fastest first.
+    Where there are no tiers, nobody is told to."""
+
+    def branches(self, number: int) -> bool:
+        """Whether a request leaves the history that it begins with before its end."""
+        ask = self.asks[number]
+        if ask.behind is None:
+            return False
+        return ask.keep < self.lengths[ask.behind] + self.asks[ask.behind].sampling.max_tokens
 
 
 def make_workload(draw: Random) -> Workload:
@@ -87,7 +97,9 @@ def make_workload(draw: Random) -> Workload:
         )
         lengths.append(keep + size)
     longest = max(length + ask.sampling.max_tokens for length, ask in zip(lengths, asks, strict=True))
-    return Workload(tuple(asks), tuple(lengths), _engine(draw, longest), draw.choice((1, 1, 2, 3, 10)))
+    engine, arrivals = _engine(draw, longest), draw.choice((1, 1, 2, 3, 10))
+    forgets = tuple(draw.choice((0, 1, 2)) for _ in asks[1::2])
+    return Workload(tuple(asks), tuple(lengths), engine, arrivals, forgets)
 
 
 def _cut(draw: Random, prompt: int, answer: int) -> int:

@@ -67,6 +67,7 @@ SECTIONS = (
     _serving("speculation", 200, "--cases 1x512x128,8x512x128 --set speculative=mtp --acceptance 0.8"),
     _serving("invariant", 200, "--cases 1x512x128,64x512x256 --batch-invariant"),
     Section("multiturn", 400, (f"{_BENCH}.multiturn {_MODEL} --out {{out}}/multiturn.jsonl",)),
+    Section("prefix-noise", 400, (f"{_BENCH}.prefix_noise {_MODEL} --out {{out}}/prefix-noise.jsonl",)),
     Section("http", 300, (f"{_BENCH}.http --model qwen3.5-4b --cases 1x512x128,64x512x256 --out {{out}}",)),
     Section("startup", 200, (f"{_BENCH}.startup --out {{out}}/startup.jsonl",)),
     Section(

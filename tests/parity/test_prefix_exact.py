@@ -9,7 +9,7 @@ last tests show.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.prefix_exact import BOUND, Bench, Totals, single_steps, splits
+from benchmarks.prefix_exact import BOUND, PLACES, Bench, Totals, single_steps, splits
 from benchmarks.prefix_workloads import make_workload
+from services.engine.cache_transfer import CpuCacheTransfer
+from services.engine.memory.tiers.ports import Bytes
 from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan
 from services.engine.request import Request, SamplingParams
 
@@ -58,7 +60,7 @@ def test_token_by_token_a_cache_changes_no_bit(in_tokens: Bench, draw: Random) -
 
 @settings(_SETTINGS, max_examples=8)
 @given(_STRUCTURES)
-def test_nothing_that_comes_back_from_host_and_disk_changes_a_bit(with_tiers: Bench, draw: Random) -> None:
+def test_nothing_that_comes_back_from_host_disk_and_store_changes_a_bit(with_tiers: Bench, draw: Random) -> None:
     totals = compared(with_tiers, draw)
     assert not totals.differences, totals.first
     assert totals.largest == 0.0
@@ -78,10 +80,21 @@ def test_the_workloads_have_hits_and_preemptions(in_chunks: Bench) -> None:
     assert totals.preemptions > 0
 
 
-def test_the_workloads_come_back_from_tiers(with_tiers: Bench) -> None:
-    totals = compared(with_tiers, *map(Random, range(4)))
+def test_the_workloads_come_back_from_every_tier_whole_and_in_part(with_tiers: Bench) -> None:
+    totals = compared(with_tiers, *map(Random, (0, 8, 13, 29, 30)))
     assert not totals.differences, totals.first
-    assert totals.loaded_tokens > 0
+    assert not totals.missing(PLACES)
+    assert totals.cached_tokens == totals.cached_from.total() > totals.branched_from.total()
+    assert totals.evicted["host"] > 0
+    assert totals.evicted["disk"] > 0
+
+
+def test_a_place_that_never_answers_is_told() -> None:
+    totals = Totals()
+    totals.cached_from.update(device=3, disk=2, store=1)
+    totals.branched_from.update(device=1, disk=1)
+    assert totals.missing(PLACES) == ["host", "store"]
+    assert not totals.missing(["device"])
 
 
 def test_splitting_a_prompt_alone_moves_log_probabilities_by_less_than_half_the_bound(in_chunks: Bench) -> None:
@@ -149,3 +162,22 @@ def test_a_wrong_hit_is_found(damage: Callable[[StepPlan], StepPlan]) -> None:
 @pytest.mark.parametrize("damage", DAMAGES[:2])
 def test_a_wrong_hit_is_found_token_by_token(damage: Callable[[StepPlan], StepPlan]) -> None:
     assert compared(Bench(token_by_token=True, damage=damage), *map(Random, range(3))).differences > 0
+
+
+@pytest.mark.parametrize("lost", ["blocks", "state"])
+def test_a_wrong_load_is_found(with_tiers: Bench, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    load = CpuCacheTransfer.load
+
+    def loses(
+        self: CpuCacheTransfer, source: Sequence[Bytes], blocks: Sequence[int], slot: int, after: object
+    ) -> Sequence[int]:
+        sums = load(self, source, blocks, slot, after)
+        pools, rows = (self._blocks, list(blocks)) if lost == "blocks" else (self._states, [slot] if slot else [])
+        for pool in pools:
+            pool[rows] = 0
+        return sums
+
+    monkeypatch.setattr(CpuCacheTransfer, "load", loses)
+    totals = compared(with_tiers, *map(Random, (8, 13)))
+    assert totals.differences > 0
+    assert "cached" in totals.first
