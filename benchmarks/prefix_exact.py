@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -166,6 +166,10 @@ class Totals:
     """Tokens or log-probabilities that are not what they must be."""
     first: str = ""
     """The first of them."""
+
+    def figures(self) -> dict[str, Any]:
+        """All fields; asdict() would not make a Counter of a Counter."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def missing(self, places: Sequence[str]) -> list[str]:
         """Those that did not answer, or to no prompt that branches."""
@@ -458,7 +462,7 @@ def main() -> None:
             facts = {"benchmark": "prefix_exact", "way": way, "seed": options.seed}
             bound = 0.0 if bench.token_by_token else BOUND
             seconds = round(time.perf_counter() - began, 1)
-            put_line(facts | {"bound": bound, **asdict(totals), "seconds": seconds} | environment(), options.out)
+            put_line(facts | {"bound": bound, **totals.figures(), "seconds": seconds} | environment(), options.out)
             missing = totals.missing(PLACES if tiers else PLACES[:1])
             if missing:
                 sys.stderr.write(f"{way}: nothing came from {', '.join(missing)}, or to no prompt that branches\n")

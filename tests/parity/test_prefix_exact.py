@@ -9,15 +9,17 @@ last tests show.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.prefix_exact import BOUND, PLACES, Bench, Totals, single_steps, splits
+from benchmarks.prefix_exact import BOUND, PLACES, Bench, Totals, main, single_steps, splits
 from benchmarks.prefix_workloads import make_workload
 from services.engine.cache_transfer import CpuCacheTransfer
 from services.engine.memory.tiers.ports import Bytes
@@ -95,6 +97,20 @@ def test_a_place_that_never_answers_is_told() -> None:
     totals.branched_from.update(device=1, disk=1)
     assert totals.missing(PLACES) == ["host", "store"]
     assert not totals.missing(["device"])
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "exact.jsonl"
+    monkeypatch.setattr("benchmarks.prefix_exact.only_warnings", lambda: None)
+    monkeypatch.setattr("sys.argv", f"prefix_exact --workloads 1 --seed 13 --ways tiers chunks --out {out}".split())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    tiers, chunks = map(json.loads, out.read_text().splitlines())
+    assert (tiers["way"], tiers["workloads"], tiers["differences"], chunks["differences"]) == ("tiers", 1, 0, 0)
+    assert tiers["cached_tokens"] == sum(tiers["cached_from"].values())
+    assert tiers["cached_from"].keys() == tiers["branched_from"].keys() == {"device", "host"}
+    assert ended.value.code == 1
+    assert "tiers: nothing came from disk, store" in capsys.readouterr().err
 
 
 def test_splitting_a_prompt_alone_moves_log_probabilities_by_less_than_half_the_bound(in_chunks: Bench) -> None:
