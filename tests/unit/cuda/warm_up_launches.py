@@ -45,8 +45,8 @@ CONFIG = replace(
     num_kv_heads=2,
     head_dim=64,
     rotary_dim=32,
-    linear_key_heads=2,
-    linear_value_heads=4,
+    linear_key_heads=16,
+    linear_value_heads=32,  # with few, several prompts are computed as one is
     linear_key_dim=64,
     linear_value_dim=64,
 )
@@ -78,6 +78,18 @@ def reading(length: int) -> StepPlan:
     request = Request("r", (0,) * length, sampling, prompt_logprobs=3, pooling=Pooling.MEAN)
     chunk = Chunk(request, (0,) * length, 0, list(range(1, 14)), 1, True, [], 0)
     return StepPlan([chunk], reads=[PromptRead(0, 0, length)])
+
+
+def prompts(*lengths: int, snapshots: int) -> StepPlan:
+    """Prompts in slots from 2 on, with so many snapshots on the way of each."""
+    blocks = list(range(1, 1 + max(lengths) // 16 + 1))
+
+    def chunk(place: int, length: int) -> Chunk:
+        request = Request(f"r{place}", (0,) * length, SamplingParams(temperature=0.0, max_tokens=1))
+        places = [(16 + 30 * index, 20 + 4 * place + index) for index in range(snapshots)]
+        return Chunk(request, (0,) * length, 0, blocks, 2 + place, True, [], 0, snapshots=places)
+
+    return StepPlan([chunk(place, length) for place, length in enumerate(lengths)])
 
 
 def disk_key(variant: Variant) -> str:
@@ -125,6 +137,8 @@ def check(case: str, pool: ProcessPoolExecutor) -> dict[str, Any]:
         runner._lora.load(1, random_adapter(CONFIG, 16, seed=1))
         for length in (1, 5, 33, 200):
             runner._launch(reading(length), runner.forward)
+        for lengths in ((301,), (101, 103, 105)):
+            runner._launch(prompts(*lengths, snapshots=2), runner.forward)
         for plan in sampling_plans(16):
             if len(plan.chunks) > 1:  # a mask for one of several rows
                 bits = np.full((1, CONFIG.vocab_size // 32), -1, dtype=np.int32)
