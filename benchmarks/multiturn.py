@@ -36,6 +36,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -45,9 +46,8 @@ from benchmarks import tier_restore
 from benchmarks.environment import environment, gpu
 from benchmarks.lines import put_line
 from benchmarks.multiturn_workloads import GENERATORS, Sizes, Workload, fitting
-from benchmarks.random_checkpoint import SHAPES
 from benchmarks.recorder import describe
-from benchmarks.serving import checkpoint, percentile
+from benchmarks.serving import add_model, check_model, checkpoint, percentile
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine
@@ -236,11 +236,10 @@ def measure(
         warm_up: of the same kind, with other tokens; None: the workload itself.
     """
     from benchmarks.step_times import recorded_steps
-    from services.engine.cuda.compile_ahead import compiled_here
 
     began = time.perf_counter()
     warm = _short(warm_up or workload)
-    with compiled_here() as compiled:
+    with _compiled(engine) as compiled:
         Traffic(engine, warm, f"{workload.name}-warm-up", marks=marks).run()
         _clear(engine)
         warmed = time.perf_counter()
@@ -258,6 +257,15 @@ def measure(
     found["warm_up_s"] = round(warmed - began, 2)
     found["measured_s"] = round(time.perf_counter() - warmed, 2)
     return found
+
+
+def _compiled(engine: InProcessEngine) -> AbstractContextManager[list[str]]:
+    """Names the kernels that are compiled inside. A CPU has none, nor Triton everywhere."""
+    if engine.engine.model.device.type != "cuda":
+        return nullcontext([])
+    from services.engine.cuda.compile_ahead import compiled_here
+
+    return compiled_here()
 
 
 def _short(workload: Workload) -> Workload:
@@ -318,11 +326,7 @@ def _pair(times: dict[str, float] | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
-    )
-    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+    add_model(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--workload", default="a,b,c,d,e,w", help="letters, with commas")
     parser.add_argument("--scale", type=float, default=0.0, help="times the sessions; 0: 1 on a GPU, 0.02 on a CPU")
@@ -340,8 +344,7 @@ def main() -> None:
     unknown = [name for name in options.workload if name not in (*GENERATORS, "t")]
     if unknown:
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(GENERATORS)} and t")
-    if options.random != (options.model in SHAPES):
-        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+    check_model(parser, options)
     if "t" in options.workload:
         # Before there is an engine here, which would hold the device's memory.
         options.workload.remove("t")

@@ -43,7 +43,7 @@ import numpy as np
 
 from benchmarks.environment import environment, gpu
 from benchmarks.lines import put_line
-from benchmarks.random_checkpoint import SHAPES, config_of, write
+from benchmarks.serving import add_model, check_model, checkpoint
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine
@@ -392,7 +392,7 @@ def run(options: argparse.Namespace) -> int:
     from services.pod.preflight import use_kernel_cache
 
     began = time.perf_counter()
-    directory = _checkpoint(options)
+    directory = checkpoint(options.model, options.scratch, gentle=True)
     # Imported after Triton's cache is chosen.
     from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
 
@@ -429,15 +429,6 @@ def run(options: argparse.Namespace) -> int:
     return 1 if line["wrong"] else 0
 
 
-def _checkpoint(options: argparse.Namespace) -> Path:
-    if options.model not in SHAPES:
-        return Path(options.model)
-    directory: Path = options.scratch / f"{options.model}-flat"
-    if not (directory / "model.safetensors.index.json").exists():
-        write(directory, config_of(options.model) | {"tie_word_embeddings": False}, gentle=True)
-    return directory
-
-
 def _engine(cuda: bool) -> dict[str, Any]:
     """Short pieces beside decodes; room for the states of a group."""
     if not cuda:
@@ -467,11 +458,7 @@ def table(line: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
-    )
-    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+    add_model(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--kv", help="dtypes of the KV cache, with commas; none: auto,fp8 on a GPU, auto on a CPU")
     parser.add_argument("--conversations", type=int, default=64)
@@ -480,8 +467,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file to append the results to")
     options = parser.parse_args()
-    if options.random != (options.model in SHAPES):
-        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+    check_model(parser, options)
     if options.conversations < 4:
         parser.error("--conversations must be at least 4: there are so many kinds")
     if options.device == "auto":

@@ -99,23 +99,39 @@ def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
     }
 
 
-def checkpoint(name: str, scratch: Path) -> Path:
-    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``."""
-    if name not in SHAPES:
-        return Path(name)
-    directory = scratch / name
-    if not (directory / "model.safetensors.index.json").exists():
-        write(directory, config_of(name))
-    return directory
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that name a model: what checkpoint() is given."""
     parser.add_argument(
         "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
     )
     parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+
+
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where they contradict each other."""
+    if options.random != (options.model in SHAPES):
+        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+
+
+def checkpoint(name: str, scratch: Path, *, gentle: bool = False) -> Path:
+    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``.
+
+    Args:
+        gentle: see benchmarks.random_checkpoint; with a head of its own.
+    """
+    if name not in SHAPES:
+        return Path(name)
+    directory = scratch / (f"{name}-gentle" if gentle else name)
+    if not (directory / "model.safetensors.index.json").exists():
+        changes = {"tie_word_embeddings": False} if gentle else {}
+        write(directory, config_of(name) | changes, gentle=gentle)
+    return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model(parser)
     parser.add_argument("--cases", type=lambda text: [Case.parse(part) for part in text.split(",")], required=True)
     parser.add_argument("--lora", type=int, default=0, metavar="N", help="request i uses adapter i mod N")
     parser.add_argument("--rank", type=int, default=16)
@@ -143,8 +159,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this")
     parser.add_argument("--out", type=Path, help="directory for serving.jsonl")
     options = parser.parse_args()
-    if options.random != (options.model in SHAPES):
-        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+    check_model(parser, options)
     run(options)
 
 

@@ -36,8 +36,7 @@ import psutil
 from benchmarks.environment import environment
 from benchmarks.lines import put_line
 from benchmarks.multiturn_workloads import Session, Sizes, Tokens, Turn, Workload, histories
-from benchmarks.random_checkpoint import SHAPES
-from benchmarks.serving import checkpoint
+from benchmarks.serving import add_model, check_model, checkpoint
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine
@@ -260,11 +259,7 @@ def run(options: argparse.Namespace, *, shrink: float, each: int = _EACH, direct
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
-    )
-    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+    add_model(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--shrink", type=float, default=1.0, help="divides lengths")
     parser.add_argument("--each", type=int, default=_EACH, help="histories for each place")
@@ -274,8 +269,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to append the results to")
     parser.add_argument("--stage", choices=("fill", "warm", "restart"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.random != (options.model in SHAPES):
-        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+    check_model(parser, options)
     if options.stage is None:
         run(options, shrink=options.shrink, each=options.each, directory=options.directory)
     else:
