@@ -47,11 +47,12 @@ from services.gateway.api.examples import describe_examples
 from services.gateway.batches.host import BatchStores, open_batching
 from services.gateway.batches.worker import BatchWorker
 from services.gateway.bodies import BodyMemory
+from services.gateway.decoding import BodyDecoding
 from services.gateway.disconnect import cancel
 from services.gateway.engines import EnginePool
 from services.gateway.errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.middleware import BodyLimit, RequestContext
+from services.gateway.middleware import BodyLimit, HeadRequests, RequestContext
 from services.gateway.quotas.limiter import Quotas
 from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
@@ -204,6 +205,7 @@ def create_app(
         is_upload=_is_upload,
     )
     app.add_middleware(BodyLimit, limit=_body_limit(settings))
+    app.add_middleware(BodyDecoding, limit=_body_limit(settings))
     rules = RuleBook(metrics_public=settings.metrics_public)
     describe_bounds(app)
     describe_examples(app)
@@ -213,10 +215,11 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "PUT", "DELETE"),
             allow_headers=_CORS_HEADERS,
             expose_headers=_EXPOSED_HEADERS,
         )
+    app.add_middleware(HeadRequests)
     app.add_middleware(RequestContext, metrics=metrics, tracer=tracer)
     return app
 

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, the body limit, the access log, metrics, and the last resort for bugs."""
+"""What surrounds every request: its id, HEAD, the body limit, the access log, metrics, and the last resort for bugs."""
 
 from __future__ import annotations
 
@@ -119,6 +119,38 @@ async def _send_internal_error(send: Send, route: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 500, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class HeadRequests:
+    """Answers HEAD wherever GET is (RFC 9110, 9.1): as GET would, without the body.
+
+    Args:
+        app: what it surrounds.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        ended = False
+
+        async def send_head(message: Message) -> None:
+            nonlocal ended
+            if ended:
+                return
+            await send(message)
+            if message["type"] == "http.response.start":
+                ended = True  # a stream hears from `receive` that nobody waits for the rest
+                await send({"type": "http.response.body", "body": b""})
+
+        inner = {**scope, "method": "GET"}  # not in its place: whoever sends the answer must still know it is HEAD's
+        try:
+            await self._app(inner, receive, send_head)
+        finally:
+            scope.update(inner, method="HEAD")
 
 
 class BodyLimit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ class _JsonRequest(Request):
         # pydantic's parser refuses invalid UTF-8, lone surrogates and endless nesting; NaN is left to the models,
         # which name the field.
         try:
-            return from_json(await self.body(), allow_inf_nan=True)
+            body = await self.body()
+            return from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=True)
         except ValueError as error:
             raise json.JSONDecodeError(str(error), "", 0) from error
 
