@@ -10,7 +10,6 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of request line and headers together; also of the trailers behind a chunked body."""
-HEAD_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,12 @@ HEAD_TOO_LARGE = Refusal(
     f"request line and headers are over the limit of {MAX_HEAD_BYTES} bytes: send fewer or shorter ones",
     "headers_too_large",
 )
-HEAD_TOO_SLOW = Refusal(
-    HTTPStatus.REQUEST_TIMEOUT,
-    f"request line and headers did not arrive within {HEAD_TIMEOUT_SECONDS:g} s: send them at once",
-    "request_timeout",
-)
+
+
+def head_too_slow(seconds: float) -> Refusal:
+    """The answer to a head that has begun and does not end."""
+    message = f"request line and headers did not arrive within {seconds:g} s: send them at once"
+    return Refusal(HTTPStatus.REQUEST_TIMEOUT, message, "request_timeout")
 
 
 def unserved(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> Refusal | None:

@@ -18,13 +18,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.gateway.errors import error_payload
 from services.gateway.framing import (
-    HEAD_TIMEOUT_SECONDS,
     HEAD_TOO_LARGE,
-    HEAD_TOO_SLOW,
     MAX_HEAD_BYTES,
     NotServed,
     Refusal,
     closing_unless_continued,
+    head_too_slow,
     not_http,
     unserved,
     without_chunks,
@@ -43,6 +42,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     write_timeout = WRITE_TIMEOUT_SECONDS
     """Seconds for which a client may take nothing of what is to be sent."""
+    head_timeout = 30.0
+    """Seconds from the first byte of a head to its last."""
 
     _pending = 0
     """Bytes that came since the parser last finished something."""
@@ -170,7 +171,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._in_head = True
         if self._late is None:
-            self._late = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._on_late_head)
+            self._late = self.loop.call_later(self.head_timeout, self._on_late_head)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -227,9 +228,9 @@ class HttpProtocol(HttpToolsProtocol):
     def _on_late_head(self) -> None:
         self._late = None
         if self.flow.read_paused:  # that is why the rest of it has not come
-            self._late = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._on_late_head)
+            self._late = self.loop.call_later(self.head_timeout, self._on_late_head)
         else:
-            self._refuse(HEAD_TOO_SLOW)
+            self._refuse(head_too_slow(self.head_timeout))
 
     def _refuse(self, refusal: Refusal) -> None:
         """Ends the connection with ``refusal``, behind the answers to what came before."""
