@@ -110,9 +110,9 @@ LEARNING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_job_comes_near_its_teacher_on_what_it_has_not_seen(pod: Pod, seed: int) -> None:
-    run = prepared(pod, **LEARNING, lora={"rank": 8, "alpha": 16, "seed": seed}, seed=seed)
+def test_a_job_comes_near_its_teacher_on_what_it_has_not_seen(pod: Pod) -> None:
+    """`python -m benchmarks.learning` has three seeds."""
+    run = prepared(pod, **LEARNING, lora={"rank": 8, "alpha": 16, "seed": 0}, seed=0)
     history = [run.step(index) for index in range(run.total_steps)]
     before, after = history[0]["eval_divergence_before"], history[-1]["eval_divergence"]
     assert before > 0.05
@@ -208,8 +208,8 @@ def straight(shared: Pod) -> Stepped:
     return stepped(prepared(shared, **RESUMED))
 
 
-@pytest.mark.parametrize("stop", range(1, 8))
-def test_resume_after_every_step_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
+@pytest.mark.parametrize("stop", [2, 4, 7])  # within the first round, between the two, at the last step
+def test_resume_is_bitwise(pod: Pod, straight: Stepped, stop: int) -> None:
     curve, parameters, saved = straight
     assert len(saved) == 8
     state = saved[stop - 1]

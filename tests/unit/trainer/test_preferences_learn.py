@@ -1,4 +1,6 @@
-"""On the trained tiny model preferences carry over to held-out questions, by a stated amount, over three seeds.
+"""On the trained tiny model preferences carry over to held-out questions, by a stated amount.
+
+`python -m benchmarks.learning` does it with three seeds.
 
 The model half believes that dates lie one day late (models/tiny); it learns to tell right answers from late ones.
 """
@@ -75,10 +77,9 @@ def preferred(run: PreferenceRun) -> tuple[float, float]:
     return sum(margin > 0 for margin in margins) / HELD_OUT, sum(margins) / HELD_OUT
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_held_out_questions_are_answered_right(tiny: TrainingHost, kind: str, seed: int) -> None:
-    run = prepared(tiny, kind, seed)
+def test_held_out_questions_are_answered_right(tiny: TrainingHost, kind: str) -> None:
+    run = prepared(tiny, kind, seed=0)
     accuracy, margin = preferred(run)
     assert accuracy < 0.65  # seeds 0 to 2: 0.50, 0.53, 0.38
     history = [run.step(index) for index in range(run.total_steps)]
