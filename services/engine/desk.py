@@ -88,15 +88,16 @@ class Desk:
         self._background += submission.background
         self._admit(name)
 
-    def abort(self, name: str, keep_tokens: int) -> None:
+    def abort(self, name: str, keep_tokens: int, told: Sink | None = None) -> None:
         """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
-        if name not in self._live:
-            if keep_tokens > 0:
-                self._rollouts.cut(name, keep_tokens)
-            return
-        update = self._pipeline.scheduler.abort(name, keep_tokens)
-        # Not in the scheduler: its adapter is loading.
-        self.publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
+        if name in self._live:
+            update = self._pipeline.scheduler.abort(name, keep_tokens)
+            # Not in the scheduler: its adapter is loading.
+            self.publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
+        elif keep_tokens > 0:
+            self._rollouts.cut(name, keep_tokens)
+        if told is not None:
+            self._send(told, [SequenceUpdate(name, kept=True)])
 
     def abort_all(self, sink: Sink) -> None:
         """Ends all requests of a sink without telling it."""

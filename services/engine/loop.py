@@ -131,15 +131,16 @@ class EngineLoop:
                 self._queued += 1
             self._commands.put(partial(self._submit, submission, sink, self._clock()))
 
-    def abort(self, request_id: str, keep_tokens: int = 0) -> None:
+    def abort(self, request_id: str, keep_tokens: int = 0, told: Sink | None = None) -> None:
         """Ends a request at the next boundary; unknown ids are ignored.
 
         Args:
             keep_tokens: 0: the client is gone, the last update says ABORT. Otherwise the text ended (at a stop string)
                 with this many tokens: the last update says STOP and the rollout is cut to them, also if the request
                 has just ended by itself.
+            told: gets an update with ``kept`` when all that is done.
         """
-        self._commands.put(partial(self._desk.abort, request_id, keep_tokens))
+        self._commands.put(partial(self._desk.abort, request_id, keep_tokens, told))
 
     def abort_all(self, sink: Sink) -> None:
         """Ends all requests of a sink that is gone; it gets no more updates."""

@@ -59,3 +59,6 @@ class SequenceUpdate(NamedTuple):
     """Of the next tokens of the prompt. An update with this or an embedding has no token."""
     embedding: Floats | None = None
     """[hidden]: the vector of the prompt, in the update before the first token."""
+    kept: bool = False
+    """The request was ended with ``keep_tokens`` and its rollout is cut to them. Such an update has nothing else, and
+    comes behind the last one."""

@@ -200,6 +200,8 @@ def update_message(update: SequenceUpdate) -> pb.Update:
         message.prompt_logprobs.CopyFrom(_prompt_logprobs(update.prompt))
     if update.embedding is not None:
         message.embedding.extend(update.embedding.tolist())
+    if update.kept:
+        message.kept = True
     return message
 
 

@@ -12,6 +12,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser, Delta
+from services.gateway.text.stops import Stops
+from services.gateway.unsure import Unsure
 
 # What runs for every token reads a field of a message once: that costs as much as a call.
 _RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
@@ -53,6 +55,8 @@ class Choice:
         assembler: makes text of tokens.
         parser: splits the text of a chat; None for a text completion.
         end_ids: tokens that end a completion and are not part of its text.
+        stops: of a chat; None: it has none. Those of a text completion are the assembler's.
+        cut_ids: of the end ids those that are the client's, not the model's own.
         end_think_id: the token `</think>`, if the model has one.
         silent: only the prompt is wanted: the token that ends the engine's request is none of the completion's.
         shows_end: the token that ended the completion has a log-probability like the others, behind the text.
@@ -64,6 +68,8 @@ class Choice:
     assembler: TextAssembler
     parser: ChatParser | None
     end_ids: frozenset[int]
+    stops: Stops | None = None
+    cut_ids: frozenset[int] = frozenset()
     end_think_id: int | None = None
     silent: bool = False
     shows_end: bool = False
@@ -78,6 +84,8 @@ class Choice:
     """Where each token that may be reasoning begins in the text."""
     _last_update: float = field(default_factory=time.monotonic)
     _end: TokenLogprob | None = None
+    _unsure: Unsure = field(default_factory=Unsure)
+    """With stops in a chat: what may turn out to be behind one."""
 
     def reads(self, update: engine_pb2.Update) -> bool:
         """Takes what an update says of the prompt; whether it says nothing else."""
@@ -117,24 +125,47 @@ class Choice:
         if self.parser is not None:
             deltas += self.parser.feed(piece.text)
             if reason is not None:
-                deltas += self.parser.finish(complete=reason == "stop")
-            if reason == "stop" and self.parser.calls:
+                # A model that ends inside of a call has ended the call, too.
+                whole = reason == "stop" and not (finish == _STOP and tokens and tokens[-1] in self.cut_ids)
+                deltas += self.parser.finish(complete=whole)
+            if self.parser.stopped:
+                reason = "stop"
+            if reason == "stop" and self.parser.calls and not self.parser.broken:
                 reason = "tool_calls"
+        if early.text or early.entries:
+            piece = early + piece
         self.finished = reason is not None
-        return Step(
-            self,
-            early + piece if early.text or early.entries else piece,
-            deltas,
-            tokens[:used],
-            update.sampling_logprobs[:used],
-            first,
-            reason,
-        )
+        if self.stops is None or self.parser is None:
+            return Step(self, piece, deltas, tokens[:used], update.sampling_logprobs[:used], first, reason)
+        self._unsure.add(piece)
+        if self.stops.found is not None:
+            certain, ids, logprobs = self._unsure.end(self.stops.found)
+        else:
+            # A token without text may stand behind all of it.
+            end = self.assembler.length + 1 if self.finished else self.parser.certain
+            certain, ids, logprobs = self._unsure.take(end)
+        return Step(self, certain, deltas, ids, logprobs, first, reason)
 
     @property
     def tokens(self) -> int:
         """Tokens of the completion so far."""
-        return self.assembler.tokens
+        return self.assembler.tokens if self.stops is None else self._unsure.taken
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string, or a stop token that is text, has ended it: the engine does not know that."""
+        return self.assembler.stopped or (self.stops is not None and self.stops.found is not None)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended it."""
+        found = None if self.stops is None else self.stops.found
+        return self.assembler.stopped_by if found is None else found.text
+
+    @property
+    def broken(self) -> bool:
+        """A stop has ended it inside of a call."""
+        return self.parser is not None and self.parser.broken
 
     @property
     def reasoning_tokens(self) -> int:
@@ -171,7 +202,11 @@ class Choice:
             visible = not (ended and position == count - 1 and token_id in self.end_ids)
             if visible and parser is not None and parser.may_reason and token_id != self.end_think_id:
                 self._starts.append(assembler.length)
+            begin = assembler.length
             assembler.push(token_id, entry, visible=visible)
+            if self.stops is not None:
+                self.stops.take(assembler.tokens, token_id, begin, assembler.length)
+                self._unsure.add_token(token_id, update.sampling_logprobs[position], assembler.length)
             if not visible and self.shows_end:
                 self._end = entry
             if assembler.stopped:

@@ -88,6 +88,8 @@ class EngineClient:
         self._on_model = on_model
         self._on_change = on_change
         self._requests = Outstanding()
+        self._keeping: dict[str, tuple[int, Inbox]] = {}
+        """Where it is awaited that a rollout is kept, by request id."""
         self._others = 0
         """Requests of other gateways there, when its status was read."""
         self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
@@ -160,17 +162,35 @@ class EngineClient:
         self.breaker.sent(request.request_id)
         self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
 
-    def abort(self, request_id: str, *, keep_tokens: int = 0) -> None:
-        """Ends a request that nobody waits for any more, or whose text ended after ``keep_tokens`` tokens.
+    def abort(self, request_id: str) -> None:
+        """Ends a request that nobody waits for any more."""
+        self._keeping.pop(request_id, None)
+        if self._drop(request_id) and self._outgoing is not None:
+            abort = engine_pb2.AbortRequest(request_id=request_id)
+            self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
 
-        The latter is told even of a request that the engine has finished, so that its rollout is cut as well.
+    def keep(self, request_id: str, tokens: int, index: int, inbox: Inbox) -> bool:
+        """Ends a request whose text ended after so many tokens, or cuts the rollout of one that has ended.
+
+        Returns:
+            Whether an update with ``kept``, or one EngineLost, will arrive in ``inbox`` together with ``index``: the
+            engine may be gone, or too old to tell.
         """
+        self._drop(request_id)
+        if self._outgoing is None or self.model is None:
+            return False
+        abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=tokens)
+        self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
+        if self.model.tells_kept:
+            self._keeping[request_id] = index, inbox
+        return self.model.tells_kept
+
+    def _drop(self, request_id: str) -> bool:
+        """Nobody waits for a request's tokens any more; False if it has ended."""
         known = self._requests.remove(request_id)
         if known:
             self.breaker.dropped(request_id)
-        if (known or keep_tokens) and self._outgoing is not None:
-            abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=keep_tokens)
-            self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
+        return known
 
     def end_requests(self, reason: str) -> None:
         """Ends all requests of this gateway there with an error: it is about to exit."""
@@ -336,6 +356,9 @@ class EngineClient:
                 name = update.request_id
                 sent = self._requests.get(name)
                 if sent is None:
+                    if update.kept and (awaited := self._keeping.pop(name, None)) is not None:
+                        index, inbox = awaited
+                        inbox.put(index, update)
                     continue
                 if sent.predicted is not None:
                     if not update.HasField("error") and update.finish_reason not in _BROKEN_OFF:
@@ -395,6 +418,9 @@ class EngineClient:
             self.breaker.failed()
         for sent in orphans:
             sent.inbox.put(sent.index, EngineLost(self.last_error))
+        keeping, self._keeping = self._keeping, {}
+        for index, inbox in keeping.values():
+            inbox.put(index, EngineLost(self.last_error))
         if was_connected:
             self.away_since = asyncio.get_running_loop().time()
             log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))

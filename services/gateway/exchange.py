@@ -23,6 +23,9 @@ _BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
 _PAUSE = 0.2
 """Before the engine that has just refused is asked again; doubled each time."""
 _LONGEST_PAUSE = 2.0
+_KEEP_SECONDS = 5.0
+"""For which an answer whose text has ended waits for the engine to say that it has the rollout."""
+_KEPT = engine_pb2.Update(kept=True)
 
 
 class Engines(Protocol):
@@ -83,6 +86,8 @@ class Exchange:
         """That have refused the request, or were lost with it."""
         self._begun: set[int] = set()
         self._open = set(range(len(requests)))
+        self._keeping: dict[int, asyncio.TimerHandle] = {}
+        """Whose text has ended; the engine is to keep their rollouts as they are."""
         self._expires = 0.0
         self._first_refusal: float | None = None
         self._account = TokenAccount(requests)
@@ -110,18 +115,23 @@ class Exchange:
         return self
 
     async def __anext__(self) -> tuple[int, engine_pb2.Update]:
-        """The next update.
+        """The next update; behind ``finish``, once the engine has done it or is gone, one with ``kept``.
 
         Raises:
             Unavailable: an engine died after it had begun to answer, or none is left.
             TemperError: what an engine answered instead of tokens.
             DeadlineExceeded: the request's time is up.
         """
-        while self._open:
+        while self._open or self._keeping:
             try:
                 index, item = await self._inbox.get()
             except TimeoutError as error:
-                raise self._late() from error
+                if self._open:
+                    raise self._late() from error
+                index, item = next(iter(self._keeping)), _KEPT
+            if index in self._keeping and (isinstance(item, EngineLost) or item.kept):
+                self._keeping.pop(index).cancel()
+                return index, _KEPT
             if index not in self._open:
                 continue
             if isinstance(item, EngineLost):
@@ -143,7 +153,10 @@ class Exchange:
     def finish(self, index: int, *, keep_tokens: int) -> None:
         """The text of a request is complete after its first ``keep_tokens`` tokens: the engine may stop."""
         self._open.discard(index)
-        self._at[index].abort(self._requests[index].request_id, keep_tokens=keep_tokens)
+        tells = self._at[index].keep(self._requests[index].request_id, keep_tokens, index, self._inbox)
+        patience = _KEEP_SECONDS if tells else 0.0
+        late = asyncio.get_running_loop().call_later(patience, self._inbox.put, index, engine_pb2.Update(kept=True))
+        self._keeping[index] = late
 
     def session(self, index: int) -> dict[str, str] | None:
         """The client's session and the engine that a request of it went to; None without a session."""
@@ -205,7 +218,10 @@ class Exchange:
     def _abort_all(self) -> None:
         self._account.settle()
         self._inbox.close()
-        for index in self._open:
+        for timer in self._keeping.values():
+            timer.cancel()
+        for index in self._open | self._keeping.keys():
             if index in self._at:
                 self._at[index].abort(self._requests[index].request_id)
         self._open.clear()
+        self._keeping.clear()

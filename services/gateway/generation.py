@@ -25,6 +25,7 @@ from services.gateway.state import Gateway
 from services.gateway.tenancy import cache_salt, owner, session_of
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser
+from services.gateway.text.stops import Stops
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 
@@ -108,7 +109,11 @@ class Generation:
             self._span.set(_attributes(body, operation, self.id, total))
         salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
         deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
-        end_ids = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids, *(body.stop_token_ids or ())))
+        own_ends = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids))
+        # Of a chat's text the engine does not know what a client sees, so it ends at control tokens only.
+        engine_ends = [token for token in body.stop_token_ids or () if not (chat and served.vocabulary.is_text(token))]
+        text_ends = frozenset(body.stop_token_ids or ()) - frozenset(engine_ends)
+        cut_ids = frozenset(engine_ends) - own_ends
         end_think = served.vocabulary.markup.get(END_THINK)
         self._reasons: list[str] = []
         """Of the choices that have ended."""
@@ -117,16 +122,20 @@ class Generation:
         for index in range(total):
             job = jobs[index // body.choices]
             completion_id = self.id if total == 1 else f"{self.id}:{index}"
-            parser = None
+            parser, stops = None, None
             if chat:
+                stops = Stops(body.stop_strings, token_ids=text_ends, min_tokens=body.min_tokens or 0)
+                stops = stops or None
                 parser = ChatParser(
                     thinking=job.thinking,
                     resumed=job.resumed,
                     told=end_think is not None,
                     tools=job.tools,
                     parallel=parallel_tool_calls,
+                    stops=stops,
                 )
-            assembler = TextAssembler(served.vocabulary, stop=body.stop_strings, min_tokens=body.min_tokens or 0)
+            texts = () if chat else body.stop_strings
+            assembler = TextAssembler(served.vocabulary, stop=texts, min_tokens=body.min_tokens or 0)
             self.choices.append(
                 Choice(
                     index,
@@ -134,7 +143,9 @@ class Generation:
                     len(job.prompt),
                     assembler,
                     parser,
-                    end_ids,
+                    own_ends | cut_ids,
+                    stops=stops,
+                    cut_ids=cut_ids,
                     end_think_id=end_think,
                     silent=job.max_tokens == 0,
                     shows_end=shows_end,
@@ -144,7 +155,7 @@ class Generation:
                 engine_pb2.GenerateRequest(
                     request_id=completion_id,
                     prompt_token_ids=job.prompt,
-                    sampling=_sampling(body, job, index % body.choices, top_logprobs),
+                    sampling=_sampling(body, job, index % body.choices, top_logprobs, engine_ends),
                     adapter=adapter,
                     deadline_unix_ms=deadline,
                     traceparent=traceparent,
@@ -178,11 +189,16 @@ class Generation:
             named = session_of(session)
             for request in self._requests:
                 request.session.CopyFrom(named)
+        ended: dict[int, Step] = {}
+        """Last steps, which are told when the engine has their rollouts as they are."""
         try:
             prompts = [job.prompt for job in self.jobs]
             async with self._gateway.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
                 async for index, update in exchange:
                     choice = self.choices[index]
+                    if choice.finished:
+                        yield ended.pop(index)
+                        continue
                     if choice.reads(update):
                         continue
                     step = choice.take(update, metrics)
@@ -191,9 +207,11 @@ class Generation:
                         if self._requests[index].HasField("prompt_logprobs"):
                             check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
                     if step.finish_reason is not None:
-                        if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.assembler.stopped:
-                            exchange.finish(index, keep_tokens=choice.tokens)
                         self._finished(choice, step.finish_reason)
+                        if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.stopped:
+                            ended[index] = step
+                            exchange.finish(index, keep_tokens=choice.tokens)
+                            continue
                     yield step
         except ModelNotFound as error:
             error.param = self._adapter_field  # the engine does not know where the name stood
@@ -291,7 +309,9 @@ def _check_length(body: SamplingFields, constraint: engine_pb2.Constraint) -> No
             )
 
 
-def _sampling(body: SamplingFields, job: Job, number: int, top_logprobs: int | None) -> engine_pb2.SamplingParams:
+def _sampling(
+    body: SamplingFields, job: Job, number: int, top_logprobs: int | None, stop_token_ids: Sequence[int]
+) -> engine_pb2.SamplingParams:
     max_tokens = job.max_tokens
     if job.constraint is not None:
         _check_length(body, job.constraint)
@@ -310,7 +330,7 @@ def _sampling(body: SamplingFields, job: Job, number: int, top_logprobs: int | N
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=body.logit_bias or {},
-        stop_token_ids=body.stop_token_ids or (),
+        stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         min_tokens=body.min_tokens or 0,
         max_tokens=max(1, max_tokens),  # an engine ends a request with a token; see Choice.silent

@@ -109,7 +109,7 @@ def joined(events: Sequence[BlockEvent]) -> list[dict[str, Any]]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Arguments as an object; of a call that max_tokens cut off the values that are complete, as anthropic-python reads
+    """Arguments as an object; of a call that max_tokens or a stop cut off the values that are complete, as anthropic-python reads
     the stream."""
     try:
         parsed: dict[str, Any] = from_json(text, allow_partial=True)
@@ -129,9 +129,9 @@ def stop_of(choice: Choice, finish_reason: str, *, clipped: bool) -> dict[str, s
     """
     if finish_reason == "length":
         return {"stop_reason": "model_context_window_exceeded" if clipped else "max_tokens", "stop_sequence": None}
-    if choice.parser is not None and choice.parser.calls:
+    if finish_reason == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    found = choice.assembler.stopped_by
+    found = choice.stopped_by
     return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
 

@@ -227,6 +227,7 @@ def build_engine(
         tokenizer_digest=codec.digest,
         version=VERSION,
         teacher="" if teacher is None else teacher.digest,
+        tells_kept=True,
     )
     second = None if teacher is None else teacher.model
     return Engine(

@@ -509,7 +509,8 @@ class AbortRequest(_message.Message):
     request_id: _builtins.str
     keep_tokens: _builtins.int
     """0: the client is gone, nothing is kept. Otherwise the gateway ended the text here (a stop string): the request
-    counts as finished with FINISH_REASON_STOP after this many tokens, and its rollout is kept cut to them.
+    counts as finished with FINISH_REASON_STOP after this many tokens, and its rollout is kept cut to them. An update
+    with `kept` says when that is so, also of a request that had ended by itself.
     """
     def __init__(
         self,
@@ -592,12 +593,17 @@ class Update(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: Global___FinishReason.ValueType
     cached_tokens: _builtins.int
     """On the first update only."""
     adapter: _builtins.str
     """"name@n" on the first update; empty for the base."""
+    kept: _builtins.bool
+    """An abort with `keep_tokens` is carried out: GetRollouts knows the completion, cut to these tokens. Such an update
+    has nothing else, and comes behind the last one of its request.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -636,10 +642,11 @@ class Update(_message.Message):
         adapter: _builtins.str = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         embedding: _abc.Iterable[_builtins.float] | None = ...,
+        kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cached_tokens", b"cached_tokens", "embedding", b"embedding", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling_logprobs", b"sampling_logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cached_tokens", b"cached_tokens", "embedding", b"embedding", "error", b"error", "finish_reason", b"finish_reason", "kept", b"kept", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling_logprobs", b"sampling_logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,6 +742,7 @@ class Model(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TEACHER_FIELD_NUMBER: _builtins.int
+    TELLS_KEPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """sha256 over the checkpoint's config and tensors: what adapters are bound to."""
@@ -752,6 +760,8 @@ class Model(_message.Message):
     version: _builtins.str
     teacher: _builtins.str
     """Digest of the second checkpoint that jobs may distil from; empty: there is none."""
+    tells_kept: _builtins.bool
+    """Updates with `kept` are sent."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -770,10 +780,11 @@ class Model(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         version: _builtins.str = ...,
         teacher: _builtins.str = ...,
+        tells_kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

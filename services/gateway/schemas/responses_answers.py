@@ -137,7 +137,7 @@ class FailureOut(AnswerModel):
 class IncompleteOut(AnswerModel):
     """Why a response is incomplete."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "stop"]
 
 
 class InputTokenDetails(AnswerModel):

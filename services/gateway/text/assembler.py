@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from services.gateway.text.stops import Stops, StopSearch
 from services.gateway.text.vocabulary import Vocabulary
 
 
@@ -34,7 +35,7 @@ class Piece:
 
 
 class TextAssembler:
-    """Incremental detokenizer with stop strings.
+    """Incremental detokenizer, with stop strings where all of the text is the answer's.
 
     Args:
         vocabulary: bytes of tokens.
@@ -44,26 +45,24 @@ class TextAssembler:
 
     def __init__(self, vocabulary: Vocabulary, *, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._vocabulary = vocabulary
-        self._stop = tuple(text for text in stop if text)
-        self._longest = max(map(len, self._stop), default=0)
-        self._min_tokens = min_tokens
+        self._stops = Stops(stop, min_tokens=min_tokens)
+        self._search = StopSearch(self._stops) if self._stops else None
         self._partial = b""  # of a character
-        self._held = ""
+        self._text = ""  # that no later token can change, and was not given out
         self._emitted = 0  # characters given out
-        self._search_from = 0  # a match must end after this position of the whole text
+        self._length = 0
         self._entries: deque[tuple[int, Any]] = deque()
         self._tokens = 0
-        self._stopped_by: str | None = None
 
     @property
     def stopped(self) -> bool:
         """A stop string was found: whatever follows is not part of the answer."""
-        return self._stopped_by is not None
+        return self._stops.found is not None
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that was found, if one was: of several the one that begins first, of those the shortest."""
-        return self._stopped_by
+        """The stop string that was found, if one was."""
+        return None if self._stops.found is None else self._stops.found.text
 
     @property
     def tokens(self) -> int:
@@ -73,25 +72,24 @@ class TextAssembler:
     @property
     def length(self) -> int:
         """Characters of the whole text so far, those held back included."""
-        return self._emitted + len(self._held)
+        return self._length
 
     def push(self, token_id: int, entry: Any = None, *, visible: bool = True) -> None:
         """Takes the next token. ``entry`` comes out again with the text that the token begins in.
 
         A token that ended the completion (eos) is not ``visible``: it counts, but adds no text and no entry.
         """
-        if self._stopped_by is not None:
+        if self._stops.found is not None:
             return
         self._tokens += 1
         if not visible:
             return
         if entry is not None:
-            self._entries.append((self.length, entry))
+            self._entries.append((self._length, entry))
         text = self._decode(self._vocabulary.visible_bytes(token_id), final=False)
-        if text:
-            self._held += text
-            if self._stop:
-                self._find_stop(len(text))
+        if self._search is not None:
+            self._stops.take(self._tokens, token_id, self._length, self._length + len(text))
+        self._add(text)
 
     def _decode(self, raw: bytes, *, final: bool) -> str:
         # As the standard library's incremental decoder does it, without its three frames a token.
@@ -100,39 +98,27 @@ class TextAssembler:
         self._partial = data[used:]
         return text
 
-    def _find_stop(self, added: int) -> None:
-        if self._tokens <= self._min_tokens:
-            self._search_from = self.length
-            return
-        new = max(len(self._held) - added, self._search_from - self._emitted)
-        found = [(at, text) for text in self._stop if (at := self._held.find(text, max(0, new - len(text) + 1))) >= 0]
-        if found:
-            begin, self._stopped_by = min(found, key=lambda match: (match[0], len(match[1])))
-            self._held = self._held[:begin]
+    def _add(self, text: str) -> None:
+        begin = self._length
+        self._length += len(text)
+        if self._search is not None:
+            text = self._search.add(text, begin)
+            if self._stops.found is not None:
+                self._length = self._stops.found.begin
+        self._text += text
 
     def take(self, *, final: bool = False) -> Piece:
         """The text that no later token can change; with ``final`` all that is left."""
-        if final and not self.stopped:
-            tail = self._decode(b"", final=True)
-            self._held += tail
-            if self._stop:
-                self._find_stop(len(tail))
-        text, self._held = self._held, ""
-        if self._stop and not (final or self.stopped) and (held := self._open_suffix(text)):
-            text, self._held = text[:-held], text[-held:]
+        if final and self._stops.found is None:
+            self._add(self._decode(b"", final=True))
+            if self._search is not None:
+                self._text += self._search.close()
+        text, self._text = self._text, ""
         self._emitted += len(text)
         piece = Piece(text)
-        last = final and not self.stopped
+        last = final and self._stops.found is None
         while self._entries and (last or self._entries[0][0] < self._emitted):
             offset, entry = self._entries.popleft()
             piece.offsets.append(offset)
             piece.entries.append(entry)
         return piece
-
-    def _open_suffix(self, text: str) -> int:
-        """Length of its longest end that a stop string begins with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.gateway.text.stops import Stops, StopSearch
 from services.gateway.text.tags import open_space, open_suffix
 from services.gateway.text.tools import OPEN, CallState, ToolCallParser, ToolDelta, parameter_types
 
@@ -45,6 +46,7 @@ class ChatParser:
             `</think>` is looked for in the text.
         tools: the request's tools; empty: `<tool_call>` is ordinary text.
         parallel: more than one call may follow; otherwise the text ends with the first.
+        stops: what ends the text where it is part of the content or of an argument; None: nothing does.
     """
 
     def __init__(
@@ -55,7 +57,10 @@ class ChatParser:
         told: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         parallel: bool = True,
+        stops: Stops | None = None,
     ) -> None:
+        self._stops = stops
+        self._search = None if stops is None else StopSearch(stops)  # of the content
         self._state = _State.REASONING if thinking else _State.START
         self._told = told and thinking
         self._tools = bool(tools)
@@ -69,12 +74,33 @@ class ChatParser:
         self._call: ToolCallParser | None = None
         self._raw = ""  # what introduced the call, to be shown when it is none
         self._calls = 0
+        self._broken = False
         self._done = False
 
     @property
     def calls(self) -> int:
-        """Tool calls completed."""
+        """Tool calls told, the last one as far as it is written."""
         return self._calls
+
+    @property
+    def broken(self) -> bool:
+        """The text ended inside of the last call."""
+        return self._broken
+
+    @property
+    def stopped(self) -> bool:
+        """A stop was found: whatever follows is not part of the answer."""
+        return self._stops is not None and self._stops.found is not None
+
+    @property
+    def certain(self) -> int:
+        """Up to here, in characters of the whole text, no later text changes what it is, and no stop can begin."""
+        held_from = None if self._search is None else self._search.held_from
+        if held_from is not None:
+            return held_from
+        if self._call is not None:
+            return self._call.certain - (0 if self._call.announced else len(self._raw))
+        return self._position
 
     @property
     def awaits_end_of_reasoning(self) -> bool:
@@ -94,13 +120,13 @@ class ChatParser:
 
     @property
     def may_end(self) -> bool:
-        """A tool call may end the text."""
-        return self._tools and not self._parallel
+        """The text may end before the model does: at a tool call or a stop."""
+        return self._stops is not None or (self._tools and not self._parallel)
 
     @property
     def ended(self) -> bool:
-        """No more text is wanted: the one tool call that was allowed is complete."""
-        return self._done
+        """No more text is wanted: the one tool call that was allowed is complete, or a stop was found."""
+        return self._done or self.stopped
 
     def end_reasoning(self, position: int) -> None:
         """The `</think>` at this position of the whole text is the token, to be called before it is fed."""
@@ -110,7 +136,7 @@ class ChatParser:
         """Takes more text and returns what is certain."""
         self._buffer += text
         deltas: list[Delta] = []
-        while not self._done and self._advance(deltas, final=False):
+        while not self.ended and self._advance(deltas, final=False):
             continue
         return deltas
 
@@ -121,11 +147,13 @@ class ChatParser:
             return deltas
         if self._call is not None and not complete:
             deltas += self._call.cut()
+            self._broken = self._call.announced
             self._after_call(deltas, self._call)
-        while not self._done and self._advance(deltas, final=True):
+        while not self.ended and self._advance(deltas, final=True):
             continue
-        if not self._done and not (self._calls and self._fresh and not self._buffer.strip()):
-            self._emit(deltas, self._buffer)
+        if not self.ended and not (self._calls and self._fresh and not self._buffer.strip()):
+            self._emit(deltas, self._buffer, self._position)
+        self._close_text(deltas)
         self._buffer = ""
         self._done = True
         return deltas
@@ -198,14 +226,17 @@ class ChatParser:
         return False
 
     def _start_call(self) -> None:
-        self._call = ToolCallParser(self._calls, self._types)
+        self._call = ToolCallParser(self._calls, self._types, self._stops, self._position)
         self._state = _State.CALL
 
     def _read_call(self, deltas: list[Delta], final: bool) -> bool:
         call = self._call
         if call is None:
             raise RuntimeError("a tool call is being read, but there is no parser for it")
-        deltas += call.feed(self._skip(len(self._buffer)), final=final)
+        told = call.feed(self._skip(len(self._buffer)), final=final)
+        if told:
+            self._close_text(deltas)
+        deltas += told
         if call.state is CallState.READING:
             return False
         self._after_call(deltas, call)
@@ -218,9 +249,10 @@ class ChatParser:
         raw, self._raw = self._raw, ""
         self._call, self._state = None, _State.CONTENT
         if call.state is CallState.NOT_A_CALL:
-            self._emit(deltas, raw)
+            self._emit(deltas, raw, self._position - len(raw))
             return
         self._calls += 1
+        self._broken = self._broken or call.stopped
         self._fresh = True
         self._done = not self._parallel
         if call.another and not self._done:
@@ -231,11 +263,23 @@ class ChatParser:
         return open_space(self._buffer[max(0, end - _LONGEST_SPACE) : end])
 
     def _give(self, deltas: list[Delta], length: int, *, reasoning: bool = False) -> None:
-        self._emit(deltas, self._skip(length), reasoning=reasoning)
+        begin = self._position
+        self._emit(deltas, self._skip(length), begin, reasoning=reasoning)
 
-    def _emit(self, deltas: list[Delta], text: str, *, reasoning: bool = False) -> None:
+    def _emit(self, deltas: list[Delta], text: str, begin: int, *, reasoning: bool = False) -> None:
+        """Gives out text that begins at a place of the whole text."""
+        end = begin + len(text)
         if self._fresh:
             text = text.lstrip("\n")
+        if not text:
+            return
+        self._fresh = False
+        if self._search is not None and not reasoning:
+            text = self._search.add(text, end - len(text))
         if text:
-            self._fresh = False
             deltas.append(TextDelta(text, reasoning))
+
+    def _close_text(self, deltas: list[Delta]) -> None:
+        """Gives out what of the content was held back because a stop might have begun in it."""
+        if self._search is not None and (rest := self._search.close()):
+            deltas.append(TextDelta(rest))

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from services.gateway.text.json_scan import JsonScan
 from services.gateway.text.parameters import Types, type_of_parameter
 from services.gateway.text.parameters import parameter_types as parameter_types
-from services.gateway.text.values import ValueWriter, escape
+from services.gateway.text.stops import Stops
+from services.gateway.text.values import StoppedInValue, ValueWriter, check_json, escape
 from services.gateway.text.values import encode_value as encode_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -73,12 +74,20 @@ class ToolCallParser:
     Args:
         index: number of the call in its message.
         types: from ``parameter_types``.
+        stops: what ends the answer where it is part of a value.
+        begin: where in the answer's whole text the call begins.
     """
 
-    def __init__(self, index: int, types: Mapping[str, Mapping[str, Types]]) -> None:
+    def __init__(
+        self, index: int, types: Mapping[str, Mapping[str, Types]], stops: Stops | None = None, begin: int = 0
+    ) -> None:
         self.state = CallState.READING
         self.another = False
         """A second function follows in the same block."""
+        self.stopped = False
+        """A stop has ended it: its arguments are not complete."""
+        self._stops = stops
+        self._position = begin  # behind the buffer, in the answer's whole text
         self._index = index
         self._types = types
         self._buffer = ""
@@ -103,9 +112,17 @@ class ToolCallParser:
         """What was read but is not part of it."""
         return self._buffer
 
+    @property
+    def certain(self) -> int:
+        """Up to here, in characters of the answer's whole text, it is read, and no stop can begin."""
+        if self._at is _At.VALUE:
+            return self._value.certain
+        return self._position - len(self._buffer) - (0 if self._announced else len(self._read))
+
     def feed(self, text: str, *, final: bool = False) -> list[ToolDelta]:
         """Takes more text and returns what is certain; with ``final`` nothing follows."""
         self._buffer += text
+        self._position += len(text)
         self._final = final
         deltas: list[ToolDelta] = []
         before = self._announced
@@ -114,6 +131,9 @@ class ToolCallParser:
                 self._step()
         except _More:
             pass
+        except StoppedInValue as stop:
+            self._arguments.append(stop.written)
+            self._buffer, self.stopped, self.state = "", True, CallState.COMPLETE
         if self._announced and not before:
             deltas.append(ToolDelta(self._index, name=self._name, call_id=f"call_{uuid.uuid4().hex[:24]}"))
         if arguments := "".join(self._arguments):
@@ -174,6 +194,8 @@ class ToolCallParser:
             return
         self._name, arguments = call
         self._announced, self._at, self._buffer = True, _At.AFTER, self._buffer[end:]
+        if self._stops is not None:
+            check_json(arguments, self._stops, self._position - len(self._buffer))
         self._arguments.append(arguments)
 
     def _between(self) -> None:
@@ -193,7 +215,8 @@ class ToolCallParser:
             self._buffer = self._buffer[end:]
             self._arguments.append(f"{', ' if self._keys else '{'}{escape(key, whole=True)}: ")
             self._keys.add(key)
-            self._value = ValueWriter(type_of_parameter(self._types, self._name, key))
+            begin = self._position - len(self._buffer)
+            self._value = ValueWriter(type_of_parameter(self._types, self._name, key), self._stops, begin)
             self._at, self._looked = _At.VALUE, 0
         elif tag == OPEN:
             self._buffer = self._buffer[start:]

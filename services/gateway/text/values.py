@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from services.gateway.text.parameters import Types, kind_of
+from services.gateway.text.stops import Stops, StopSearch
 
 _SPACE = " \t\r\n"
 _NULLS = ("null", "none")
@@ -48,25 +49,78 @@ def _matches(value: Any, types: Types) -> bool:
     return kind in types or (kind == "integer" and "number" in types)
 
 
+class StoppedInValue(Exception):
+    """A stop ends the answer inside a value."""
+
+    def __init__(self, written: str) -> None:
+        self.written = written
+        """The JSON of what there is of the value, as far as it was not returned; it is not closed."""
+
+
+def check_json(arguments: str, stops: Stops, end: int) -> None:
+    """Looks for stop strings in the values of arguments that come in one piece, as an object.
+
+    Args:
+        arguments: its JSON.
+        stops: what ends the answer.
+        end: where in the answer's whole text the object ends: it is known from there on.
+
+    Raises:
+        StoppedInValue: one is in a value.
+    """
+    before = "{"
+    for key, value in json.loads(arguments).items():
+        before += f"{escape(key, whole=True)}: "
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        begin = stops.find(text, end)
+        if begin is not None:
+            raise StoppedInValue(before + (f'"{escape(text[:begin])}' if isinstance(value, str) else text[:begin]))
+        before += json.dumps(value, ensure_ascii=False) + ", "
+
+
 class ValueWriter:
     """Writes what is certain to be a string at once, and everything else when it is complete.
 
     Args:
         types: JSON types that the parameter may have; none: a string.
+        stops: what ends the answer, and so the value.
+        begin: where in the answer's whole text the value begins.
     """
 
-    def __init__(self, types: Types) -> None:
+    def __init__(self, types: Types, stops: Stops | None = None, begin: int = 0) -> None:
+        self._search = None if stops is None else StopSearch(stops)
+        self._stops = stops
+        self._position = begin
         self._types = types
         self._streams = not types - {"string"}
         self._held: list[str] = []
         self._fresh = True
         self._open = False
 
+    @property
+    def certain(self) -> int:
+        """Where in the answer's whole text that part of the value ends in which no stop can begin any more."""
+        held_from = None if self._search is None else self._search.held_from
+        return self._position if held_from is None else held_from
+
     def add(self, text: str) -> str:
-        """Takes more of the text, the newline after the opening tag included; returns JSON."""
+        """Takes more of the text, the newline after the opening tag included; returns JSON.
+
+        Raises:
+            StoppedInValue: a stop is in it.
+        """
+        self._position += len(text)
         if self._fresh and text:
             text = text.removeprefix("\n")
             self._fresh = False
+        if self._search is None or self._stops is None:
+            return self._write(text)
+        written = self._write(self._search.add(text, self._position - len(text)))
+        if self._stops.found is not None:
+            raise StoppedInValue(written + self.cut())
+        return written
+
+    def _write(self, text: str) -> str:
         if not self._streams:
             self._held.append(text)
             if self._types != _OR_NULL or not self._differs_from_null():
@@ -80,14 +134,19 @@ class ValueWriter:
 
     def end(self) -> str:
         """The text is complete; returns the rest of the JSON."""
+        rest = self._rest()
         if self._streams:
-            return '"' if self._open else '""'
+            return rest + ('"' if self._open else '""')
         # The newlines of the markup are gone already: encode_value must not take another.
         return encode_value(f"\n{''.join(self._held)}\n", self._types)
 
     def cut(self) -> str:
         """The text broke off; returns what there is of it, as it is."""
-        return "".join(self._held)
+        return self._rest() + "".join(self._held)
+
+    def _rest(self) -> str:
+        """What was held back because a stop might have begun in it."""
+        return "" if self._search is None else self._write(self._search.close())
 
     def _differs_from_null(self) -> bool:
         head = "".join(self._held)

@@ -41,6 +41,10 @@ class Vocabulary:
             known = self._visible[token_id] = b"" if token_id in self._hidden else self.token_bytes(token_id)
         return known
 
+    def is_text(self, token_id: int) -> bool:
+        """Whether a token adds to the text, be it markup; control tokens do not."""
+        return bool(self.visible_bytes(token_id))
+
     def token_text(self, token_id: int) -> str:
         """A token on its own, for logprobs; bytes that are not UTF-8 become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

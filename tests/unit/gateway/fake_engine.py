@@ -101,6 +101,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     cached_tokens: int = 0
     draining: bool = False
     rejects: str = ""
+    keeps: bool = True
+    """Says when it has kept a rollout."""
     digest: str = "d" * 64
 
     def __post_init__(self) -> None:
@@ -167,6 +169,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
                     self.aborts.append((frame.abort.request_id, frame.abort.keep_tokens))
                     if (task := self.running.get(frame.abort.request_id)) is not None:
                         task.cancel()
+                    if frame.abort.keep_tokens and self.keeps:
+                        await send(engine_pb2.Update(request_id=frame.abort.request_id, kept=True))
 
         reader = asyncio.create_task(read())
         try:
@@ -196,6 +200,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             max_train_tokens=self.max_train_tokens,
             max_lora_rank=16,
             tokenizer_digest=self.codec.digest,
+            tells_kept=True,
         )
 
     async def GetTokenizerFiles(self, request, context) -> AsyncIterator[engine_pb2.FileChunk]:  # noqa: N802

@@ -245,7 +245,7 @@ def test_sampling_fields_reach_the_engine(running: Running, client: openai.OpenA
             "repetition_penalty": 1.1,
             "min_tokens": 2,
             "ignore_eos": True,
-            "stop_token_ids": [5],
+            "stop_token_ids": [5, 256],
             "cache_salt": "s",
             "priority": -1,
             "adapter": "bot@2",
@@ -255,7 +255,7 @@ def test_sampling_fields_reach_the_engine(running: Running, client: openai.OpenA
     sampling = request.sampling
     assert (sampling.top_k, sampling.min_tokens, sampling.max_tokens, sampling.ignore_eos) == (40, 2, 7, True)
     assert dict(sampling.logit_bias) == {97: -5.0}
-    assert list(sampling.stop_token_ids) == [5]
+    assert list(sampling.stop_token_ids) == [256], "what clients see of text, only the gateway knows"
     assert not sampling.HasField("seed")
     assert not sampling.HasField("top_logprobs")
     assert sampling.temperature == pytest.approx(0.5)

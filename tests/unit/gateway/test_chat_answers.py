@@ -210,22 +210,18 @@ def test_parts_of_a_long_call_arrive_while_it_is_written(running: Running, http:
 
 
 def reference(parts: list[str], stops: list[str], min_tokens: int) -> str:
-    """Token by token: the first stop string that is complete ends the text where it begins; what is complete within the
-    first tokens does not count."""
+    """Character by character: the first stop string that is complete ends the text where it begins, of several at once
+    the longest; what is complete within the first tokens does not count."""
     text, counts_from = "", 0
     for number, part in enumerate(parts, start=1):
         before, text = len(text), text + part
         if number <= min_tokens:
             counts_from = len(text)
             continue
-        found = [
-            at
-            for stop in stops
-            for at in range(len(text) - len(stop) + 1)
-            if text.startswith(stop, at) and at + len(stop) > max(before, counts_from)
-        ]
-        if found:
-            return text[: min(found)]
+        for end in range(max(before, counts_from) + 1, len(text) + 1):
+            found = [len(stop) for stop in stops if text[:end].endswith(stop)]
+            if found:
+                return text[: end - max(found)]
     return text
 
 
