@@ -202,7 +202,7 @@ class Choice:
             visible = not (ended and position == count - 1 and token_id in self.end_ids)
             if visible and parser is not None and parser.may_reason and token_id != self.end_think_id:
                 self._starts.append(assembler.length)
-            begin = assembler.length
+            begin = 0 if self.stops is None else assembler.length
             assembler.push(token_id, entry, visible=visible)
             if self.stops is not None:
                 self.stops.take(assembler.tokens, token_id, begin, assembler.length)

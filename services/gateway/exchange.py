@@ -131,6 +131,7 @@ class Exchange:
                 index, item = next(iter(self._keeping)), _KEPT
             if index in self._keeping and (isinstance(item, EngineLost) or item.kept):
                 self._keeping.pop(index).cancel()
+                self._at[index].abort(self._requests[index].request_id)  # waits for it no longer, if it is late
                 return index, _KEPT
             if index not in self._open:
                 continue

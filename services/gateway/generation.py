@@ -124,8 +124,8 @@ class Generation:
             completion_id = self.id if total == 1 else f"{self.id}:{index}"
             parser, stops = None, None
             if chat:
-                stops = Stops(body.stop_strings, token_ids=text_ends, min_tokens=body.min_tokens or 0)
-                stops = stops or None
+                if body.stop_strings or text_ends:
+                    stops = Stops(body.stop_strings, token_ids=text_ends, min_tokens=body.min_tokens or 0)
                 parser = ChatParser(
                     thinking=job.thinking,
                     resumed=job.resumed,

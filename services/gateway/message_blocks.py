@@ -109,8 +109,8 @@ def joined(events: Sequence[BlockEvent]) -> list[dict[str, Any]]:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Arguments as an object; of a call that max_tokens or a stop cut off the values that are complete, as anthropic-python reads
-    the stream."""
+    """Arguments as an object; of a call that max_tokens or a stop cut off the values that are complete, as
+    anthropic-python reads the stream."""
     try:
         parsed: dict[str, Any] = from_json(text, allow_partial=True)
     except ValueError:

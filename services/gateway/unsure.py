@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -57,12 +58,12 @@ class Unsure:
         return self._take(stop.begin, count)
 
     def _take(self, end: int, count: int) -> Certain:
-        piece = self._piece
-        entries = sum(offset < end for offset in piece.offsets)
-        length = end - self._begin
-        certain = Piece(piece.text[:length], piece.entries[:entries], piece.offsets[:entries])
-        self._piece = Piece(piece.text[length:], piece.entries[entries:], piece.offsets[entries:])
-        self._begin = end
+        certain, piece, length = Piece(), self._piece, end - self._begin
+        if length > 0:  # what waits for long is not copied for every token
+            entries = bisect_left(piece.offsets, end)
+            certain = Piece(piece.text[:length], piece.entries[:entries], piece.offsets[:entries])
+            self._piece = Piece(piece.text[length:], piece.entries[entries:], piece.offsets[entries:])
+            self._begin = end
         self.taken += count
         tokens = [self._tokens.popleft() for _ in range(count)]
         return certain, [token.token_id for token in tokens], [token.sampling_logprob for token in tokens]

@@ -62,7 +62,9 @@ class ResponseWriter:
 
     def end(self) -> list[Data]:
         """The model has ended: closes the last item, and completes the object. ``last`` makes the last event."""
-        cut = self._cut
+        full = self._finish_reason == "length"
+        # A stop ends a text, but it breaks a call.
+        cut = full or self._generation.choices[0].broken
         events = self._close("incomplete" if cut else "completed")
         if not cut and not any(item["type"] in ("message", "function_call") for item in self.response["output"]):
             # Even an empty answer is a message.
@@ -72,7 +74,8 @@ class ResponseWriter:
         counts = usage(generation.choices, choices_per_prompt=generation.choices_per_prompt)
         self.response |= {
             "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": cut} if cut else None,
+            # OpenAI has no word for a stop.
+            "incomplete_details": {"reason": "max_output_tokens"} if full else None,
             "completed_at": None if cut else int(time.time()),
             "completion_id": generation.choices[0].completion_id,
             "usage": usage_of(counts),
@@ -89,13 +92,6 @@ class ResponseWriter:
     def last(self) -> Data:
         """The last event: response.completed, .incomplete or .failed."""
         return self._snapshot(f"response.{self.response['status']}")
-
-    @property
-    def _cut(self) -> str | None:
-        """What has broken the answer off; None: it is complete. A stop ends a text, but it breaks a call."""
-        if self._finish_reason == "length":
-            return "max_output_tokens"
-        return "stop" if self._generation.choices[0].broken else None
 
     def _begin(self, delta: Delta) -> list[Data]:
         index = len(self.response["output"])

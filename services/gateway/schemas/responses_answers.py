@@ -137,7 +137,7 @@ class FailureOut(AnswerModel):
 class IncompleteOut(AnswerModel):
     """Why a response is incomplete."""
 
-    reason: Literal["max_output_tokens", "stop"]
+    reason: Literal["max_output_tokens"]
 
 
 class InputTokenDetails(AnswerModel):

@@ -104,7 +104,7 @@ class SamplingFields(SamplerFields, ConstraintFields):
     stream_options: StreamOptions | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    """No end of text and no stop string before so many tokens."""
+    """No end of text before so many tokens, and stops that end within them do not count."""
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     ignore_eos: bool | None = None
     """Go on after the end-of-text token, up to max_tokens."""

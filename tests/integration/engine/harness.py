@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -83,6 +84,8 @@ class GatewayStream:
         self.call = stub.Stream()
         self.answers: dict[str, Answer] = {}
         self.frames = 0
+        self.kept: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """By request: that an abort with ``keep_tokens`` is carried out."""
         self._done: dict[str, asyncio.Event] = {}
         self._first: dict[str, asyncio.Event] = {}
         self._reader = asyncio.create_task(self._read())
@@ -130,6 +133,9 @@ class GatewayStream:
         async for frame in self.call:
             self.frames += 1
             for update in frame.updates:
+                if update.kept:
+                    self.kept[update.request_id].set()
+                    continue
                 self.answers[update.request_id].add(update)
                 self._first[update.request_id].set()
                 if update.finish_reason:

@@ -208,6 +208,28 @@ async def test_rollouts_are_remembered(engine: EngineUnderTest) -> None:
     assert short.finish_reason == pb.FINISH_REASON_STOP
 
 
+async def test_an_abort_that_keeps_says_when_it_has(engine: EngineUnderTest) -> None:
+    """At that moment the rollout is known and cut, whether the request still ran or had ended by itself."""
+    stream = engine.stream()
+
+    async def kept(name: str, tokens: int) -> list[int]:
+        await stream.abort(name, keep_tokens=tokens)
+        await asyncio.wait_for(stream.kept[name].wait(), 20)
+        reply = await engine.stub.GetRollouts(pb.GetRolloutsRequest(completion_ids=[name]))
+        return [len(rollout.token_ids) for rollout in reply.rollouts]
+
+    names = [await stream.submit(request(max_tokens=400, keep_rollout=True)) for _ in range(6)]
+    for number, name in enumerate(names, start=1):
+        await stream.tokens(name, number)
+        assert await kept(name, number) == [number]
+        assert stream.answers[name].finish_reason == pb.FINISH_REASON_STOP, "told before"
+    ended = request(keep_rollout=True)
+    await stream.run(ended)
+    assert await kept(ended.request_id, 3) == [3]
+    assert await kept("request-of-nobody", 3) == []
+    assert (await engine.stub.GetModel(pb.GetModelRequest())).tells_kept
+
+
 async def test_the_model_and_its_tokenizer_are_described(engine: EngineUnderTest) -> None:
     model = await engine.stub.GetModel(pb.GetModelRequest())
     assert (model.max_model_len, model.max_lora_rank, model.dtype) == (512, 8, "float32")

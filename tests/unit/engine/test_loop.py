@@ -471,8 +471,10 @@ def test_a_stop_string_ends_a_request_or_cuts_its_rollout(engine: Fixture) -> No
     assert engine.client.wait("running")["running"][-1].finish_reason is FinishReason.STOP
     engine.submit("ended", keep_rollout=True)
     engine.client.wait("ended")
-    engine.loop.abort("ended", keep_tokens=2)
+    told: list[list[SequenceUpdate]] = []
+    engine.loop.abort("ended", keep_tokens=2, told=told.append)
     engine.settle()
+    assert told == [[SequenceUpdate("ended", kept=True)]]
     found, _ = engine.loop.rollouts.get(["running", "ended"])
     assert [list(rollout.token_ids) for rollout in found] == [reference((1, 2, 3), n) for n in (1, 2)]
     assert all(rollout.finish_reason is FinishReason.STOP for rollout in found)

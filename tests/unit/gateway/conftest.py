@@ -137,7 +137,7 @@ def running(_shared: Running) -> Iterator[Running]:
     """One gateway with one engine, in its first state for every test."""
     fresh = FakeEngine()
     engine = _shared.engine
-    for name in ("behaviour", "attached", "cached_tokens", "draining", "rejects", "keeps"):
+    for name in ("behaviour", "attached", "cached_tokens", "draining", "rejects"):
         setattr(engine, name, getattr(fresh, name))
     engine.requests.clear()
     engine.aborts.clear()

@@ -101,14 +101,17 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     cached_tokens: int = 0
     draining: bool = False
     rejects: str = ""
-    keeps: bool = True
-    """Says when it has kept a rollout."""
+    keep_after: float | None = 0.0
+    """Seconds until it says that it has kept a rollout; None: it never does."""
+    tells_kept: bool = True
+    dies_on_abort: bool = False
     digest: str = "d" * 64
 
     def __post_init__(self) -> None:
         self.codec = codec()
         self.requests: list[engine_pb2.GenerateRequest] = []
         self.aborts: list[tuple[str, int]] = []
+        self.kept: list[str] = []
         self.rollouts: dict[str, engine_pb2.Rollout] = {}
         self.syncs = 0
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -154,9 +157,15 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         outgoing: asyncio.Queue[engine_pb2.EngineFrame | None] = asyncio.Queue()
         self._streams.add(outgoing)
         mine: set[str] = set()
+        keeping: list[asyncio.Task[None]] = []
 
         async def send(update: engine_pb2.Update) -> None:
             await outgoing.put(engine_pb2.EngineFrame(updates=[update]))
+
+        async def keep(request_id: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            self.kept.append(request_id)
+            await send(engine_pb2.Update(request_id=request_id, kept=True))
 
         async def read() -> None:
             async for frame in request_iterator:
@@ -169,8 +178,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
                     self.aborts.append((frame.abort.request_id, frame.abort.keep_tokens))
                     if (task := self.running.get(frame.abort.request_id)) is not None:
                         task.cancel()
-                    if frame.abort.keep_tokens and self.keeps:
-                        await send(engine_pb2.Update(request_id=frame.abort.request_id, kept=True))
+                    if self.dies_on_abort:
+                        self.break_streams()
+                    elif frame.abort.keep_tokens and self.keep_after is not None and self.tells_kept:
+                        keeping.append(asyncio.create_task(keep(frame.abort.request_id, self.keep_after)))
 
         reader = asyncio.create_task(read())
         try:
@@ -200,7 +211,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             max_train_tokens=self.max_train_tokens,
             max_lora_rank=16,
             tokenizer_digest=self.codec.digest,
-            tells_kept=True,
+            tells_kept=self.tells_kept,
         )
 
     async def GetTokenizerFiles(self, request, context) -> AsyncIterator[engine_pb2.FileChunk]:  # noqa: N802
