@@ -270,4 +270,4 @@ def test_an_engine_of_an_older_release(start: Starter) -> None:
     with httpx.Client(base_url=running.url, timeout=4) as http:
         answer = http.post("/v1/chat/completions", json=CHAT | {"stop": ["two"]})
     assert answer.json()["choices"][0]["message"]["content"] == "one "
-    assert engine.aborts == [(answer.json()["id"], 7)]
+    running.wait_for(lambda: engine.aborts == [(answer.json()["id"], 7)])
