@@ -87,7 +87,8 @@ def thinking(message: pb.Thinking) -> Thinking:
         InvalidRequest: the closing tokens do not close it.
     """
     budget = message.budget if message.HasField("budget") else None
-    return Thinking(message.end_token_id, budget, tuple(message.closing_token_ids))
+    call = message.call_token_id if message.HasField("call_token_id") else None
+    return Thinking(message.end_token_id, budget, tuple(message.closing_token_ids), call)
 
 
 def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:

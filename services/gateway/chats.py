@@ -44,7 +44,14 @@ async def chat_generation(
     )
     opened = opens_thinking(served, prompt)
     constraint = chat_constraint(body, served.vocabulary, settings)
-    limits = thinking_message(served, body, settings, opened=opened, constrained=constraint is not None)
+    limits = thinking_message(
+        served,
+        body,
+        settings,
+        opened=opened,
+        constrained=constraint is not None,
+        calls=bool(body.usable_tools),
+    )
     return Generation(
         gateway,
         served,

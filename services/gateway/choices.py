@@ -13,6 +13,7 @@ from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser, Delta
 from services.gateway.text.stops import Stops
+from services.gateway.text.tools import OPEN
 from services.gateway.unsure import Unsure
 
 # What runs for every token reads a field of a message once: that costs as much as a call.
@@ -58,6 +59,7 @@ class Choice:
         stops: of a chat; None: it has none. Those of a text completion are the assembler's.
         cut_ids: of the end ids those that are the client's, not the model's own.
         end_think_id: the token `</think>`, if the model has one.
+        call_id: the token `<tool_call>`, if the model has one.
         silent: only the prompt is wanted: the token that ends the engine's request is none of the completion's.
         shows_end: the token that ended the completion has a log-probability like the others, behind the text.
     """
@@ -71,6 +73,7 @@ class Choice:
     stops: Stops | None = None
     cut_ids: frozenset[int] = frozenset()
     end_think_id: int | None = None
+    call_id: int | None = None
     silent: bool = False
     shows_end: bool = False
     prompt_scores: PromptScores = field(default_factory=PromptScores)
@@ -215,6 +218,8 @@ class Choice:
                 continue
             if token_id == self.end_think_id and parser.awaits_end_of_reasoning:
                 parser.end_reasoning(assembler.length - len(END_THINK))
+            elif token_id == self.call_id and parser.may_reason:
+                parser.begin_call(assembler.length - len(OPEN))
             if parser.may_end:
                 piece = assembler.take()
                 early += piece

@@ -26,6 +26,7 @@ from services.gateway.tenancy import cache_salt, owner, session_of
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser
 from services.gateway.text.stops import Stops
+from services.gateway.text.tools import OPEN
 
 _SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
 
@@ -114,7 +115,7 @@ class Generation:
         engine_ends = [token for token in body.stop_token_ids or () if not (chat and served.vocabulary.is_text(token))]
         text_ends = frozenset(body.stop_token_ids or ()) - frozenset(engine_ends)
         cut_ids = frozenset(engine_ends) - own_ends
-        end_think = served.vocabulary.markup.get(END_THINK)
+        end_think, call = (served.vocabulary.markup.get(tag) for tag in (END_THINK, OPEN))
         self._reasons: list[str] = []
         """Of the choices that have ended."""
         self.choices: list[Choice] = []
@@ -130,6 +131,7 @@ class Generation:
                     thinking=job.thinking,
                     resumed=job.resumed,
                     told=end_think is not None,
+                    told_calls=call is not None,
                     tools=job.tools,
                     parallel=parallel_tool_calls,
                     stops=stops,
@@ -147,6 +149,7 @@ class Generation:
                     stops=stops,
                     cut_ids=cut_ids,
                     end_think_id=end_think,
+                    call_id=call,
                     silent=job.max_tokens == 0,
                     shows_end=shows_end,
                 )

@@ -8,10 +8,17 @@ from services.gateway.engines import ServedModel
 from services.gateway.schemas.reasoning import ReasoningFields
 from services.gateway.settings import GatewaySettings
 from services.gateway.text.chat import END_THINK
+from services.gateway.text.tools import OPEN
 
 
 def thinking_message(
-    served: ServedModel, body: ReasoningFields, settings: GatewaySettings, *, opened: bool, constrained: bool
+    served: ServedModel,
+    body: ReasoningFields,
+    settings: GatewaySettings,
+    *,
+    opened: bool,
+    constrained: bool,
+    calls: bool,
 ) -> engine_pb2.Thinking | None:
     """Where the reasoning ends and when it is closed; None: the engine need not know.
 
@@ -21,6 +28,7 @@ def thinking_message(
         settings: the budgets of reasoning_effort.
         opened: the prompt ends inside the reasoning.
         constrained: a constraint begins where the reasoning ends.
+        calls: it is one of calls, the first of which may come before that.
 
     Raises:
         InvalidRequest: the request wants thinking and the prompt has none, or the other way round.
@@ -50,9 +58,10 @@ def thinking_message(
             "constrained answer: turn thinking off",
             param=field if budget is not None else "chat_template_kwargs.enable_thinking",
         )
+    call = served.vocabulary.markup.get(OPEN) if constrained and calls else None
     if budget is None:
-        return engine_pb2.Thinking(end_token_id=end)
+        return engine_pb2.Thinking(end_token_id=end, call_token_id=call)
     # With no thinking at all, the markup is that of a prompt with thinking turned off.
     text = f"\n\n{settings.reasoning_closing}\n" if budget and settings.reasoning_closing else "\n"
     closing = [*served.codec.encode_plain(text), end]
-    return engine_pb2.Thinking(end_token_id=end, budget=budget, closing_token_ids=closing)
+    return engine_pb2.Thinking(end_token_id=end, budget=budget, closing_token_ids=closing, call_token_id=call)

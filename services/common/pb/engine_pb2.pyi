@@ -312,9 +312,14 @@ class Thinking(_message.Message):
     END_TOKEN_ID_FIELD_NUMBER: _builtins.int
     BUDGET_FIELD_NUMBER: _builtins.int
     CLOSING_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CALL_TOKEN_ID_FIELD_NUMBER: _builtins.int
     end_token_id: _builtins.int
     budget: _builtins.int
     """Tokens that may be generated before the reasoning is closed; unset: as many as the model wants."""
+    call_token_id: _builtins.int
+    """A token with which the answer may begin before the reasoning is closed: `<tool_call>`. The output may end behind an
+    answer of the constraint's language that begins so; if it goes on otherwise, all of that was reasoning.
+    """
     @_builtins.property
     def closing_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What closes it when the budget is used up; its last token is end_token_id. Empty: that token alone."""
@@ -325,14 +330,20 @@ class Thinking(_message.Message):
         end_token_id: _builtins.int = ...,
         budget: _builtins.int | None = ...,
         closing_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        call_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "budget", b"budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "_call_token_id", b"_call_token_id", "budget", b"budget", "call_token_id", b"call_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "budget", b"budget", "closing_token_ids", b"closing_token_ids", "end_token_id", b"end_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget", b"_budget", "_call_token_id", b"_call_token_id", "budget", b"budget", "call_token_id", b"call_token_id", "closing_token_ids", b"closing_token_ids", "end_token_id", b"end_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__budget: _TypeAlias = _typing.Literal["budget"]  # noqa: Y015
     _WhichOneofArgType__budget: _TypeAlias = _typing.Literal["_budget", b"_budget"]  # noqa: Y015
+    _WhichOneofReturnType__call_token_id: _TypeAlias = _typing.Literal["call_token_id"]  # noqa: Y015
+    _WhichOneofArgType__call_token_id: _TypeAlias = _typing.Literal["_call_token_id", b"_call_token_id"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__budget) -> _WhichOneofReturnType__budget | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__call_token_id) -> _WhichOneofReturnType__call_token_id | None: ...
 
 Global___Thinking: _TypeAlias = Thinking  # noqa: Y015
 

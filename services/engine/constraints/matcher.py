@@ -55,6 +55,9 @@ class OutputMatcher:
     without its answer would not be of the language. Without a grammar the model may end wherever it likes; the budget
     is all that is enforced.
 
+    An answer may begin within the reasoning, where the request says with which token. Nothing of it is masked, for it
+    may be a thought, but it is followed through the grammar: where it is complete, the output may end.
+
     Args:
         grammar: a copy of a compiled grammar, at its beginning, which nobody else uses; None: there is only a budget.
         thinking: set if the output begins inside the reasoning.
@@ -66,6 +69,7 @@ class OutputMatcher:
 
     __slots__ = (
         "_closed",
+        "_early",
         "_grammar",
         "_names_tokens",
         "_newlines_left",
@@ -97,6 +101,8 @@ class OutputMatcher:
         self._reasoned = 0
         self._closed = 0
         """Closing tokens so far."""
+        self._early: LLMatcher | None = None
+        """Follows an answer that has begun within the reasoning."""
         self._phase = _Phase.ANSWER if grammar is not None else _Phase.FREE
         if thinking is not None:
             self._phase = _Phase.CLOSING if thinking.budget == 0 else _Phase.REASONING
@@ -123,7 +129,8 @@ class OutputMatcher:
             return None
         if self._phase is _Phase.REASONING:
             row[:] = -1
-            forbid(row, self._stop_ids)
+            if self._early is None or not self._early.is_accepting():
+                forbid(row, self._stop_ids)
             return None
         return self._grammar
 
@@ -158,6 +165,7 @@ class OutputMatcher:
         thinking = self._thinking
         if thinking is not None and self._phase is _Phase.REASONING:
             self._reasoned += 1
+            self._follow(token_id, thinking)
             if token_id == thinking.end_token_id:
                 self._end_reasoning()
             elif thinking.budget is not None and self._reasoned >= thinking.budget:
@@ -187,7 +195,21 @@ class OutputMatcher:
         self._check(grammar)
         return True
 
+    def _follow(self, token_id: int, thinking: Thinking) -> None:
+        """Takes in a token of the reasoning where it may belong to an answer."""
+        begins = token_id == thinking.call_token_id
+        if self._early is not None:
+            # Behind a call, text goes on with the thoughts, even where the language has text.
+            over = self._early.is_accepting() and not begins and not allows(self.vocabulary.newlines, token_id)
+            if over or not self._early.consume_token(token_id):
+                self._early = None
+        if self._early is None and begins and self._grammar is not None:
+            self._early = self._grammar.deep_copy()
+            if not self._early.consume_token(token_id):
+                self._early = None
+
     def _end_reasoning(self) -> None:
+        self._early = None
         self._phase = _Phase.FREE if self._grammar is None else _Phase.GAP
 
     def _is_gap(self, token_id: int, grammar: LLMatcher) -> bool:

@@ -60,6 +60,8 @@ class Thinking:
     """Tokens that may come before the reasoning is closed; None: as many as the model wants."""
     closing_ids: tuple[int, ...] = ()
     """What closes it when the budget is used up; empty: the token alone."""
+    call_token_id: int | None = None
+    """With which the answer may begin before the reasoning is closed."""
 
     def __post_init__(self) -> None:
         closing = self.closing

@@ -13,7 +13,8 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/#&~\-]")
 
 def literal(text: str) -> str:
     """A terminal that is this text."""
-    return json.dumps(text, ensure_ascii=False)
+    # The one control character that JSON leaves as it is and Lark does not take.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def one_of(texts: list[str]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 SCALARS = frozenset({"integer", "number", "boolean", "null"})
@@ -17,13 +18,48 @@ _DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 
 Types = frozenset[str]
 NO_TYPES: Types = frozenset()
-EXTRA = ""
-"""Stands for all parameters that the schema does not name; no parameter has an empty name."""
 
 
-def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Types]]:
-    """JSON types that each parameter of each function may have, as far as its schema says so."""
-    found: dict[str, dict[str, Types]] = {}
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is known of a parameter.
+
+    Args:
+        types: JSON types that it may have; none: nobody knows, and its text is a string.
+        schema: its JSON schema.
+        root: the document in which references are looked up.
+    """
+
+    types: Types = NO_TYPES
+    schema: Any = None
+    root: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the schema of a function says of its parameters.
+
+    Args:
+        named: those that it names.
+        others: all others.
+        schema: of the arguments as a whole.
+    """
+
+    named: Mapping[str, Parameter] = field(default_factory=dict)
+    others: Parameter = Parameter()
+    schema: Any = None
+
+    def of(self, key: str) -> Parameter:
+        """One parameter."""
+        return self.named.get(key, self.others)
+
+
+UNKNOWN = Signature()
+
+
+def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Signature]:
+    """What the tools' schemas say, by the names of the functions."""
+    found: dict[str, Signature] = {}
     for tool in tools:
         function = tool.get("function", {})
         root = function.get("parameters")
@@ -32,19 +68,13 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, T
             continue
         properties = schema.get("properties")
         named = properties if isinstance(properties, Mapping) else {}
-        types = {key: types_of(value, root) for key, value in named.items()}
-        extra = types_of(schema.get("additionalProperties"), root)
-        if extra:
-            types[EXTRA] = extra
-        if types:
-            found[function.get("name", "")] = types
+        others = schema.get("additionalProperties")
+        found[function.get("name", "")] = Signature(
+            {key: Parameter(types_of(value, root), value, root) for key, value in named.items()},
+            Parameter(types_of(others, root), others, root),
+            root,
+        )
     return found
-
-
-def type_of_parameter(types: Mapping[str, Mapping[str, Types]], function: str, key: str) -> Types:
-    """The types of one parameter; none for one that nobody knows: its text is a string."""
-    known = types.get(function, {})
-    return known.get(key, known.get(EXTRA, NO_TYPES))
 
 
 def kind_of(value: Any) -> str:

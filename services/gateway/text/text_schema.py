@@ -9,6 +9,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.lark import expression, literal, search
+from services.gateway.text.nesting import stands
 from services.gateway.text.parameters import kind_of, resolve
 
 _MOST_LEAVES = 256
@@ -147,12 +148,16 @@ def _own(schema: Mapping[str, Any], param: str) -> Leaf:
     )
 
 
-def text_terminal(leaf: Leaf, forbidden: list[str], exclude: str, param: str) -> str | None:
+def is_free(leaf: Leaf) -> bool:
+    """Whether a leaf allows any text, but for an empty one."""
+    return leaf.values is None and not leaf.patterns and leaf.longest is None and leaf.shortest <= 1
+
+
+def text_terminal(leaf: Leaf, exclude: str, param: str) -> str | None:
     """A terminal of the texts that a leaf allows; None if there is none.
 
     Args:
         leaf: ``of_kind("string")``.
-        forbidden: what must not occur in them, because it would end them.
         exclude: a terminal of the texts that must not be among them; empty: none.
 
     Raises:
@@ -164,20 +169,25 @@ def text_terminal(leaf: Leaf, forbidden: list[str], exclude: str, param: str) ->
     if leaf.values is not None:
         texts = [value for value in leaf.values if isinstance(value, str) and _fits(value, leaf)]
         for text in texts:
-            for tag in forbidden:
-                if tag in text:
-                    raise InvalidRequest(
-                        f"{param}: the text {text[:80]!r} cannot be an argument, {tag} would end it", param=param
-                    )
+            ended = any(text.startswith(f"{other}\n</parameter>\n") for other in texts)
+            if ended or not stands(text):
+                raise InvalidRequest(
+                    f"{param}: the text {text[:80]!r} cannot be an argument: it has lines of a call that would end it",
+                    param=param,
+                )
         if not texts:
             return None
         parts.append(f"({' | '.join(map(literal, texts))})")
+    elif is_free(leaf):
+        parts.append("VALUE")
+        if leaf.shortest:
+            parts.append(expression("(?s:.+)"))
     else:
+        parts.append("PLAIN")
         bounds = f"{{{leaf.shortest},{'' if leaf.longest is None else leaf.longest}}}"
-        parts.append(expression("(?s:.*)" if bounds == "{0,}" else f"(?s:.{bounds})"))
+        if bounds != "{0,}":
+            parts.append(expression(f"(?s:.{bounds})"))
     parts += [expression(search(pattern)) for pattern in leaf.patterns]
-    if leaf.values is None:
-        parts.append("~FORBIDDEN")
     if exclude:
         parts.append(f"~({exclude})")
     return f"({' & '.join(parts)})"

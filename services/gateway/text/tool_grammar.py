@@ -23,11 +23,11 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.lark import contains, expression, literal, quote
+from services.gateway.text.nesting import terminals
 from services.gateway.text.parameters import CONTAINERS, definitions_for, resolve, types_of
-from services.gateway.text.text_schema import leaves, looks_like, scalar_terminal, text_terminal
+from services.gateway.text.text_schema import is_free, leaves, looks_like, scalar_terminal, text_terminal
 from services.gateway.text.tools import CLOSE, END_FUNCTION, END_PARAMETER, FUNCTION, OPEN, PARAMETER
 
-_FORBIDDEN = [END_PARAMETER, PARAMETER, OPEN, CLOSE]
 _END_VALUE = f"\n{END_PARAMETER}\n"
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _LONGEST_KEY = 256
@@ -100,7 +100,17 @@ class _Writer:
         self._rules += written
         self._rule(f"open: {self._tag(OPEN)}")
         self._rule(f"close: {self._tag(CLOSE)}")
-        self._rule(f"FORBIDDEN: {contains(_FORBIDDEN)}")
+        for rule in terminals():
+            self._rule(rule)
+        # One lexeme with the tag that ends it: of several that begin alike, only the longest would be tried.
+        self._rule("begin[lazy]: BEGIN")
+        self._rule(f"BEGIN: VALUE {literal(_END_VALUE)}")
+        self._rule("behind[lazy]: BEHIND")
+        self._rule(f"BEHIND: BEHIND_ONE {literal(_END_VALUE)}")
+        # A closing line that closes nothing is of the text if more of it follows.
+        self._rule(f"stray: {literal(f'{END_PARAMETER}{chr(10)}')}")
+        self._rule("more: behind | stray")
+        self._rule("text: begin more* | stray more+")
 
     def text(self) -> str:
         return "\n".join(self._rules) + "\n"
@@ -150,10 +160,8 @@ class _Writer:
     def _loosely(self) -> None:
         if not self._loose:
             self._loose = True
-            self._rule(f"any_parameter: {literal(PARAMETER)} ANY_KEY {literal(f'>{chr(10)}')} any_value")
+            self._rule(f"any_parameter: {literal(PARAMETER)} ANY_KEY {literal(f'>{chr(10)}')} text")
             self._rule("ANY_KEY: /[^<>\\n]{1,256}/ & ~/[ \\t]*/")
-            self._rule("any_value[lazy]: ANY_VALUE")
-            self._rule(f"ANY_VALUE: (/(?s:.*)/ & ~FORBIDDEN) {literal(_END_VALUE)}")
 
     def _parameters(self, function: CallForm) -> list[str]:
         root, where = function.parameters, function.param
@@ -211,23 +219,26 @@ class _Writer:
         if types and "string" not in types:
             return f"{self._json_rule(schema, root, types, where)} {literal(_END_VALUE)}"
         others = types - {"string"}
-        terminals = []
+        found = []
+        free = False
         for leaf in leaves(schema, root, where):
             text = leaf.of_kind("string")
             if text is not None:
-                terminals.append(text_terminal(text, _FORBIDDEN, looks_like(others), where))
+                found.append(text_terminal(text, looks_like(others), where))
+                free = free or is_free(text)
             for kind in sorted(others - CONTAINERS):
                 scalar = leaf.of_kind(kind)
                 if scalar is not None:
-                    terminals.append(scalar_terminal(scalar, kind, where))
-        written = list(dict.fromkeys(terminal for terminal in terminals if terminal is not None))
+                    found.append(scalar_terminal(scalar, kind, where))
+        written = list(dict.fromkeys(terminal for terminal in found if terminal is not None))
         choices = []
-        if written:
-            # One lexeme with the tag that ends it: of several that begin alike, only the longest would be tried.
+        if written == ["(VALUE)"]:
+            choices.append("text")
+        elif written:
             self._number += 1
             self._rule(f"v{self._number}[lazy]: V{self._number}")
             self._rule(f"V{self._number}: ({' | '.join(written)}) {literal(_END_VALUE)}")
-            choices.append(f"v{self._number}")
+            choices.append(f"v{self._number} more* | stray more+" if free else f"v{self._number}")
         if containers := others & CONTAINERS:
             choices.append(f"{self._json_rule(schema, root, containers, where)} {literal(_END_VALUE)}")
         return f"({' | '.join(choices)})" if choices else None

@@ -5,20 +5,24 @@ Also read: the JSON form of earlier Qwen models, `<tool_call>{"name": ..., "argu
 The parser is a machine that decides from the text so far and a bounded look ahead, so the pieces in which text arrives
 cannot matter. A call is announced when the tag after its name is read. What turns out not to be a call before that is
 text; what does not belong to a call after that ends the call and is text.
+
+A value may have markup in it. It ends as the template ends it: at a `</parameter>` on a line of its own that closes
+no `<parameter=...>` line of the value, when the next parameter or the end of the call is the next line. Where a model
+has forgotten such an end, an earlier place is taken for it: from the first such place on, a value is held back until
+the end that the template asks for, or the end of all text, has come.
 """
 
 from __future__ import annotations
 
 import enum
-import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
-from services.gateway.text.json_scan import JsonScan
-from services.gateway.text.parameters import Types, type_of_parameter
-from services.gateway.text.parameters import parameter_types as parameter_types
+from services.gateway.text.json_calls import JsonScan, json_call
+from services.gateway.text.lookahead import Lookahead, More
+from services.gateway.text.nesting import Nesting, Place
+from services.gateway.text.parameters import UNKNOWN, Parameter, Signature
 from services.gateway.text.stops import Stops
 from services.gateway.text.values import StoppedInValue, ValueWriter, check_json, escape
 from services.gateway.text.values import encode_value as encode_value
@@ -26,10 +30,13 @@ from services.gateway.text.values import encode_value as encode_value
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-_SPACE = " \t\r\n"
-_LONGEST_SPACE = 64
-_LONGEST_NAME = 256
 
+_MOST_DOUBTS = 8
+"""Places of one answer that are looked behind to the end of it; further ones are taken for the end of their value at
+once, or time would grow with the square of the text."""
+
+_END_CALL = f"{END_FUNCTION}\n{CLOSE}"
+_NEXT_CALL = f"\n{OPEN}\n{FUNCTION}"
 _AFTER_VALUE = (PARAMETER, END_FUNCTION, CLOSE, OPEN)
 _AFTER_FUNCTION = (CLOSE, OPEN, FUNCTION)
 _AFTER_CLOSE = (OPEN,)
@@ -64,42 +71,49 @@ class _At(enum.Enum):
     AFTER = enum.auto()
 
 
-class _More(Exception):
-    """The text so far does not decide."""
-
-
-class ToolCallParser:
+class ToolCallParser(Lookahead):
     """Reads one call, from behind `<tool_call>` on.
 
     Args:
         index: number of the call in its message.
-        types: from ``parameter_types``.
+        functions: from ``signatures``.
+        doubts: of the calls before it.
         stops: what ends the answer where it is part of a value.
         begin: where in the answer's whole text the call begins.
     """
 
     def __init__(
-        self, index: int, types: Mapping[str, Mapping[str, Types]], stops: Stops | None = None, begin: int = 0
+        self,
+        index: int,
+        functions: Mapping[str, Signature],
+        *,
+        doubts: int = 0,
+        stops: Stops | None = None,
+        begin: int = 0,
     ) -> None:
         self.state = CallState.READING
         self.another = False
         """A second function follows in the same block."""
+        self.doubts = doubts
+        """Times that a value turned out to have ended at an earlier place."""
         self.stopped = False
         """A stop has ended it: its arguments are not complete."""
         self._stops = stops
         self._position = begin  # behind the buffer, in the answer's whole text
         self._index = index
-        self._types = types
-        self._buffer = ""
+        self._functions = functions
+        super().__init__()
         self._read = ""  # what was read before the call was announced
         self._at = _At.HEAD
         self._name = ""
         self._announced = False
         self._keys: set[str] = set()
-        self._value = ValueWriter(frozenset())
+        self._value = ValueWriter(Parameter())
         self._scan = JsonScan()
         self._looked = 0  # up to here the buffer holds no end of the value
-        self._final = False
+        self._nesting = Nesting()
+        self._held: list[str] = []  # of the value, since there is a doubt about it
+        self._held_length = 0
         self._arguments: list[str] = []
 
     @property
@@ -129,7 +143,7 @@ class ToolCallParser:
         try:
             while self.state is CallState.READING:
                 self._step()
-        except _More:
+        except More:
             pass
         except StoppedInValue as stop:
             self._arguments.append(stop.written)
@@ -149,12 +163,16 @@ class ToolCallParser:
         value = ""
         if self._at is _At.VALUE:
             # The buffer holds markup, whole or the beginning of it.
-            ended = self._buffer.removeprefix("\n").startswith(END_PARAMETER)
-            value = self._value.end() if ended else self._value.cut()
+            ended = not self._nesting.depth and self._buffer.removeprefix("\n").startswith(END_PARAMETER)
+            try:
+                value = self._value.add("".join(self._held))
+                value += self._value.end() if ended else self._value.cut()
+            except StoppedInValue as stop:
+                value, self.stopped = stop.written, True
         self.state, self._buffer = CallState.COMPLETE, ""
         return [ToolDelta(self._index, value)] if value else []
 
-    # -- one transition each; they raise _More when the text does not decide
+    # -- one transition each; they raise More when the text does not decide
 
     def _step(self) -> None:
         match self._at:
@@ -187,8 +205,8 @@ class ToolCallParser:
             if self._scan.broken or self._final:
                 self._give_up()
                 return
-            raise _More
-        call = _json_call(self._buffer[:end])
+            raise More
+        call = json_call(self._buffer[:end], self._functions)
         if call is None:
             self._give_up()
             return
@@ -216,7 +234,8 @@ class ToolCallParser:
             self._arguments.append(f"{', ' if self._keys else '{'}{escape(key, whole=True)}: ")
             self._keys.add(key)
             begin = self._position - len(self._buffer)
-            self._value = ValueWriter(type_of_parameter(self._types, self._name, key), self._stops, begin)
+            self._value = ValueWriter(self._signature.of(key), self._stops, begin)
+            self._nesting, self._held_length = Nesting(), 0
             self._at, self._looked = _At.VALUE, 0
         elif tag == OPEN:
             self._buffer = self._buffer[start:]
@@ -240,51 +259,113 @@ class ToolCallParser:
 
     def _read_value(self) -> None:
         position = self._looked
-        while True:
-            position = self._buffer.find("<", position)
-            if position < 0:
-                self._hold(len(self._buffer))
+        while (position := self._buffer.find("<", position)) >= 0:
+            self._looked = position
             try:
-                length = self._closing(position)
-            except _More:
-                self._hold(position)
-            if length is not None:
+                length = self._end_of_value(position)
+            except More:
                 break
-            position += 1
-        self._arguments += (self._value.add(self._buffer[: self._before(position)]), self._value.end())
+            if length is not None:
+                self._end_value(position, length)
+                return
+            position = self._looked + 1
+        self._looked = end = len(self._buffer) if position < 0 else position
+        self._write(self._before(end))
+        if not self._final:
+            raise More
+        self._looked, self._buffer = 0, "".join([*self._held, self._buffer])
+        if (place := self._nesting.place) is not None:
+            self.doubts += 1
+            self._held = []
+            self._end_value(place.position, place.length)
+            return
+        # What is left can only be a newline, before an end that never came.
+        self._buffer = ""
+        self._arguments.append(self._value.end())
+        self._end_arguments(CallState.COMPLETE)
+
+    def _write(self, length: int) -> None:
+        """Takes so much of the value out of the buffer."""
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._looked -= length
+        if self._nesting.doubt is None:
+            self._arguments.append(self._value.add(text))
+        else:
+            self._held.append(text)
+            self._held_length += length
+
+    def _end_value(self, position: int, length: int) -> None:
+        text = "".join([*self._held, self._buffer[: self._before(position)]])
+        self._arguments += (self._value.add(text), self._value.end())
         self._buffer = self._buffer[position + length :]
-        self._at = _At.PARAMETERS
-
-    def _hold(self, end: int) -> NoReturn:
-        """Writes the value up to ``end``, from where on the text does not decide.
-
-        Raises:
-            _More: always.
-        """
-        certain = self._before(end)
-        self._arguments.append(self._value.add(self._buffer[:certain]))
-        self._buffer, self._looked = self._buffer[certain:], end - certain
-        if self._final:
-            # What is left can only be a newline, before an end that never came.
-            self._buffer = ""
-            self._arguments.append(self._value.end())
-            self._end_arguments(CallState.COMPLETE)
-        raise _More
+        self._at, self._held = _At.PARAMETERS, []
 
     def _before(self, position: int) -> int:
         """Where the value ends, if its markup begins at ``position``: the newline before belongs to the markup."""
         return position - 1 if position and self._buffer[position - 1] == "\n" else position
 
-    def _closing(self, position: int) -> int | None:
+    def _end_of_value(self, position: int) -> int | None:
         """Length of the markup to skip, if the value ends at ``position``; None if it goes on.
 
-        `</parameter>` ends a value when a tag that may follow it does. Forgotten, it is the next parameter of the
-        function, or the end of the function or call, that ends it.
+        Raises:
+            More: what follows does not decide yet; nothing has changed.
         """
         tag = self._tag(position, (END_PARAMETER, END_FUNCTION, CLOSE, PARAMETER))
+        if tag is None:
+            return None
+        nesting = self._nesting
+        length = self._forgotten(position, tag)
+        if length is not None and self.doubts >= _MOST_DOUBTS:
+            return length
+        own = self._on_its_own_line(position, tag)
+        told = own and tag == END_PARAMETER and self._ends_as_told(position + len(tag) + 1, nested=nesting.depth > 0)
+        if told and not nesting.depth:
+            return len(tag)
+        if length is not None and nesting.doubt is None:
+            # From here on the value is held: this much is certain.
+            certain = self._before(position)
+            self._write(certain)
+            position -= certain
+            nesting.doubt, self._held_length = Place(position, length), 0
+        at = self._held_length + position
+        forgotten = None if length is None else Place(at, length)
+        if own and tag == PARAMETER:
+            nesting.open(forgotten)
+        elif own:
+            nesting.close(Place(at, len(tag)) if told else None, forgotten)
+        return None
+
+    def _on_its_own_line(self, position: int, tag: str) -> bool:
+        """Whether it is a tag of a parameter with nothing else in its line."""
+        if tag not in (PARAMETER, END_PARAMETER) or self._before(position) == position:
+            return False
+        end = position + len(tag)
+        if tag == PARAMETER:
+            raw = self._raw_name(position, tag)
+            if raw is None:
+                return False
+            end = raw[1]
+        return self._tag(end, ("\n",)) is not None
+
+    def _ends_as_told(self, position: int, *, nested: bool) -> bool:
+        """Whether the line there is the next parameter, or the end of the call. ``nested``: of any call, and there must
+        be another behind it, or nothing."""
+        tag = self._tag(position, (PARAMETER, _END_CALL))
+        if tag == PARAMETER:
+            named = self._named(position, tag)
+            return named is not None and (nested or named[0] not in self._keys)
+        if tag is None or not nested:
+            return tag is not None
+        end = position + len(tag)
+        return self._tag(end, (_NEXT_CALL,)) is not None or (self._final and not self._buffer[end:].strip())
+
+    def _forgotten(self, position: int, tag: str) -> int | None:
+        """Length of the markup to skip, if a value whose end is not as it should be ends there.
+
+        `</parameter>` ends it when a tag that may follow it does. Forgotten, it is the next parameter of the function,
+        or the end of the function or call, that ends it.
+        """
         match tag:
-            case None:
-                return None
             case "</parameter>":
                 return len(tag) if self._followed(position + len(tag), _AFTER_VALUE) else None
             case "</function>":
@@ -294,61 +375,11 @@ class ToolCallParser:
         if self._before(position) == position:
             return None
         named = self._named(position, PARAMETER)
-        declared = self._types.get(self._name, {})
-        return 0 if named is not None and named[0] in declared and named[0] not in self._keys else None
+        return 0 if named is not None and named[0] in self._signature.named and named[0] not in self._keys else None
 
-    # -- looking ahead
-
-    def _followed(self, position: int, tags: tuple[str, ...]) -> bool:
-        """Whether one of the tags, or the end of the text, follows."""
-        start = self._space(position)
-        if self._final and start == len(self._buffer):
-            return True
-        return self._tag(start, tags) is not None
-
-    def _space(self, position: int = 0) -> int:
-        """Where white space ends.
-
-        Raises:
-            _More: more of it may follow.
-        """
-        end = position
-        stop = min(len(self._buffer), position + _LONGEST_SPACE)
-        while end < stop and self._buffer[end] in _SPACE:
-            end += 1
-        if end == len(self._buffer) and end < position + _LONGEST_SPACE and not self._final:
-            raise _More
-        return end
-
-    def _tag(self, position: int, tags: tuple[str, ...]) -> str | None:
-        """Which of the tags stands there.
-
-        Raises:
-            _More: one of them begins there.
-        """
-        for tag in tags:
-            if self._buffer.startswith(tag, position):
-                return tag
-        left = len(self._buffer) - position
-        if not self._final and any(left < len(tag) and tag.startswith(self._buffer[position:]) for tag in tags):
-            raise _More
-        return None
-
-    def _named(self, position: int, tag: str) -> tuple[str, int] | None:
-        """The name in a tag and the position behind it; None if it is not one.
-
-        Raises:
-            _More: the tag is not closed yet.
-        """
-        start = position + len(tag)
-        text = self._buffer[start : start + _LONGEST_NAME + 1]
-        stop = next((index for index, character in enumerate(text) if character in "<>\n"), None)
-        if stop is None:
-            if len(text) > _LONGEST_NAME or self._final:
-                return None
-            raise _More
-        name = text[:stop].strip()
-        return (name, start + stop + 1) if text[stop] == ">" and name else None
+    @property
+    def _signature(self) -> Signature:
+        return self._functions.get(self._name, UNKNOWN)
 
     def _take(self, length: int) -> None:
         self._read += self._buffer[:length]
@@ -357,22 +388,3 @@ class ToolCallParser:
     def _give_up(self) -> None:
         self._buffer = self._read + self._buffer
         self.state = CallState.NOT_A_CALL
-
-
-def _json_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of the JSON form."""
-    try:
-        call: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return None
-    try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (call["name"] + written).encode()
-    except ValueError:  # not a number, or not Unicode
-        return None
-    return call["name"], written

@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from services.gateway.text.parameters import Types, kind_of
+from services.gateway.text.numbers import Digits, as_integer, dumps, loads, with_integers
+from services.gateway.text.parameters import Parameter, Types, kind_of
 from services.gateway.text.stops import Stops, StopSearch
 
 _SPACE = " \t\r\n"
 _NULLS = ("null", "none")
 _LONGEST_NULL = 64
+_NUMERIC = tuple("-0123456789")
 _OR_NULL = frozenset(("string", "null"))
 
 
-def encode_value(text: str, types: Types) -> str:
-    """The JSON of one parameter's text: a string unless its schema says otherwise and the text agrees."""
+def encode_value(text: str, types: Types, schema: Any = None, root: Any = None) -> str:
+    """The JSON of one parameter's text: a string unless its schema says otherwise and the text agrees.
+
+    Args:
+        text: with the newlines of the markup around it.
+        types: JSON types that the parameter may have.
+        schema: of the parameter, for what an array or object has in it.
+        root: the document in which the schema's references are looked up.
+    """
     value = text.removeprefix("\n").removesuffix("\n")
     if types - {"string"}:
         bare = value.strip(_SPACE)
@@ -24,29 +33,39 @@ def encode_value(text: str, types: Types) -> str:
             return lowered
         if "null" in types and lowered in _NULLS and len(value) <= _LONGEST_NULL:
             return "null"
-        try:
-            parsed = json.loads(bare, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            parsed = value
-        if not isinstance(parsed, str) and _matches(parsed, types):
-            # As it was written: numbers keep their digits, and what is no Unicode stays behind its escape.
-            return bare
+        written = _number(bare, types) if bare[:1] in _NUMERIC else _container(bare, types, schema, root)
+        if written is not None:
+            return written
     return escape(value, whole=True)
+
+
+def _number(bare: str, types: Types) -> str | None:
+    """The text if it is a number of these types, with its own digits; None: it is a text."""
+    try:
+        number = loads(bare)
+    except ValueError:
+        return None
+    if "number" in types or (number.whole and "integer" in types):
+        return bare
+    # Where a text may stand as well, "5.0" is one: it may be a version.
+    return as_integer(bare) if "integer" in types and "string" not in types else None
+
+
+def _container(bare: str, types: Types, schema: Any, root: Any) -> str | None:
+    try:
+        value = loads(bare)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict | list) and kind_of(value) in types:
+        # As it was written: what is no Unicode stays behind its escape.
+        return with_integers(bare, schema, root)
+    return None
 
 
 def escape(text: str, *, whole: bool = False) -> str:
     """Text inside a JSON string, with its quotes if it is the ``whole``. Pieces joined are the escape of the whole."""
     quoted = json.dumps(text, ensure_ascii=False)
     return quoted if whole else quoted[1:-1]
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _matches(value: Any, types: Types) -> bool:
-    kind = kind_of(value)
-    return kind in types or (kind == "integer" and "number" in types)
 
 
 class StoppedInValue(Exception):
@@ -69,29 +88,31 @@ def check_json(arguments: str, stops: Stops, end: int) -> None:
         StoppedInValue: one is in a value.
     """
     before = "{"
-    for key, value in json.loads(arguments).items():
+    for key, value in loads(arguments).items():
         before += f"{escape(key, whole=True)}: "
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        is_text = isinstance(value, str) and not isinstance(value, Digits)
+        text = value if is_text else dumps(value)
         begin = stops.find(text, end)
         if begin is not None:
-            raise StoppedInValue(before + (f'"{escape(text[:begin])}' if isinstance(value, str) else text[:begin]))
-        before += json.dumps(value, ensure_ascii=False) + ", "
+            raise StoppedInValue(before + (f'"{escape(text[:begin])}' if is_text else text[:begin]))
+        before += dumps(value) + ", "
 
 
 class ValueWriter:
     """Writes what is certain to be a string at once, and everything else when it is complete.
 
     Args:
-        types: JSON types that the parameter may have; none: a string.
+        parameter: what its schema says; no types: a string.
         stops: what ends the answer, and so the value.
         begin: where in the answer's whole text the value begins.
     """
 
-    def __init__(self, types: Types, stops: Stops | None = None, begin: int = 0) -> None:
+    def __init__(self, parameter: Parameter, stops: Stops | None = None, begin: int = 0) -> None:
         self._search = None if stops is None else StopSearch(stops)
         self._stops = stops
         self._position = begin
-        self._types = types
+        self._parameter = parameter
+        self._types = types = parameter.types
         self._streams = not types - {"string"}
         self._held: list[str] = []
         self._fresh = True
@@ -138,7 +159,8 @@ class ValueWriter:
         if self._streams:
             return rest + ('"' if self._open else '""')
         # The newlines of the markup are gone already: encode_value must not take another.
-        return encode_value(f"\n{''.join(self._held)}\n", self._types)
+        parameter = self._parameter
+        return encode_value(f"\n{''.join(self._held)}\n", self._types, parameter.schema, parameter.root)
 
     def cut(self) -> str:
         """The text broke off; returns what there is of it, as it is."""

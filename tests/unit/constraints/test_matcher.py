@@ -58,6 +58,60 @@ def test_a_reasoning_that_ends_by_itself_is_not_closed_again() -> None:
     assert set(ids("a")) <= set(tokens_of(mask_of(of)))
 
 
+CALL_ID = 2042
+CALLS = constraint("lark", 'start: call ("\\n" call)*\ncall: <tool_call> /[ab]{2}/ </tool_call>\n')
+CLOSE_ID = 2043
+
+
+def with_calls(budget: int | None = None) -> OutputMatcher:
+    return matcher(SamplingParams(constraint=CALLS, thinking=Thinking(END, budget, (60, END), CALL_ID)))
+
+
+def take(of: OutputMatcher, *tokens: int) -> None:
+    """Tokens that a mask allows."""
+    for token in tokens:
+        assert token in tokens_of(mask_of(of))
+        assert not of.advance(token)
+
+
+def may_end(of: OutputMatcher) -> bool:
+    return set(tokens_of(mask_of(of))) >= EOS
+
+
+def test_an_answer_may_begin_within_the_reasoning_and_end_the_output() -> None:
+    of = with_calls()
+    take(of, 5, 17, CALL_ID, *ids("ab"))
+    assert not may_end(of), "the call is not complete"
+    take(of, CLOSE_ID)
+    assert may_end(of)
+    take(of, ids("\n")[0])
+    assert not may_end(of), "another call is to follow"
+    take(of, CALL_ID, *ids("b"), *ids("a"), CLOSE_ID)
+    assert may_end(of)
+
+
+def test_an_answer_that_is_thought_of_is_not_the_answer() -> None:
+    of = with_calls()
+    take(of, CALL_ID, *ids("ab"), CLOSE_ID, 17)
+    assert not may_end(of), "the thoughts go on"
+    take(of, CALL_ID, *ids("xyz"), CLOSE_ID)
+    assert not may_end(of), "it is not of the language"
+    take(of, CALL_ID, *ids("a"), CALL_ID, *ids("ab"), CLOSE_ID)
+    assert may_end(of), "the second is"
+    take(of, END)
+    assert not may_end(of), "an answer is to follow"
+    take(of, CALL_ID, *ids("ab"), CLOSE_ID)
+    assert may_end(of)
+
+
+def test_a_budget_ends_the_reasoning_within_a_call() -> None:
+    of = with_calls(3)
+    take(of, 5, CALL_ID, *ids("a"))
+    assert tokens_of(mask_of(of)) == [60]
+    take(of, 60, END, CALL_ID, *ids("ab"), CLOSE_ID)
+    assert may_end(of)
+
+
 def test_newlines_before_the_answer_are_few_and_no_part_of_it() -> None:
     of = thinking()
     of.advance(END)

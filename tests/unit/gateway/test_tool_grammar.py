@@ -62,12 +62,28 @@ def schema_of(properties: dict[str, Any], required: list[str] | None = None, **o
     return {"type": "object", "properties": properties, "required": every, **others}
 
 
+STANDING = [
+    "a\n<parameter=t>\n5\n</parameter>\nb",
+    "<parameter=t>\n</parameter>",
+    "a\n</parameter>\nb\n</parameter>\n</functions>",
+    "<parameter=t> and </parameter>",
+    "<function=g>\n<parameter=t>\n<parameter=u>\n1\n</parameter>\n</parameter>\n<parameter=v>\n</parameter>\n</function>\nE",
+]
+"""Texts with markup that are told from the end of their value."""
+FALLING = [
+    "a\n<parameter=t>\nb",
+    "a\n</parameter>\n<parameter=t>\nb",
+    "a\n</parameter>\n</function>\nb",
+    "<parameter=t>\n<parameter=t>\n</parameter>",
+]
+"""Texts that may not be."""
+
 POINT = {"$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}}
 CASES: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] = [
     (
         schema_of({"s": {"type": "string"}}),
-        [{"s": "any\n<text>"}, {"s": ""}],
-        [{}, {"s": "a</parameter>b"}, {"z": "1"}],
+        [{"s": "any\n<text>"}, {"s": ""}, {"s": "a</parameter>b"}, *({"s": text} for text in STANDING)],
+        [{}, {"z": "1"}, *({"s": text} for text in FALLING)],
     ),
     (schema_of({"s": {"enum": ["red", 'a "b" \\']}}), [{"s": "red"}, {"s": 'a "b" \\'}], [{"s": "re"}, {"s": "blue"}]),
     (schema_of({"s": {"const": "x/y"}}), [{"s": "x/y"}], [{"s": "x"}]),
@@ -118,43 +134,70 @@ def test_language(schema: dict[str, Any], good: list[dict[str, str]], bad: list[
     walk(matcher, schema, seeds=3)
 
 
+def _closing(text: str, deep: int) -> list[int]:
+    """Behind a value and the parameters in it."""
+    return CODEC.encode_completion("\n</parameter>" * deep + "\n" * bool(deep) + text)
+
+
+ENDS = [_closing(f"</function>\n{CLOSE}", deep) for deep in range(5)]
+QUOTES = [CODEC.encode_plain(text) for text in ('"', 'x"', "]", "}")]
+PIECES = [
+    *QUOTES,
+    *map(CODEC.encode_plain, ("\n</parameter>\n", "xb\n</parameter>\n", "</function>\n", "\n<parameter=b>\n", CLOSE)),
+    *map(CODEC.encode_plain, ("\n</parameter>\n</function>\n", "\n</parameter>\n<parameter=b>\n", f"{OPEN}\n<func")),
+]
+
+
 def walk(matcher: LLMatcher, schema: dict[str, Any], *, seeds: int) -> None:
-    """Goes through the grammar at random; what comes out has to be a valid call."""
-    bits = allocate_token_bitmask(1, TOKENIZER.vocab_size)
-    endings = ("\n</parameter>\n", "xb\n</parameter>\n", '"', 'x"', "]", "}", "</function>\n")
-    ends = [CODEC.encode_plain(text) for text in endings]
+    """Goes through the grammar at random; what comes out has to be one valid call."""
+    tools = [{"function": {"name": "f", "parameters": schema}}, {"function": {"name": "now", "parameters": {}}}]
     for seed in range(seeds):
-        chance = random.Random(seed)
         matcher.reset()
-        tokens: list[int] = []
-        while not matcher.is_stopped():
-            assert len(tokens) < 400, CODEC.decode(tokens)
-            ending = chance.choice(ends) if chance.random() < 0.25 + len(tokens) / 300 else []
-            if ending and matcher.validate_tokens(ending) == len(ending):
-                chosen = ending
-            else:
-                fill_next_token_bitmask(matcher, bits, 0)
-                allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
-                allowed = allowed[allowed < TOKENIZER.vocab_size]
-                chosen = [int(chance.choice(list(allowed)))]
-            if chosen[0] in CODEC.eos_ids:
-                break
-            assert matcher.consume_tokens(chosen)
-            tokens += chosen
-        text = CODEC.decode(tokens)
-        function = {"name": "f", "parameters": schema}
-        parser = ChatParser(thinking=False, tools=[{"function": function}, {"function": {"name": "now"}}])
-        content, _, calls = joined([*parser.feed(text), *parser.finish(complete=True)])
-        assert content == "", text
-        assert len(calls) == 1, text
-        arguments = json.loads(calls[0][1], parse_float=_finite)
-        if calls[0][0] == "f":
-            jsonschema_rs.validate(schema, arguments)
-        else:
-            assert calls[0] == ["now", "{}"]
+        assert len(check_walk(matcher, tools, random.Random(seed))) == 1
 
 
-def _finite(text: str) -> float:
+def check_walk(matcher: LLMatcher, tools: list[dict[str, Any]], chance: random.Random) -> list[list[str]]:
+    """Calls that random tokens make, and that are valid."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    keys = [key for schema in schemas.values() for key in schema.get("properties", {})]
+    text = CODEC.decode(walked(matcher, chance, keys))
+    parser = ChatParser(thinking=False, tools=tools)
+    content, _, calls = joined([*parser.feed(text), *parser.finish(complete=True)])
+    assert content == "", text
+    for name, arguments in calls:
+        valid = jsonschema_rs.is_valid(schemas[name], json.loads(arguments, parse_float=finite))
+        assert valid, (text, schemas[name], arguments)
+    return calls
+
+
+def walked(matcher: LLMatcher, chance: random.Random, keys: list[str]) -> list[int]:
+    """Random tokens of the grammar, from its beginning to an end."""
+    bits = allocate_token_bitmask(1, TOKENIZER.vocab_size)
+    length = chance.randint(10, 150)
+    closings = [_closing(f"<parameter={key}>\n", deep) for key in keys for deep in range(4, -1, -1)]
+    tokens: list[int] = []
+    while not matcher.is_stopped():
+        assert len(tokens) < 4000, CODEC.decode(tokens)
+        tries: list[list[int]] = []
+        if len(tokens) > length:
+            tries = [*ENDS, *chance.sample(closings, len(closings)), *QUOTES]
+        elif chance.random() < 0.25:
+            tries = [chance.choice(PIECES)]
+        chosen = next((some for some in tries if matcher.validate_tokens(some) == len(some)), None)
+        if chosen is None:
+            fill_next_token_bitmask(matcher, bits, 0)
+            allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+            allowed = allowed[allowed < TOKENIZER.vocab_size]
+            chosen = [int(chance.choice(list(allowed)))]
+        if chosen[0] in CODEC.eos_ids:
+            break
+        assert matcher.consume_tokens(chosen)
+        tokens += chosen
+    assert not matcher.is_error(), matcher.get_error()
+    return tokens
+
+
+def finite(text: str) -> float:
     """1e999 is a number in JSON, but none that a validator of Python objects can be given."""
     return max(-1e308, min(1e308, float(text)))
 
@@ -205,7 +248,8 @@ def test_a_function_that_is_not_strict_is_bound_to_the_form_only() -> None:
         (schema_of({"a": False}), "no value is valid"),
         (schema_of({"a": 5}), "not a JSON schema"),
         (schema_of({"a": {"type": "string", "not": {"const": "x"}}}), "'not'"),
-        (schema_of({"a": {"enum": ["x</parameter>"]}}), "would end it"),
+        (schema_of({"a": {"enum": ["x\n</parameter>\n</function>\n</tool_call>"]}}), "would end it"),
+        (schema_of({"a": {"const": "<parameter=b>\nx"}}), "would end it"),
         (schema_of({"a": {"type": "string", "pattern": 3}}), "pattern must be"),
         (schema_of({"a": {"type": ["string", "integer"], "minimum": 3}}), "bounds"),
         (schema_of({"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}), "$defs"),

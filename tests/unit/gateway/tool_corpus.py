@@ -24,6 +24,8 @@ _F = {
         "r": {"$ref": "#/$defs/point"},
         "e": {"enum": ["red", "green"]},
         "k": {"const": 7},
+        "ni": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "ei": {"enum": [1, 2]},
     },
     "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}}},
     "additionalProperties": {"type": "integer"},
@@ -78,6 +80,19 @@ def _typed() -> list[Case]:
         ("i", "-12", -12),
         ("i", " 7 ", 7),
         ("i", "123456789012345678901234567890", 123456789012345678901234567890),
+        ("i", "5.0", 5),
+        ("i", "-3.00", -3),
+        ("i", "1e3", 1000),
+        ("i", "10e-1", 1),
+        ("i", "-0.0", 0),
+        ("i", "12345678901234567890.50e1", 123456789012345678905),
+        ("i", "1E+30", 10**30),
+        ("i", "1e-3", "1e-3"),
+        ("i", "1e999999", "1e999999"),
+        ("i", "1e99999999999999999999", "1e99999999999999999999"),
+        ("i", "0e99999999999999999999", 0),
+        ("i", "5.", "5."),
+        ("i", "05.0", "05.0"),
         ("i", "many", "many"),
         ("i", "3.5", "3.5"),
         ("n", "3.5", 3.5),
@@ -104,6 +119,15 @@ def _typed() -> list[Case]:
         ("m", " " * 80 + "null", " " * 80 + "null"),
         ("u", "42", 42),
         ("u", "forty", "forty"),
+        ("u", "5.0", "5.0"),
+        ("ni", "5.0", 5),
+        ("ni", "null", None),
+        ("ei", "2.0", 2),
+        ("k", "7.0", 7),
+        ("l", "[1.0, 1e2, -2.50]", [1, 100, -2.5]),
+        ("o", '{"n": 5.0}', {"n": 5.0}),
+        ("r", '{"x": 1.0, "y": 2.0}', {"x": 1, "y": 2.0}),
+        ("other", "9.0", 9),
         ("r", '{"x": 1}', {"x": 1}),
         ("e", "red", "red"),
         ("k", "7", 7),
@@ -165,9 +189,37 @@ def _sloppy() -> list[Case]:
         Case(
             call(s="a").replace("</function>", "<parameter=s>\nb\n</parameter>\n</function>"), "", [("f", {"s": "b"})]
         ),
-        Case(call(s="see\n" + call(t="inner") + "\nabove"), None, None),
         Case(call(s="one</parameter>\n</function>\n</tool_call>\ntwo"), None, None),
     ]
+
+
+def _nested() -> list[Case]:
+    """Markup in a value is the value, if the value has an end of its own."""
+    line = "<parameter=t>\n5\n</parameter>"
+    texts = [
+        "see\n" + call(t="inner") + "\nabove",
+        call(t="inner"),
+        call(t=call(t="inner"), i="3"),
+        "cat > t.xml <<'E'\n" + line + "\nE\nrm -r build",
+        line,
+        f"{line}\n{line}\n{line}\nx",
+        f"<parameter=t>\n{line}\n</parameter>\n",
+        "<parameter=i>\n5\n</parameter> x\n</parameter>\ny",
+        f"a {line} b <parameter=t>5</parameter> c",
+        "<tool_call><function=f><parameter=t>5</parameter></function></tool_call>",
+        "x\n</parameter>\ny",
+        "x\n</parameter>",
+        "</parameter>",
+        "x\n</function>\n</tool_call>\ny",
+        "x\n</parameter>\n</function>\ny",
+        "<parameter=unheard>",
+        "the <parameter=t> tag and the </parameter> tag",
+    ]
+    one = [Case(call(s=text), "", [("f", {"s": text})]) for text in texts]
+    two = [Case(call(s=text, i="3"), "", [("f", {"s": text, "i": 3})]) for text in texts]
+    many = [Case(f"{call(s=text)}\n{call(i='3')}", "", [("f", {"s": text}), ("f", {"i": 3})]) for text in texts]
+    cut = call(s=f"x\n{line}\ny").removesuffix("\n</tool_call>")
+    return [*one, *two, *many, Case(cut, "", [("f", {"s": f"x\n{line}\ny"})])]
 
 
 def _broken() -> list[Case]:
@@ -247,4 +299,4 @@ def _combined() -> list[Case]:
     return [Case("".join(parts)) for parts in itertools.product(openings, middles, endings)]
 
 
-CORPUS: list[Case] = [*_typed(), *_around(), *_sloppy(), *_broken(), *_json(), *_combined()]
+CORPUS: list[Case] = [*_typed(), *_around(), *_sloppy(), *_nested(), *_broken(), *_json(), *_combined()]

@@ -1,8 +1,14 @@
-"""Where a JSON object ends, found while it arrives."""
+"""Calls in the JSON form of earlier Qwen models: where one ends, found while it arrives, and what it says."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.text.numbers import Digits, dumps, loads, with_integers
+from services.gateway.text.parameters import UNKNOWN, Signature
 
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\s\w:,.+\-]')
 _IN_STRING = re.compile(r'["\\]')
@@ -43,4 +49,20 @@ class JsonScan:
                     return self._position
             else:
                 self.broken = True
+        return None
+
+
+def json_call(text: str, functions: Mapping[str, Signature]) -> tuple[str, str] | None:
+    """Name and arguments of the JSON form."""
+    try:
+        call: Any = loads(text)
+        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(name, Digits) or not isinstance(arguments, dict):
+            return None
+        (name + json.dumps(arguments, ensure_ascii=False)).encode()
+        schema = functions.get(name, UNKNOWN).schema
+        return name, with_integers(dumps(arguments), schema, schema)
+    except (ValueError, RecursionError):  # not JSON, or not Unicode
         return None
