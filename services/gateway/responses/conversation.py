@@ -46,8 +46,7 @@ class Conversation:
 
 
 class _Builder:
-    """Joins items into messages: what the model said in one turn is one message, and so are the system messages at the
-    beginning, since a chat template takes one."""
+    """Joins items into messages: what the model said in one turn is one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -73,11 +72,8 @@ class _Builder:
                 self._answer(item, source)
 
     def instruct(self, text: str, source: Location) -> None:
-        """Adds a system message, or to the one that stands at the beginning."""
-        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += f"\n\n{text}"
-        else:
-            self._append({"role": "system", "content": text}, source)
+        """Adds a system message."""
+        self._append({"role": "system", "content": text}, source)
 
     def _call(self, item: FunctionCallItem, source: Location) -> None:
         _check_arguments(item.arguments, dotted((*source, "arguments")))

@@ -71,12 +71,12 @@ def test_reasoning_is_its_content_or_its_summary() -> None:
         assert messages(item) == [{"role": "assistant", "reasoning_content": text}]
 
 
-def test_leading_instructions_are_one_message() -> None:
+def test_instructions_keep_their_places() -> None:
     system, developer = ({"role": role, "content": role} for role in ("system", "developer"))
     ask = {"role": "user", "content": "?"}
-    joined = {"role": "system", "content": "Be kind.\n\nsystem\n\ndeveloper"}
-    assert messages(system, developer, ask, instructions="Be kind.") == [joined, ask]
-    assert messages(ask, developer) == [ask, {"role": "system", "content": "developer"}]
+    told = [{"role": "system", "content": text} for text in ("Be kind.", "system", "developer")]
+    assert messages(system, developer, ask, instructions="Be kind.") == [*told, ask]
+    assert messages(ask, developer) == [ask, told[-1]]
 
 
 def test_an_answer_needs_its_call() -> None:
