@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.common.json_rules import NULL
 from services.gateway.access.principal import principal_of
-from services.gateway.api.answers import SESSION_HEADER, answer, json_response, session_named
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response, noted, session_named
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
@@ -23,6 +23,7 @@ from services.gateway.responses.answering import Answering
 from services.gateway.responses.body import new_response
 from services.gateway.responses.items import Data
 from services.gateway.responses.record import CONTINUABLE, Record, checked_id, given_items, parsed
+from services.gateway.responses.references import resolved
 from services.gateway.responses.store import Place
 from services.gateway.responses.translation import chat_fields
 from services.gateway.schemas.chat import ChatRequest
@@ -47,9 +48,11 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     gateway = gateway_of(request)
     owner = principal_of(request).id
     prior = await _prior(gateway, owner, body.previous_response_id)
-    fields = chat_fields(body, parsed(prior))
+    given = await resolved(gateway.responses, owner, body.input)
+    fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
-    record = Record(new_response(body), [*prior, *given_items(body.input)] if body.stored else [])
+    response = new_response(body)
+    record = Record(response, [*prior, *given_items(given, response["id"])] if body.stored else [])
     answering = Answering(gateway, body, fields, Place(owner, record.id), record)
     try:
         reservation = reserve(gateway, chat, prompts=1)
@@ -101,7 +104,7 @@ async def _begin(
         told = json_response(record.response, None)  # before the model begins to change it
         gateway.background.begin(answering.work(generation, tuple(held)))
         held.clear()
-        return told
+        return noted(told, chat)
     finally:
         for taken in held:
             taken.release()
@@ -110,8 +113,10 @@ async def _begin(
 @routes.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request, body: ResponseRequest, gateway: GatewayDep) -> InputTokensOut:
     """How many tokens the prompt of such a request has. Nothing is generated or kept."""
-    prior = await _prior(gateway, principal_of(request).id, body.previous_response_id)
-    fields = chat_fields(body, parsed(prior))
+    owner = principal_of(request).id
+    prior = await _prior(gateway, owner, body.previous_response_id)
+    given = await resolved(gateway.responses, owner, body.input)
+    fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
     reservation = reserve(gateway, chat, prompts=1)
     try:

@@ -34,6 +34,9 @@ _WITH_DIRECT = {
 }
 
 
+DirectCallers = Annotated[list[str] | None, AfterValidator(_model_only), WithJsonSchema(_WITH_DIRECT)]
+
+
 class ClientTool(RequestModel):
     """A tool that the client runs."""
 
@@ -47,7 +50,7 @@ class ClientTool(RequestModel):
     """As in the chat's tools."""
     eager_input_streaming: bool | None = None
     """Accepted and ignored: an input is streamed as far as it is certain."""
-    allowed_callers: Annotated[list[str] | None, AfterValidator(_model_only), WithJsonSchema(_WITH_DIRECT)] = None
+    allowed_callers: DirectCallers = None
     """"direct" is among them."""
     defer_loading: bool | None = None
     """Accepted and ignored: the model is shown every tool from the start."""
