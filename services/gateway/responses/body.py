@@ -96,7 +96,7 @@ def _tool(tool: FunctionTool | CustomTool | NamespaceTool) -> Data:
         case CustomTool():
             told |= {"format": {"type": "text"} if tool.format is None else tool.format.model_dump()}
         case NamespaceTool():
-            told |= {"tools": [_tool(member) for member in tool.tools]}
+            told |= {"description": tool.description or "", "tools": [_tool(member) for member in tool.tools]}
     return told
 
 

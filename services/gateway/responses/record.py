@@ -57,8 +57,8 @@ class Record:
 
     def item(self, item_id: str) -> Data | None:
         """One of its items, given or answered."""
-        found = (item for item in (*self.items, *self.response["output"]) if item["id"] == item_id)
-        return next(map(_readable, found), None)
+        items = (*self.items, *map(_readable, self.response["output"]))
+        return next((item for item in items if item["id"] == item_id), None)
 
 
 def parsed(items: Sequence[Data]) -> list[Item]:

@@ -217,7 +217,8 @@ class NamespaceEcho(AnswerModel):
 
     type: Literal["namespace"]
     name: str
-    description: str | None
+    description: str
+    """Empty where the request has none."""
     tools: list[ToolEcho | CustomEcho]
 
 

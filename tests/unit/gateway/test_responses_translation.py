@@ -164,6 +164,17 @@ def test_tools(choice: Any, expected: Any) -> None:
     assert made["parallel_tool_calls"] is False
 
 
+def test_names_in_namespaces() -> None:
+    """In the history the model reads the name that it wrote."""
+    for namespace, name in (("n", "n__f"), ("mcp__s__", "mcp__s__f"), (None, "f")):
+        made = messages(CALL | {"namespace": namespace}, RESULT | {"namespace": namespace, "name": "f"})
+        assert made[0]["tool_calls"][0]["function"] == {"name": name, "arguments": '{"x": 1}'}
+    custom = {"type": "custom_tool_call", "call_id": "c1", "name": "p", "namespace": "n", "input": 'a "b"\n'}
+    made = messages(custom, {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"})
+    assert made[0]["tool_calls"][0]["function"] == {"name": "n__p", "arguments": '{"input":"a \\"b\\"\\n"}'}
+    assert made[1] == {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+
+
 def test_defaults_without_tools() -> None:
     made = fields(tools=[], tool_choice="auto", parallel_tool_calls=True)
     assert set(made) == {"messages"}, "clients send these always, and chat wants them with tools only"
