@@ -15,6 +15,7 @@ from services.gateway.api.answers import SESSION_HEADER, answer, json_response, 
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
+from services.gateway.chats import prompt_length
 from services.gateway.choices import Choice, Step
 from services.gateway.context_edits import edited
 from services.gateway.errors import payload_of
@@ -22,7 +23,6 @@ from services.gateway.generation import Generation, reserve
 from services.gateway.message_blocks import MessageBlocks, joined, message_usage, stop_of
 from services.gateway.messages import as_chat, named_as_sent, rename
 from services.gateway.policies import adapter_ref
-from services.gateway.prompts import chat_prompt
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.context_edits import ContextManagement
 from services.gateway.schemas.message_answers import (
@@ -73,16 +73,12 @@ async def count_message_tokens(request: Request, body: CountTokensRequest, gatew
 
 
 async def _count(gateway: Gateway, chat: ChatRequest, wanted: ContextManagement | None) -> TokenCount:
-    tokens = await _tokens(gateway, chat)
+    tokens = await prompt_length(gateway, chat)
     if wanted is None:
         return TokenCount(input_tokens=tokens)
-    shown, applied = await edited(chat, wanted, partial(_tokens, gateway))
-    left = await _tokens(gateway, shown) if applied else tokens
+    shown, applied = await edited(chat, wanted, partial(prompt_length, gateway))
+    left = await prompt_length(gateway, shown) if applied else tokens
     return TokenCount(input_tokens=left, context_management=Unmanaged(original_input_tokens=tokens))
-
-
-async def _tokens(gateway: Gateway, chat: ChatRequest) -> int:
-    return len(await chat_prompt(gateway.engines.served, chat, gateway.settings))
 
 
 class _Told:
@@ -98,7 +94,7 @@ class _Told:
         """What the conversation sends to the engines, without what the model shall not see of it."""
         wanted = self.source.context_management
         if wanted is not None:
-            chat, applied = await edited(chat, wanted, partial(_tokens, gateway))
+            chat, applied = await edited(chat, wanted, partial(prompt_length, gateway))
             self.managed = {"context_management": {"applied_edits": applied}}
         return await prepare_chat(request, chat, gateway, prefix="msg", clip=True)
 
