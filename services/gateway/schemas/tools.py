@@ -26,6 +26,7 @@ class FunctionSpec(RequestModel):
     strict: bool | None = None
     """true: calls of this function follow the schema, enforced by masks. Otherwise as far as the model does, except
     where tool_choice forces a call."""
+    cache_control: CacheControl | None = None
 
 
 def _own(tool: Any) -> Any:
