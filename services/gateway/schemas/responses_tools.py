@@ -52,7 +52,7 @@ class GrammarText(RequestModel):
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
-    """"regex" is enforced; "lark" is shown to the model and not enforced: it could allow the markup that ends a call."""
+    """"regex" is enforced; "lark" is shown to the model and not enforced: it could allow what ends a call."""
     definition: str = Field(min_length=1)
 
 
