@@ -75,3 +75,13 @@ async def chat_generation(
         prompt_logprobs=body.prompt_logprobs,
         traceparent=traceparent,
     )
+
+
+async def prompt_length(gateway: Gateway, body: ChatRequest) -> int:
+    """Tokens of a conversation.
+
+    Raises:
+        InvalidRequest: the chat template refuses it.
+        Unavailable: no engine has been reached yet.
+    """
+    return len(await chat_prompt(gateway.engines.served, body, gateway.settings))

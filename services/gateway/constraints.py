@@ -88,7 +88,7 @@ def check_chat(body: ChatRequest, settings: GatewaySettings) -> None:
         InvalidRequest: the field is named.
     """
     check_constraint(body, settings)
-    for index, tool in enumerate(body.usable_tools):
+    for index, tool in body.usable_tools:
         if tool.function.parameters is not None:
             check_schema(tool.function.parameters, f"tools[{index}].function.parameters", settings)
     wanted = body.wanted
@@ -132,7 +132,7 @@ def chat_constraint(
             forced or bool(tool.function.strict),
             f"tools[{index}].function.parameters",
         )
-        for index, tool in enumerate(body.usable_tools)
+        for index, tool in body.usable_tools
         if names is None or tool.function.name in names
     ]
     bound = forced or names is not None or wanted is not None or any(function.enforced for function in functions)

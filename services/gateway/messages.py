@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from pydantic_core import to_json
@@ -21,21 +21,24 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest, TemperError
 from services.gateway.chat_form import parse_chat
 from services.gateway.schemas.chat import ChatRequest
-from services.gateway.schemas.messages import (
+from services.gateway.schemas.hosted import HostedTool
+from services.gateway.schemas.message_tools import (
     AnyChoice,
-    AssistantTurn,
     AutoChoice,
     ClientTool,
-    ConversationFields,
-    MessagesRequest,
     NamedChoice,
     NoChoice,
+    ToolChoice,
+)
+from services.gateway.schemas.messages import (
+    AssistantTurn,
+    ConversationFields,
+    MessagesRequest,
     SystemTurn,
     TextBlock,
     ThinkingAdaptive,
     ThinkingBlock,
     ThinkingOn,
-    ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
     UserTurn,
@@ -105,7 +108,7 @@ def chat_form(body: ConversationFields) -> dict[str, Any]:
         InvalidRequest: calls and results of tools do not match, or there is nothing in it.
     """
     messages = _messages(body)
-    if not messages:
+    if all(message["role"] == "system" for message in messages):
         raise InvalidRequest("messages say nothing: send a turn of the user", param="messages")
     form: dict[str, Any] = {"model": body.model, "messages": messages}
     if messages[-1]["role"] == "assistant":
@@ -115,8 +118,8 @@ def chat_form(body: ConversationFields) -> dict[str, Any]:
     if body.tool_choice is not None:
         form |= _choice(body.tool_choice)
     form |= _thinking(body)
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = {"name": "output", "schema": body.output_config.format.schema_, "strict": True}
+    if body.format is not None:
+        schema = {"name": "output", "schema": body.format.schema_, "strict": True}
         form["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         form |= _sampling(body)
@@ -144,9 +147,19 @@ def _thinking(body: ConversationFields) -> dict[str, Any]:
     return form
 
 
-def _tool(tool: ClientTool) -> dict[str, Any]:
-    given = _given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+def _tool(tool: ClientTool | HostedTool) -> dict[str, Any]:
+    if isinstance(tool, HostedTool):
+        return {"type": tool.type}
+    told = _described(tool)
+    given = _given(name=tool.name, description=told, parameters=tool.input_schema, strict=tool.strict)
     return {"type": "function", "function": given}
+
+
+def _described(tool: ClientTool) -> str | None:
+    if not tool.input_examples:
+        return tool.description
+    examples = "\n".join(to_json(example).decode() for example in tool.input_examples)
+    return "\n\n".join(filter(None, (tool.description, f"Examples of its input:\n{examples}")))
 
 
 def _choice(choice: ToolChoice) -> dict[str, Any]:
@@ -169,27 +182,28 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
 
 def _messages(body: ConversationFields) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    system = [] if body.system is None else _texts(body.system)
+    if body.system is not None:
+        messages.append(_system(_texts(body.system)))
     calls: list[_Block] = []
-    numbered = list(enumerate(body.messages))
-    for role, group in groupby(numbered, key=lambda entry: entry[1].role):
-        blocks = [block for index, turn in group for block in _blocks(turn, f"messages[{index}].content")]
-        if role == "system":
-            system += [block.value.text for block in blocks]
-        if role != "system" and system:
-            messages.append({"role": "system", "content": "\n".join(system)})
-            system = []
-        if role == "assistant":
+    for spoken, group in groupby(enumerate(body.messages), key=lambda entry: entry[1].role == "assistant"):
+        turns = [
+            (role, [block for index, turn in same for block in _blocks(turn, f"messages[{index}].content")])
+            for role, same in groupby(group, key=lambda entry: entry[1].role)
+        ]
+        if spoken:
             _check_answered(calls, [])
+            blocks = turns[0][1]
             calls = [block for block in blocks if isinstance(block.value, ToolUseBlock)]
             messages.append(_assistant(blocks, calls))
-        elif role == "user":
-            messages += _user(blocks, calls)
+        else:
+            messages += _asked(turns, calls)
             calls = []
     _check_answered(calls, [])
-    if system:
-        messages.append({"role": "system", "content": "\n".join(system)})
     return messages
+
+
+def _system(texts: Sequence[str]) -> dict[str, Any]:
+    return {"role": "system", "content": "\n".join(texts)}
 
 
 def _blocks(turn: UserTurn | AssistantTurn | SystemTurn, param: str) -> Iterable[_Block]:
@@ -227,10 +241,11 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _user(blocks: Sequence[_Block], calls: Sequence[_Block]) -> list[dict[str, Any]]:
-    results = [block for block in blocks if isinstance(block.value, ToolResultBlock)]
-    texts = [block.value.text for block in blocks if isinstance(block.value, TextBlock)]
-    for block in blocks[: len(results)]:
+def _asked(turns: Sequence[tuple[str, Sequence[_Block]]], calls: Sequence[_Block]) -> list[dict[str, Any]]:
+    """What stands between two turns of the assistant: the user's turns, and those of the system among them."""
+    said = [block for role, blocks in turns if role == "user" for block in blocks]
+    results = [block for block in said if isinstance(block.value, ToolResultBlock)]
+    for block in said[: len(results)]:
         if not isinstance(block.value, ToolResultBlock):
             raise InvalidRequest(
                 f"{block.param}: text of a turn comes after its tool_result blocks: move it behind them",
@@ -238,11 +253,19 @@ def _user(blocks: Sequence[_Block], calls: Sequence[_Block]) -> list[dict[str, A
             )
     _check_answered(calls, results)
     order = {call.value.id: position for position, call in enumerate(calls)}
-    messages: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": result.value.tool_use_id, "content": _result(result.value)}
-        for result in sorted(results, key=lambda result: order[result.value.tool_use_id])
-    ]
-    return [*messages, {"role": "user", "content": "\n".join(texts)}] if texts else messages
+    ordered = iter(sorted(results, key=lambda result: order[result.value.tool_use_id]))
+    messages: list[dict[str, Any]] = []
+    for role, blocks in turns:
+        texts = [block.value.text for block in blocks if isinstance(block.value, TextBlock)]
+        if role == "system":
+            messages.append(_system(texts))
+            continue
+        for result in islice(ordered, len(blocks) - len(texts)):
+            tool = {"role": "tool", "tool_call_id": result.value.tool_use_id, "content": _result(result.value)}
+            messages.append(tool)
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(texts)})
+    return messages
 
 
 def _result(block: ToolResultBlock) -> str:

@@ -192,14 +192,15 @@ class GatewaySettings(ListenSettings, CommonSettings):
             )
         return lease
 
-    def reasoning_budget(self, effort: Literal["minimal", "low", "medium", "high", "xhigh"]) -> int:
-        """Tokens of thinking under a reasoning_effort."""
+    def reasoning_budget(self, effort: Literal["minimal", "low", "medium", "high", "xhigh", "max"]) -> int:
+        """Tokens of thinking under a reasoning_effort. "max" is another name of "xhigh"."""
         return {
             "minimal": self.reasoning_budget_minimal,
             "low": self.reasoning_budget_low,
             "medium": self.reasoning_budget_medium,
             "high": self.reasoning_budget_high,
             "xhigh": self.reasoning_budget_xhigh,
+            "max": self.reasoning_budget_xhigh,
         }[effort]
 
     @field_validator("engines")

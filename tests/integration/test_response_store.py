@@ -52,7 +52,7 @@ def record(text: str = "hi", *, background: bool = False, status: str | None = N
     body = ResponseRequest.model_validate({"model": "m", "input": text, "background": background})
     response = new_response(body)
     response["status"] = status or response["status"]
-    return Record(response, given_items(body.input))
+    return Record(response, given_items(text, response["id"]))
 
 
 def check_account(raw: redis.Redis) -> int:

@@ -12,6 +12,7 @@ import tokenizers
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.text.control import ControlTokens, Piece, free_marker
+from services.common.text.instructions import placed
 from services.common.text.template import ChatTemplate, cut_at, left_open, normalize_messages
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -241,7 +242,7 @@ class TextCodec:
         **chat_template_kwargs: Any,
     ) -> list[Piece]:
         """The rendered conversation in the pieces that `encode_chat` tokenizes one by one: nearly always one."""
-        turns = normalize_messages(messages)
+        turns = placed(normalize_messages(messages))
         end = ""
         if continue_final_message:
             end = free_marker(turns, tools, chat_template_kwargs)

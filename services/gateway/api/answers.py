@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 _SESSION_HEADER = "x-session-id"
 _LONGEST_SESSION = 256
+_LEFT_OUT_HEADER = "x-temper-left-out-tools"
 SESSION_HEADER = {
     "parameters": [
         {
@@ -45,6 +46,13 @@ SESSION_HEADER = {
 def adapter_header(adapter: str | None) -> dict[str, str]:
     """The version that answered; no header for the model without adapter, as `adapter` is null in the body."""
     return {} if adapter is None else {"x-temper-adapter": adapter}
+
+
+def noted(response: Response, body: SamplingFields) -> Response:
+    """The response, whose header says which of the request's tools were not offered."""
+    if body.left_out_tools:
+        response.headers[_LEFT_OUT_HEADER] = ", ".join(body.left_out_tools)
+    return response
 
 
 def error_event(error: Exception) -> bytes:
@@ -81,10 +89,10 @@ async def answer(
         generation = await while_connected(request, prepare(request, body, gateway))
         generation.affinity = replace(generation.affinity, session=session)
         if not body.stream:
-            return await while_connected(request, complete(generation, body))
+            return noted(await while_connected(request, complete(generation, body)), body)
         response = await _stream_response(request, gateway, generation, chunks(generation, body), reservation, failed)
         streaming = True
-        return response
+        return noted(response, body)
     finally:
         if not streaming:
             reservation.release()

@@ -56,6 +56,18 @@ async def prepare_chat(
     return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=traceparent_of(request))
 
 
+def _echoes(body: ChatRequest) -> dict[str, Any]:
+    """What an answer says of its request, once."""
+    told: dict[str, Any] = {}
+    if body.metadata:
+        told["metadata"] = body.metadata
+    if body.service_tier is not None:
+        told["service_tier"] = "default"
+    if body.left_out_tools:
+        told["left_out_tools"] = body.left_out_tools
+    return told
+
+
 # -- streamed
 
 
@@ -175,9 +187,7 @@ class _ChunkWriter:
             chunk["usage"] = self._counts() if counts is None and self._body.usage_in_chunks else counts
         if first and self._body.return_token_ids:
             chunk["prompt_token_ids"] = self._generation.jobs[0].prompt
-        if first and self._body.metadata:
-            chunk["metadata"] = self._body.metadata
-        return chunk
+        return chunk | _echoes(self._body) if first else chunk
 
 
 async def _chunks(generation: Generation, body: ChatRequest) -> AsyncGenerator[bytes, None]:
@@ -270,8 +280,7 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
     }
     if body.return_token_ids:
         whole["prompt_token_ids"] = generation.jobs[0].prompt
-    if body.metadata:
-        whole["metadata"] = body.metadata
+    whole |= _echoes(body)
     if body.prompt_logprobs is not None:
         scores = generation.prompt_scores(generation.choices[0])
         prompt, vocabulary = generation.jobs[0].prompt, generation.served.vocabulary

@@ -15,18 +15,26 @@ from services.gateway.api.answers import SESSION_HEADER, answer, json_response, 
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
+from services.gateway.chats import prompt_length
 from services.gateway.choices import Choice, Step
+from services.gateway.context_edits import edited
 from services.gateway.errors import payload_of
 from services.gateway.generation import Generation, reserve
 from services.gateway.message_blocks import MessageBlocks, joined, message_usage, stop_of
 from services.gateway.messages import as_chat, named_as_sent, rename
 from services.gateway.policies import adapter_ref
-from services.gateway.prompts import chat_prompt
 from services.gateway.schemas.chat import ChatRequest
-from services.gateway.schemas.message_answers import AnthropicErrorBody, MessageAnswer, MessageEvent, TokenCount
+from services.gateway.schemas.context_edits import ContextManagement
+from services.gateway.schemas.message_answers import (
+    AnthropicErrorBody,
+    MessageAnswer,
+    MessageEvent,
+    TokenCount,
+    Unmanaged,
+)
 from services.gateway.schemas.messages import CountTokensRequest, MessagesRequest, ThinkingAdaptive, ThinkingOn
 from services.gateway.sse import EventTemplate, event
-from services.gateway.state import GatewayDep, gateway_of
+from services.gateway.state import Gateway, GatewayDep, gateway_of
 from services.gateway.text.chat import TextDelta
 
 routes = router("messages", errors=AnthropicErrorBody)
@@ -40,62 +48,92 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     gateway = gateway_of(request)
     chat = as_chat(body)
     reservation = reserve(gateway, chat, prompts=1)
+    told = _Told(body, chat)
     with named_as_sent():
         return await answer(
             request,
             chat,
             gateway,
             reservation,
-            prepare=partial(prepare_chat, prefix="msg", clip=True),
-            chunks=partial(_events, source=body),
-            complete=partial(_complete, source=body),
+            prepare=told.prepare,
+            chunks=partial(_events, told=told),
+            complete=partial(_complete, told=told),
             failed=_failed,
         )
 
 
-@routes.post(f"{_ROUTE}/count_tokens")
+@routes.post(f"{_ROUTE}/count_tokens", response_model_exclude_none=True)
 async def count_message_tokens(request: Request, body: CountTokensRequest, gateway: GatewayDep) -> TokenCount:
     """How many tokens the prompt of such a message has: usage.input_tokens + usage.cache_read_input_tokens of it."""
     chat = as_chat(body)
     adapter_ref(chat.model, None, served_model_name=gateway.settings.served_model_name)
     reservation = reserve(gateway, chat, prompts=1)
     with named_as_sent():
-        prompt = await within(reservation, request, chat_prompt(gateway.engines.served, chat, gateway.settings))
-    return TokenCount(input_tokens=len(prompt))
+        return await within(reservation, request, _count(gateway, chat, body.context_management))
 
 
-def _message(generation: Generation, choice: Choice) -> dict[str, Any]:
-    return {
-        "id": generation.id,
-        "type": "message",
-        "role": "assistant",
-        "model": generation.model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": message_usage(choice) | {"service_tier": "standard"},
-        "adapter": choice.adapter,
-    }
+async def _count(gateway: Gateway, chat: ChatRequest, wanted: ContextManagement | None) -> TokenCount:
+    tokens = await prompt_length(gateway, chat)
+    if wanted is None:
+        return TokenCount(input_tokens=tokens)
+    shown, applied = await edited(chat, wanted, partial(prompt_length, gateway))
+    left = await prompt_length(gateway, shown) if applied else tokens
+    return TokenCount(input_tokens=left, context_management=Unmanaged(original_input_tokens=tokens))
 
 
-def _blocks(source: MessagesRequest) -> MessageBlocks:
-    thinking = source.thinking
-    omitted = isinstance(thinking, ThinkingOn | ThinkingAdaptive) and thinking.display == "omitted"
-    return MessageBlocks(show_thinking=not omitted)
+class _Told:
+    """What an answer tells of its request, and of what was made of it."""
 
+    def __init__(self, source: MessagesRequest, chat: ChatRequest) -> None:
+        self.source = source
+        self._left_out = chat.left_out_tools
+        self.managed: dict[str, Any] = {}
+        """`context_management` of the answer, if there is one."""
 
-def _stop(generation: Generation, source: MessagesRequest, step: Step) -> dict[str, str | None]:
-    clipped = generation.jobs[0].max_tokens < source.max_tokens
-    return stop_of(step.choice, step.finish_reason or "stop", clipped=clipped)
+    async def prepare(self, request: Request, chat: ChatRequest, gateway: Gateway) -> Generation:
+        """What the conversation sends to the engines, without what the model shall not see of it."""
+        wanted = self.source.context_management
+        if wanted is not None:
+            chat, applied = await edited(chat, wanted, partial(prompt_length, gateway))
+            self.managed = {"context_management": {"applied_edits": applied}}
+        return await prepare_chat(request, chat, gateway, prefix="msg", clip=True)
+
+    def message(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        """The message before anything is said."""
+        left_out = {"left_out_tools": self._left_out} if self._left_out else {}
+        return {
+            "id": generation.id,
+            "type": "message",
+            "role": "assistant",
+            "model": generation.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": message_usage(choice) | {"service_tier": "standard"},
+            "adapter": choice.adapter,
+            **left_out,
+            **self.managed,
+        }
+
+    def blocks(self) -> MessageBlocks:
+        """The content, which is empty."""
+        thinking = self.source.thinking
+        omitted = isinstance(thinking, ThinkingOn | ThinkingAdaptive) and thinking.display == "omitted"
+        return MessageBlocks(show_thinking=not omitted)
+
+    def stop(self, generation: Generation, step: Step) -> dict[str, str | None]:
+        """Why the last step is the last."""
+        clipped = generation.jobs[0].max_tokens < self.source.max_tokens
+        return stop_of(step.choice, step.finish_reason or "stop", clipped=clipped)
 
 
 class _EventWriter:
     """Makes the events of one stream."""
 
-    def __init__(self, generation: Generation, source: MessagesRequest) -> None:
+    def __init__(self, generation: Generation, told: _Told) -> None:
         self._generation = generation
-        self._source = source
-        self._blocks = _blocks(source)
+        self._told = told
+        self._blocks = told.blocks()
         self._template: EventTemplate | None = None
         """Of more text of the open block, which most steps are."""
 
@@ -103,7 +141,7 @@ class _EventWriter:
         """The events of one step."""
         written = []
         if step.first:
-            start = {"type": "message_start", "message": _message(self._generation, step.choice)}
+            start = {"type": "message_start", "message": self._told.message(self._generation, step.choice)}
             written += [_named(start), _PING]
         for delta in step.deltas:
             if isinstance(delta, TextDelta) and self._blocks.continues(delta):
@@ -113,8 +151,8 @@ class _EventWriter:
                 written += map(_named, self._blocks.take(delta))
         if step.finish_reason is not None:
             written += map(_named, self._blocks.close())
-            stop = _stop(self._generation, self._source, step)
-            written.append(_named({"type": "message_delta", "delta": stop, "usage": message_usage(step.choice)}))
+            stop, counts = self._told.stop(self._generation, step), message_usage(step.choice)
+            written.append(_named({"type": "message_delta", "delta": stop, "usage": counts, **self._told.managed}))
             written.append(_named({"type": "message_stop"}))
         return written
 
@@ -137,16 +175,16 @@ def _named(payload: dict[str, Any]) -> bytes:
     return event(payload, name=payload["type"])
 
 
-async def _events(generation: Generation, _: ChatRequest, *, source: MessagesRequest) -> AsyncGenerator[bytes, None]:
-    writer = _EventWriter(generation, source)
+async def _events(generation: Generation, _: ChatRequest, *, told: _Told) -> AsyncGenerator[bytes, None]:
+    writer = _EventWriter(generation, told)
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             for written in writer.write(step):
                 yield written
 
 
-async def _complete(generation: Generation, _: ChatRequest, *, source: MessagesRequest) -> Response:
-    blocks = _blocks(source)
+async def _complete(generation: Generation, _: ChatRequest, *, told: _Told) -> Response:
+    blocks = told.blocks()
     events = []
     stop: dict[str, str | None] = {}
     async with aclosing(generation.steps()) as steps:
@@ -154,7 +192,7 @@ async def _complete(generation: Generation, _: ChatRequest, *, source: MessagesR
             for delta in step.deltas:
                 events += blocks.take(delta)
             if step.finish_reason is not None:
-                stop = _stop(generation, source, step)
+                stop = told.stop(generation, step)
     choice = generation.choices[0]
-    whole = _message(generation, choice) | {"content": joined([*events, *blocks.close()])} | stop
+    whole = told.message(generation, choice) | {"content": joined([*events, *blocks.close()])} | stop
     return json_response(whole, choice.adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
@@ -11,18 +12,19 @@ from fastapi.responses import Response
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
 from services.common.json_rules import NULL
 from services.gateway.access.principal import principal_of
-from services.gateway.api.answers import SESSION_HEADER, answer, json_response, session_named
+from services.gateway.api.answers import SESSION_HEADER, answer, json_response, noted, session_named
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
+from services.gateway.chats import prompt_length
 from services.gateway.disconnect import while_connected
-from services.gateway.generation import reserve
+from services.gateway.generation import Generation, reserve
 from services.gateway.limits import Reservation
-from services.gateway.prompts import chat_prompt
 from services.gateway.responses.answering import Answering
 from services.gateway.responses.body import new_response
 from services.gateway.responses.items import Data
 from services.gateway.responses.record import CONTINUABLE, Record, checked_id, given_items, parsed
+from services.gateway.responses.references import resolved
 from services.gateway.responses.store import Place
 from services.gateway.responses.translation import chat_fields
 from services.gateway.schemas.chat import ChatRequest
@@ -30,6 +32,7 @@ from services.gateway.schemas.responses import ResponseRequest
 from services.gateway.schemas.responses_answers import DeletedOut, InputItemsOut, InputTokensOut, ResponseOut
 from services.gateway.schemas.responses_events import ResponseStreamEvent
 from services.gateway.state import Gateway, GatewayDep, gateway_of
+from services.gateway.truncation import truncated
 
 routes = router("responses")
 
@@ -47,20 +50,22 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     gateway = gateway_of(request)
     owner = principal_of(request).id
     prior = await _prior(gateway, owner, body.previous_response_id)
-    fields = chat_fields(body, parsed(prior))
+    given = await resolved(gateway.responses, owner, body.input)
+    fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
-    record = Record(new_response(body), [*prior, *given_items(body.input)] if body.stored else [])
+    response = new_response(body)
+    record = Record(response, [*prior, *given_items(given, response["id"])] if body.stored else [])
     answering = Answering(gateway, body, fields, Place(owner, record.id), record)
     try:
         reservation = reserve(gateway, chat, prompts=1)
         if body.background:
-            return await _begin(request, chat, gateway, reservation, answering, record, owner)
+            return await _begin(request, body, chat, gateway, reservation, answering, record, owner)
         return await answer(
             request,
             chat,
             gateway,
             reservation,
-            prepare=prepare_chat,
+            prepare=partial(_prepare, body=body),
             chunks=answering.chunks,
             complete=answering.complete,
             failed=answering.failed,
@@ -68,6 +73,14 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     except TemperError as error:
         fields.rename(error)
         raise
+
+
+async def _prepare(request: Request, chat: ChatRequest, gateway: Gateway, *, body: ResponseRequest) -> Generation:
+    return await prepare_chat(request, await _fitting(gateway, chat, body), gateway)
+
+
+async def _fitting(gateway: Gateway, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:
+    return await truncated(gateway, chat) if body.truncation == "auto" else chat
 
 
 async def _prior(gateway: Gateway, owner: str, previous: str | None) -> list[Data]:
@@ -83,6 +96,7 @@ async def _prior(gateway: Gateway, owner: str, previous: str | None) -> list[Dat
 
 async def _begin(
     request: Request,
+    body: ResponseRequest,
     chat: ChatRequest,
     gateway: Gateway,
     reservation: Reservation,
@@ -95,13 +109,13 @@ async def _begin(
     try:
         held.append(gateway.background.reserve())
         session = session_named(request, chat)
-        generation = await while_connected(request, prepare_chat(request, chat, gateway))
+        generation = await while_connected(request, _prepare(request, chat, gateway, body=body))
         generation.affinity = replace(generation.affinity, session=session)
         await gateway.responses.save(Place(owner, record.id), record)
         told = json_response(record.response, None)  # before the model begins to change it
         gateway.background.begin(answering.work(generation, tuple(held)))
         held.clear()
-        return told
+        return noted(told, chat)
     finally:
         for taken in held:
             taken.release()
@@ -110,18 +124,24 @@ async def _begin(
 @routes.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request, body: ResponseRequest, gateway: GatewayDep) -> InputTokensOut:
     """How many tokens the prompt of such a request has. Nothing is generated or kept."""
-    prior = await _prior(gateway, principal_of(request).id, body.previous_response_id)
-    fields = chat_fields(body, parsed(prior))
+    owner = principal_of(request).id
+    prior = await _prior(gateway, owner, body.previous_response_id)
+    given = await resolved(gateway.responses, owner, body.input)
+    fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
     reservation = reserve(gateway, chat, prompts=1)
     try:
-        prompt = await while_connected(request, chat_prompt(gateway.engines.served, chat, gateway.settings))
+        tokens = await while_connected(request, _length(gateway, chat, body))
     except TemperError as error:
         fields.rename(error)
         raise
     finally:
         reservation.release()
-    return InputTokensOut(object="response.input_tokens", input_tokens=len(prompt))
+    return InputTokensOut(object="response.input_tokens", input_tokens=tokens)
+
+
+async def _length(gateway: Gateway, chat: ChatRequest, body: ResponseRequest) -> int:
+    return await prompt_length(gateway, await _fitting(gateway, chat, body))
 
 
 @routes.get("/v1/responses/{response_id}", responses={200: {"model": ResponseOut}}, response_class=Response)

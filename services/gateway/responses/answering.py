@@ -115,4 +115,4 @@ class Answering:
         writer.end()
 
     def _writer(self, generation: Generation) -> ResponseWriter:
-        return ResponseWriter(self._record.response, self._body, generation)
+        return ResponseWriter(self._record.response, self._body, self._chat.offers, generation)

@@ -8,7 +8,9 @@ from typing import Any
 from services.common.errors import InvalidRequest, Overloaded, TemperError
 from services.gateway.errors import status_of
 from services.gateway.responses.items import Data, new_id
+from services.gateway.schemas.hosted import HostedTool, types_of_hosted
 from services.gateway.schemas.responses import ResponseRequest
+from services.gateway.schemas.responses_tools import CustomTool, FunctionTool, NamespaceTool
 
 
 def new_response(body: ResponseRequest) -> Data:
@@ -29,19 +31,19 @@ def new_response(body: ResponseRequest) -> Data:
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "output": [],
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
         "tool_choice": _tool_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": _text(body),
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
-            "summary": reasoning.summary if reasoning else None,
+            "summary": (reasoning.summary or reasoning.generate_summary) if reasoning else None,
         },
         "max_output_tokens": body.max_output_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "top_logprobs": body.top_logprobs or 0,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "store": body.stored,
         "metadata": body.metadata or {},
         "service_tier": "default",
@@ -49,6 +51,7 @@ def new_response(body: ResponseRequest) -> Data:
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
         "usage": None,
+        **_left_out(body),
     }
 
 
@@ -82,10 +85,28 @@ def _tool_choice(body: ResponseRequest) -> Any:
     choice = body.tool_choice
     if choice is None or isinstance(choice, str):
         return choice or "auto"
-    return choice.model_dump()
+    return choice.model_dump(exclude_none=True)
+
+
+def _tool(tool: FunctionTool | CustomTool | NamespaceTool) -> Data:
+    told: Data = {"type": tool.type, "name": tool.name, "description": tool.description}
+    match tool:
+        case FunctionTool():
+            told |= {"parameters": tool.parameters, "strict": tool.strict}
+        case CustomTool():
+            told |= {"format": {"type": "text"} if tool.format is None else tool.format.model_dump()}
+        case NamespaceTool():
+            told |= {"description": tool.description or "", "tools": [_tool(member) for member in tool.tools]}
+    return told
+
+
+def _left_out(body: ResponseRequest) -> Data:
+    left_out = types_of_hosted(body.tools)
+    return {"left_out_tools": left_out} if left_out else {}
 
 
 def _text(body: ResponseRequest) -> Data:
     given = body.text.format if body.text is not None else None
     form = {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
-    return {"format": form, "verbosity": "medium"}
+    verbosity = None if body.text is None else body.text.verbosity
+    return {"format": form, "verbosity": verbosity or "medium"}

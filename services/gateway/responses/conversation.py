@@ -6,26 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from services.common.errors import InvalidRequest
+from services.gateway.responses.places import Location, dotted
+from services.gateway.responses.tools import INPUT, qualified
 from services.gateway.schemas.responses_items import (
+    CustomCallItem,
+    CustomCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
-    InputItem,
+    Item,
     MessageItem,
     ReasoningItem,
 )
-
-Location = tuple[int | str, ...]
-
-
-def dotted(location: Location) -> str:
-    """A place in a body as errors name it."""
-    text = ""
-    for segment in location:
-        text += f"[{segment}]" if isinstance(segment, int) else f".{segment}" if text else segment
-    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +40,7 @@ class Conversation:
 
 
 class _Builder:
-    """Joins items into messages: what the model said in one turn is one message, and so are the system messages at the
-    beginning, since a chat template takes one."""
+    """Joins items into messages: what the model said in one turn is one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -55,7 +48,7 @@ class _Builder:
         self.calls: dict[int, list[Location]] = {}
         self._called: set[str] = set()
 
-    def add(self, item: InputItem, source: Location) -> None:
+    def add(self, item: Item, source: Location) -> None:
         """Takes the next item."""
         match item:
             case MessageItem(role="assistant"):
@@ -64,30 +57,29 @@ class _Builder:
                 self._append({"role": "user", "content": item.text}, source)
             case MessageItem():
                 self.instruct(item.text, source)
-            case ReasoningItem():
+            case ReasoningItem() if item.text:
                 turn = self._assistant(source, fresh=("content", "tool_calls"))
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + item.text
             case FunctionCallItem():
-                self._call(item, source)
-            case FunctionCallOutputItem():
+                _check_arguments(item.arguments, dotted((*source, "arguments")))
+                self._call(item, item.arguments, source)
+            case CustomCallItem():
+                self._call(item, to_json({INPUT: item.input}).decode(), source)
+            case FunctionCallOutputItem() | CustomCallOutputItem():
                 self._answer(item, source)
 
     def instruct(self, text: str, source: Location) -> None:
-        """Adds a system message, or to the one that stands at the beginning."""
-        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += f"\n\n{text}"
-        else:
-            self._append({"role": "system", "content": text}, source)
+        """Adds a system message."""
+        self._append({"role": "system", "content": text}, source)
 
-    def _call(self, item: FunctionCallItem, source: Location) -> None:
-        _check_arguments(item.arguments, dotted((*source, "arguments")))
+    def _call(self, item: FunctionCallItem | CustomCallItem, arguments: str, source: Location) -> None:
         self._called.add(item.call_id)
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": qualified(item.name, item.namespace), "arguments": arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._assistant(source).setdefault("tool_calls", []).append(call)
         self.calls.setdefault(len(self.messages) - 1, []).append(source)
 
-    def _answer(self, item: FunctionCallOutputItem, source: Location) -> None:
+    def _answer(self, item: FunctionCallOutputItem | CustomCallOutputItem, source: Location) -> None:
         if item.call_id not in self._called:
             raise InvalidRequest(
                 f"no function_call before it has the call_id {item.call_id[:80]!r}: send the call as well, or the "
@@ -118,10 +110,13 @@ def _check_arguments(text: str, param: str) -> None:
         raise InvalidRequest(f"{param} must be a JSON object, and it is not an object", param=param)
 
 
-def conversation(
-    instructions: str | None, prior: Sequence[InputItem], given: str | Sequence[InputItem]
-) -> Conversation:
+def conversation(instructions: str | None, prior: Sequence[Item], given: Sequence[Item | None] | str) -> Conversation:
     """The messages of instructions, the items of the response before, and the input.
+
+    Args:
+        instructions: of the request.
+        prior: items of the response that it continues.
+        given: its input; None: an item that nobody can read.
 
     Raises:
         InvalidRequest: a function's answer without its call.
@@ -134,6 +129,7 @@ def conversation(
     if isinstance(given, str):
         builder.add(MessageItem(role="user", content=given), ("input",))
     else:
-        for index, item in enumerate(given):
-            builder.add(item, ("input", index))
+        for index, named in enumerate(given):
+            if named is not None:
+                builder.add(named, ("input", index))
     return Conversation(builder.messages, builder.sources, builder.calls)

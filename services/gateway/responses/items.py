@@ -14,8 +14,13 @@ Data = dict[str, Any]
 
 
 def new_id(kind: str) -> str:
-    """An id as OpenAI makes them: "msg_" and hex digits."""
+    """An id as OpenAI makes them: "resp_" and hex digits."""
     return f"{kind}_{uuid.uuid4().hex}"
+
+
+def new_item_id(kind: str, response_id: str) -> str:
+    """The id of an item that a response was given or answers: it says in which response the item is found again."""
+    return f"{kind}_{response_id.removeprefix('resp_')}{uuid.uuid4().hex[:16]}"
 
 
 @dataclass(slots=True)
@@ -23,6 +28,7 @@ class Text:
     """A message, or reasoning, while it is written."""
 
     index: int
+    response_id: str
     reasoning: bool
     summarised: bool = False
     id: str = ""
@@ -30,7 +36,7 @@ class Text:
     logprobs: list[Data] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.id = new_id("rs" if self.reasoning else "msg")
+        self.id = new_item_id("rs" if self.reasoning else "msg", self.response_id)
 
     def takes(self, delta: TextDelta | ToolDelta) -> bool:
         """The delta is more of this."""
@@ -92,54 +98,3 @@ class Text:
         if self.reasoning:
             return {"type": "summary_text" if self.summarised else "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-@dataclass(slots=True)
-class Call:
-    """A call of a function while it is written."""
-
-    index: int
-    number: int
-    """Among the calls of the answer."""
-    call_id: str
-    name: str
-    id: str = field(default_factory=lambda: new_id("fc"))
-    parts: list[str] = field(default_factory=list)
-
-    def takes(self, delta: TextDelta | ToolDelta) -> bool:
-        """The delta is more of this."""
-        return isinstance(delta, ToolDelta) and delta.index == self.number
-
-    def add(self, delta: ToolDelta) -> list[Data]:
-        """The event of more arguments; none, if there are none."""
-        if not delta.arguments:
-            return []
-        self.parts.append(delta.arguments)
-        return [{"type": "response.function_call_arguments.delta", **self._place, "delta": delta.arguments}]
-
-    def begin(self) -> list[Data]:
-        """The event before its first arguments."""
-        return [{"type": "response.output_item.added", "output_index": self.index, "item": self.item("in_progress")}]
-
-    def end(self, status: str) -> list[Data]:
-        """The events behind its last arguments."""
-        arguments = "".join(self.parts)
-        return [
-            {"type": "response.function_call_arguments.done", **self._place, "arguments": arguments},
-            {"type": "response.output_item.done", "output_index": self.index, "item": self.item(status)},
-        ]
-
-    def item(self, status: str) -> Data:
-        """The item as it is now."""
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "status": status,
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": "".join(self.parts),
-        }
-
-    @property
-    def _place(self) -> Data:
-        return {"item_id": self.id, "output_index": self.index}

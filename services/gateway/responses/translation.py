@@ -11,10 +11,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from services.common.errors import TemperError
-from services.gateway.responses.conversation import Conversation, Location, conversation, dotted
+from services.gateway.responses.conversation import Conversation, conversation
+from services.gateway.responses.places import Location, dotted
+from services.gateway.responses.tools import Offers
 from services.gateway.schemas.chat import ChatRequest
-from services.gateway.schemas.responses import AllowedTools, FunctionName, ResponseRequest, SchemaFormat
-from services.gateway.schemas.responses_items import InputItem
+from services.gateway.schemas.responses import ResponseRequest, SchemaFormat
+from services.gateway.schemas.responses_items import Item
+from services.gateway.schemas.responses_tools import AllowedTools, ToolName
 
 _SAME = (
     *("model", "adapter", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
@@ -34,10 +37,10 @@ _NAMES = (
     (re.compile(r"\bmax(_completion)?_tokens\b"), "max_output_tokens"),
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
     (re.compile(r"\bresponse_format\b(\.json_schema\b)?"), "text.format"),
-    (re.compile(r"\b(tools\[\d+\])\.function\b"), r"\1"),
 )
 """What error messages and their `param` say, and what it is called here."""
 _INDEXED = re.compile(r"messages\[(\d+)\].*")
+_TOOL = re.compile(r"\btools\[(\d+)\](\.function)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class ChatFields:
 
     fields: dict[str, Any]
     conversation: Conversation
+    offers: Offers
     raw: dict[str, Any] = field(repr=False)
     """The Responses body."""
 
@@ -62,7 +66,7 @@ class ChatFields:
 
     def rename(self, error: TemperError) -> None:
         """Gives an error of the chat request the names of the Responses body."""
-        error.message = _reworded(error.message)
+        error.message = self._reworded(error.message)
         if error.param is not None:
             given, error.param = error.param, self._param(error.param)
             if error.message.startswith(given):
@@ -73,7 +77,15 @@ class ChatFields:
             return dotted(self.conversation.source_of(int(indexed[1])))
         if param in ("messages", "logprobs"):
             return dotted(_RENAMED[param])
-        return _reworded(param)
+        return self._reworded(param)
+
+    def _reworded(self, text: str) -> str:
+        for name, ours in _NAMES:
+            text = name.sub(ours, text)
+        return _TOOL.sub(lambda found: dotted(self._tool(int(found[1]))), text)
+
+    def _tool(self, index: int) -> Location:
+        return self.offers.all[index].source if index < len(self.offers.all) else ("tools", index)
 
     def _refuse(self, error: ValidationError) -> NoReturn:
         errors = []
@@ -83,9 +95,9 @@ class ChatFields:
             if not location and context.get("param"):
                 context["param"] = self._param(context["param"])  # of the whole body
             if "message" in context:
-                context["message"] = _reworded(str(context["message"]))
+                context["message"] = self._reworded(str(context["message"]))
             where = ("body", *self._location(location))
-            errors.append({**entry, "loc": where, "msg": _reworded(entry["msg"]), "ctx": context})
+            errors.append({**entry, "loc": where, "msg": self._reworded(entry["msg"]), "ctx": context})
         raise RequestValidationError(errors, body=self.raw) from error
 
     def _location(self, location: Location) -> Location:
@@ -96,22 +108,25 @@ class ChatFields:
                 return (*self.conversation.source_of(index, call), *rest)
             case ("messages", int(index), *rest):
                 return (*self.conversation.source_of(index), *rest)
+            case ("tools", int(index), *rest):
+                return (*self._tool(index), *(segment for segment in rest if segment != "function"))
             case (str(head), *rest):
                 return (*_RENAMED.get(head, (head,)), *rest)
         return location
 
 
-def chat_fields(body: ResponseRequest, prior: Sequence[InputItem]) -> ChatFields:
+def chat_fields(body: ResponseRequest, prior: Sequence[Item], given: str | Sequence[Item | None]) -> ChatFields:
     """What a chat request of the same meaning has.
 
     Args:
         body: the Responses request.
         prior: the items of the response that it continues.
+        given: its input, with what it refers to.
 
     Raises:
         InvalidRequest: an item does not fit the ones before it.
     """
-    talk = conversation(body.instructions, prior, body.input)
+    talk, offers = conversation(body.instructions, prior, given), Offers(body.tools)
     fields: dict[str, Any] = {"messages": talk.messages}
     for name in _SAME:
         value = getattr(body, name)
@@ -125,29 +140,30 @@ def chat_fields(body: ResponseRequest, prior: Sequence[InputItem]) -> ChatFields
         fields["reasoning_effort"] = body.reasoning.effort
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    _add_tools(fields, body)
+    _add_tools(fields, body, offers)
     _add_format(fields, body)
-    return ChatFields(fields, talk, body.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return ChatFields(fields, talk, offers, body.model_dump(mode="json", by_alias=True, exclude_unset=True))
 
 
-def _add_tools(fields: dict[str, Any], body: ResponseRequest) -> None:
+def _add_tools(fields: dict[str, Any], body: ResponseRequest, offers: Offers) -> None:
     if body.tools:
-        fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-        ]
+        fields["tools"] = [offer.tool for offer in offers.all]
     elif body.parallel_tool_calls is not None:
         del fields["parallel_tool_calls"]  # nothing to be parallel
     match body.tool_choice:
-        case FunctionName(name=name):
-            fields["tool_choice"] = {"type": "function", "function": {"name": name}}
-        case AllowedTools(mode=mode, tools=tools):
-            allowed = [{"type": "function", "function": {"name": tool.name}} for tool in tools]
+        case ToolName(name=name, namespace=namespace):
+            fields["tool_choice"] = _function(offers.function_of(name, namespace))
+        case AllowedTools(mode=mode):
+            allowed = [_function(name) for name in offers.allowed(body.tool_choice)]
             fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         case "auto" if not body.tools:
             pass  # OpenAI's default here, with or without tools; in chat it needs some
         case str(choice):
             fields["tool_choice"] = choice
+
+
+def _function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _add_format(fields: dict[str, Any], body: ResponseRequest) -> None:
@@ -157,9 +173,3 @@ def _add_format(fields: dict[str, Any], body: ResponseRequest) -> None:
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     elif form is not None:
         fields["response_format"] = {"type": form.type}
-
-
-def _reworded(text: str) -> str:
-    for name, ours in _NAMES:
-        text = name.sub(ours, text)
-    return text

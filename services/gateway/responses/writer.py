@@ -10,8 +10,10 @@ from services.gateway.choices import Step
 from services.gateway.formats import chat_logprobs, usage
 from services.gateway.generation import Generation
 from services.gateway.responses.body import failure, usage_of
-from services.gateway.responses.items import Call, Data, Text
+from services.gateway.responses.calls import Call
+from services.gateway.responses.items import Data, Text
 from services.gateway.responses.logprobs import MessageLogprobs
+from services.gateway.responses.tools import Offers
 from services.gateway.schemas.responses import ResponseRequest
 from services.gateway.sse import EventTemplate, event
 from services.gateway.text.chat import Delta, TextDelta
@@ -24,11 +26,13 @@ class ResponseWriter:
     Args:
         response: the object, from ``new_response``; it is kept up to date.
         body: the request.
+        offers: its tools.
         generation: what answers it.
     """
 
-    def __init__(self, response: Data, body: ResponseRequest, generation: Generation) -> None:
+    def __init__(self, response: Data, body: ResponseRequest, offers: Offers, generation: Generation) -> None:
         self.response = response
+        self._offers = offers
         self._generation = generation
         self._vocabulary = generation.served.vocabulary
         self._summarised = body.summarised
@@ -66,7 +70,7 @@ class ResponseWriter:
         # A stop ends a text, but it breaks a call.
         cut = full or self._generation.choices[0].broken
         events = self._close("incomplete" if cut else "completed")
-        if not cut and not any(item["type"] in ("message", "function_call") for item in self.response["output"]):
+        if not cut and not any(item["type"] != "reasoning" for item in self.response["output"]):
             # Even an empty answer is a message.
             events += self._begin(TextDelta(""))
             events += self._close("completed")
@@ -94,11 +98,12 @@ class ResponseWriter:
         return self._snapshot(f"response.{self.response['status']}")
 
     def _begin(self, delta: Delta) -> list[Data]:
-        index = len(self.response["output"])
+        place = len(self.response["output"]), self.response["id"]
         if isinstance(delta, ToolDelta):
-            self._open = Call(index, delta.index, delta.call_id or "", delta.name or "")
+            name = delta.name or ""
+            self._open = Call(*place, delta.index, delta.call_id or "", name, self._offers.called(name))
         else:
-            self._open = Text(index, delta.reasoning, self._summarised and delta.reasoning)
+            self._open = Text(*place, delta.reasoning, self._summarised and delta.reasoning)
         return self._open.begin()
 
     def _more(self, delta: Delta) -> list[Data]:

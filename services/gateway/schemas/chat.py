@@ -21,10 +21,12 @@ from services.common.json_rules import (
     where,
 )
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.schemas.caching import CacheBreakpoint, CacheControl, CacheOptions
 from services.gateway.schemas.constraints import OPEN, SCHEMA_AT_MOST
+from services.gateway.schemas.hosted import NOT_ALONE, HostedTool, check_hosted, types_of_hosted
 from services.gateway.schemas.reasoning import ReasoningFields
-from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier
-from services.gateway.schemas.tools import AllowedToolsChoice, FunctionSpec, NamedTool, Tool, ToolChoice
+from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields, ServiceTier, Verbosity
+from services.gateway.schemas.tools import AllowedToolsChoice, FunctionSpec, NamedTool, OfferedTool, Tool, ToolChoice
 
 _FOREIGN_PARTS = ("image_url", "input_audio", "file", "image", "video", "video_url", "audio", "refusal")
 
@@ -40,6 +42,8 @@ class TextPart(RequestModel):
 
     type: Annotated[Literal["text"], BeforeValidator(_text_part)]
     text: str
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 # fail_fast: one error is told, and the errors of a million parts would fill the memory.
@@ -62,30 +66,34 @@ class ToolCall(RequestModel):
     function: CalledFunction
     index: int | None = None
     """Accepted and ignored: streamed deltas carry it."""
+    cache_control: CacheControl | None = None
 
 
-class SystemMessage(RequestModel):
-    """Instructions. "developer" is the same as "system"."""
+class _Said(RequestModel):
+    name: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class SystemMessage(_Said):
+    """Instructions. "developer" is the same as "system". Several at the beginning are one; a later one is a marked part
+    of the turn that it stands in."""
 
     role: Literal["system", "developer"]
     content: Content
-    name: str | None = None
 
 
-class UserMessage(RequestModel):
+class UserMessage(_Said):
     """What the user says."""
 
     role: Literal["user"]
     content: Content
-    name: str | None = None
 
 
-class AssistantMessage(RequestModel):
+class AssistantMessage(_Said):
     """What the model said before."""
 
     role: Literal["assistant"]
     content: Content | None = None
-    name: str | None = None
     reasoning_content: str | None = None
     """The thinking before the content, as a response gave it."""
     reasoning: str | None = None
@@ -111,13 +119,12 @@ class AssistantMessage(RequestModel):
         return self
 
 
-class ToolMessage(RequestModel):
+class ToolMessage(_Said):
     """What a tool answered."""
 
     role: Literal["tool"]
     content: Content
     tool_call_id: str | None = None
-    name: str | None = None
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Discriminator("role")]
@@ -141,6 +148,7 @@ Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)]
 
 
 TOOL_CHOICE_NEEDS_TOOLS = where(has(tool_choice={"not": {"enum": ["none", None]}}), has(tools=SOME))
+NOT_ONLY_HOSTED = where(has(tools=SOME), has(tools=NOT_ALONE))
 _FORCED = either(
     {"const": "required"}, has(type="function"), has(type="allowed_tools", allowed_tools=has(mode="required"))
 )
@@ -155,7 +163,7 @@ class ChatRequest(ReasoningFields, SamplingFields):
     """Newer name of max_tokens. Without either: as much as fits, up to the gateway's setting."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice = None
     """"auto": the model decides; "none": it is not shown the tools; "required": it calls at least one;
     {"type": "function", "function": {"name"}}: it calls this one; {"type": "allowed_tools", ...}: one of some."""
@@ -172,25 +180,28 @@ class ChatRequest(ReasoningFields, SamplingFields):
     store: Annotated[bool | None, BeforeValidator(_store), only(False, None)] = None
     """Only false."""
     service_tier: ServiceTier = None
-    """Only "auto" or "default"."""
+    """Accepted and ignored: there is one tier."""
     safety_identifier: str | None = None
     """Accepted and ignored."""
     prompt_cache_retention: str | None = None
     """Accepted and ignored."""
+    prompt_cache_options: CacheOptions | None = None
+    cache_control: CacheControl | None = None
+    verbosity: Verbosity | None = None
+    """Accepted and ignored: ask for the length you want in the prompt."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "this model writes text",
         "function_call": "use tool_choice, its successor",
         "functions": "use tools, its successor",
         "prediction": "leave it out, the answer is the same",
-        "verbosity": "ask for the length you want in the prompt",
         "web_search_options": "offer a search function in tools",
         "moderation": "check texts before you send them",
-        "prompt_cache_options": "use cache_salt for isolation",
     }
     json_rules: ClassVar[Rules] = (
         only_with("top_logprobs", has(logprobs=True)),
         TOOL_CHOICE_NEEDS_TOOLS,
+        NOT_ONLY_HOSTED,
         CONTINUES_OR_BEGINS,
         # Held by constraints.check_chat.
         where(has(tool_choice=_FORCED), OPEN),
@@ -203,14 +214,20 @@ class ChatRequest(ReasoningFields, SamplingFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def usable_tools(self) -> list[Tool]:
-        """The tools that the model is shown; none under tool_choice "none"."""
-        return [] if self.tool_choice == "none" else list(self.tools or ())
+    def usable_tools(self) -> list[tuple[int, Tool]]:
+        """The tools that the model is shown, each with its place among all; none under tool_choice "none"."""
+        tools = () if self.tool_choice == "none" else self.tools or ()
+        return [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, Tool)]
+
+    @property
+    def left_out_tools(self) -> list[str]:
+        """Types of tools that were sent and are not offered."""
+        return types_of_hosted(self.tools)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The same in the form that the chat template takes."""
-        return [{"type": "function", "function": _function(tool.function)} for tool in self.usable_tools]
+        """The tools in the form that the chat template takes."""
+        return [{"type": "function", "function": _function(tool.function)} for _, tool in self.usable_tools]
 
     @property
     def callable_names(self) -> frozenset[str] | None:
@@ -246,12 +263,17 @@ class ChatRequest(ReasoningFields, SamplingFields):
     def _tools(self) -> ChatRequest:
         if self.tool_choice not in (None, "none") and not self.tools:
             raise contradiction("tool_choice is only allowed together with tools", "tool_choice")
-        names = [tool.function.name for tool in self.tools or ()]
-        for position, name in enumerate(names):
-            if name in names[:position]:
+        check_hosted(self.tools or ())
+        names: list[str] = []
+        for position, tool in enumerate(self.tools or ()):
+            if isinstance(tool, HostedTool):
+                continue
+            if tool.function.name in names:
                 raise contradiction(
-                    f"two tools have the name {name!r}: give each its own", f"tools[{position}].function.name"
+                    f"two tools have the name {tool.function.name!r}: give each its own",
+                    f"tools[{position}].function.name",
                 )
+            names.append(tool.function.name)
         unknown = sorted((self.callable_names or frozenset()) - frozenset(names))
         if unknown:
             raise contradiction(
@@ -310,5 +332,5 @@ def _turn(message: SystemMessage | UserMessage | AssistantMessage | ToolMessage)
         if reasoning is not None:
             turn["reasoning_content"] = reasoning
         if message.tool_calls:
-            turn["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+            turn["tool_calls"] = [call.model_dump(exclude={"index", "cache_control"}) for call in message.tool_calls]
     return turn

@@ -97,6 +97,10 @@ class ChatCompletion(Answer):
     prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
     """With prompt_logprobs: by token id; null for the first token."""
     metadata: dict[str, str] | None = None
+    service_tier: Literal["default"] | None = None
+    """Where the request names one."""
+    left_out_tools: list[str] | None = None
+    """Types of hosted tools that were sent and not offered; absent where there are none."""
 
 
 class FunctionDelta(Answer):
@@ -148,3 +152,7 @@ class ChatCompletionChunk(Answer):
     usage: CompletionUsage | None = None
     prompt_token_ids: list[int] | None = None
     metadata: dict[str, str] | None = None
+    service_tier: Literal["default"] | None = None
+    """Where the request names one."""
+    left_out_tools: list[str] | None = None
+    """Types of hosted tools that were sent and not offered; absent where there are none."""

@@ -22,6 +22,7 @@ from services.common.json_rules import (
     if_any,
     left_out,
     never,
+    only_with,
     where,
 )
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
@@ -96,12 +97,15 @@ class ResponseFormat(RequestModel):
     type: Annotated[Literal["text", "json_object", "json_schema"], BeforeValidator(_format_type)]
     json_schema: JsonSchemaFormat | None = None
     """With type "json_schema"."""
+    value: JsonObject | None = None
+    """With type "json_object", as huggingface_hub sends it: the JSON schema of the object."""
 
     json_rules: ClassVar[Rules] = (
         either(
             if_any(type={"enum": ["text", "json_object"]}, json_schema=NULL),
             has(type="json_schema", json_schema=has(schema=NOT_NULL)),
         ),
+        only_with("value", has(type="json_object")),
     )
 
     @model_validator(mode="after")
@@ -113,6 +117,8 @@ class ResponseFormat(RequestModel):
             )
         if self.type != "json_schema" and self.json_schema is not None:
             raise contradiction(f"json_schema does not go with response_format {self.type!r}", "json_schema")
+        if self.type != "json_object" and self.value is not None:
+            raise contradiction(f"value does not go with response_format {self.type!r}", "value")
         return self
 
 
@@ -210,7 +216,8 @@ class ConstraintFields(RequestModel):
         found: list[Wanted] = []
         form = self.response_format
         if form is not None and form.type == "json_object":
-            found.append(Wanted("json_schema", _ANY_OBJECT, "response_format", of_text=True))
+            param = "response_format" if form.value is None else "response_format.value"
+            found.append(Wanted("json_schema", _ANY_OBJECT if form.value is None else form.value, param, of_text=True))
         if form is not None and form.json_schema is not None:
             schema = form.json_schema.schema_
             found.append(Wanted("json_schema", schema, "response_format.json_schema.schema", of_text=True))

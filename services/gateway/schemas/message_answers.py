@@ -103,6 +103,31 @@ class MessageUsage(UsageSoFar):
     service_tier: Literal["standard"]
 
 
+class ClearedThinking(_Answer):
+    """Thinking that the model was not shown."""
+
+    type: Literal["clear_thinking_20251015"]
+    cleared_thinking_turns: int
+    cleared_input_tokens: int
+    """By how many tokens the prompt is shorter."""
+
+
+class ClearedToolUses(_Answer):
+    """Results of tools that the model was not shown."""
+
+    type: Literal["clear_tool_uses_20250919"]
+    cleared_tool_uses: int
+    cleared_input_tokens: int
+    """By how many tokens the prompt is shorter."""
+
+
+class ContextManaged(_Answer):
+    """What context_management left out of the prompt."""
+
+    applied_edits: list[ClearedThinking | ClearedToolUses]
+    """Those that left something out."""
+
+
 class _Message(_Answer):
     id: str
     """Also the completion_id that training scores."""
@@ -111,6 +136,10 @@ class _Message(_Answer):
     model: str
     adapter: str | None
     """The version that answered; null for the base."""
+    left_out_tools: list[str] | None = None
+    """Types of hosted tools that were sent and not offered; absent where there are none."""
+    context_management: ContextManaged | None = None
+    """Absent where the request has none."""
 
 
 class MessageAnswer(_Message):
@@ -214,6 +243,8 @@ class MessageDelta(_Answer):
     delta: Stop
     usage: UsageSoFar
     """Of the whole message."""
+    context_management: ContextManaged | None = None
+    """Absent where the request has none."""
 
 
 class MessageStop(_Answer):
@@ -230,7 +261,16 @@ class MessageEvent(
     """An event of a stream, named by its type."""
 
 
+class Unmanaged(_Answer):
+    """The prompt before context_management."""
+
+    original_input_tokens: int
+
+
 class TokenCount(_Answer):
     """Length of a prompt."""
 
     input_tokens: int
+    """With what context_management leaves of it."""
+    context_management: Unmanaged | None = None
+    """Null where the request has none."""

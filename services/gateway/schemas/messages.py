@@ -7,20 +7,24 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
-from services.common.json_rules import SOME, Rules, has, only, where
+from services.common.json_rules import NULL, SOME, Rules, either, has, if_any, left_out, only, only_with, where
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.schemas.caching import CacheControl
+from services.gateway.schemas.context_edits import ContextManagement
+from services.gateway.schemas.hosted import NOT_ALONE, check_hosted
+from services.gateway.schemas.message_tools import (
+    AnyChoice,
+    AutoChoice,
+    ClientTool,
+    NamedChoice,
+    OfferedTool,
+    ToolChoice,
+)
 from services.gateway.schemas.sampling import MAX_STOP_STRINGS, StopString
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 _READABLE = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-
-
-class CacheControl(RequestModel):
-    """Accepted without effect: the beginning of every prompt is cached, and found again, by itself."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 # -- blocks
@@ -139,92 +143,13 @@ class AssistantTurn(RequestModel):
 
 
 class SystemTurn(RequestModel):
-    """Instructions. The model's chat template says where they may stand: Qwen's allows them at the beginning."""
+    """Instructions, wherever they stand: behind the beginning they are a marked part of the turn that they stand in."""
 
     role: Literal["system"]
     content: str | Texts
 
 
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Discriminator("role")]
-
-
-# -- tools
-
-
-def _own(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise unsupported(
-            f"tools of type {kind[:80]!r} are not supported: send a tool of your own, with name, description and "
-            "input_schema",
-            "type",
-        )
-    return tool
-
-
-def _model_only(callers: list[str] | None) -> list[str] | None:
-    if callers not in (None, ["direct"]):
-        raise unsupported("allowed_callers other than ['direct'] are not supported: leave it out")
-    return callers
-
-
-def _not_deferred(value: bool | None) -> bool | None:
-    if value:
-        raise unsupported("defer_loading is not supported: the model is shown every tool")
-    return value
-
-
-class ClientTool(RequestModel):
-    """A tool that the client runs."""
-
-    type: Literal["custom"] | None = None
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
-    description: str | None = None
-    input_schema: JsonObject
-    """JSON schema of its input."""
-    cache_control: CacheControl | None = None
-    strict: bool | None = None
-    """As in the chat's tools."""
-    eager_input_streaming: bool | None = None
-    """Accepted and ignored: an input is streamed as far as it is certain."""
-    allowed_callers: Annotated[list[str] | None, AfterValidator(_model_only), only(["direct"], None)] = None
-    """Only ["direct"]."""
-    defer_loading: Annotated[bool | None, AfterValidator(_not_deferred), only(False, None)] = None
-    """Only false."""
-
-    refused: ClassVar[Mapping[str, str]] = {"input_examples": "put examples into the description"}
-
-
-class AutoChoice(RequestModel):
-    """The model decides."""
-
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool | None = None
-    """true: the answer ends with its first call."""
-
-
-class AnyChoice(RequestModel):
-    """The model must call a tool."""
-
-    type: Literal["any"]
-    disable_parallel_tool_use: bool | None = None
-
-
-class NamedChoice(RequestModel):
-    """The model must call this tool."""
-
-    type: Literal["tool"]
-    name: str = Field(min_length=1, max_length=64)
-    disable_parallel_tool_use: bool | None = None
-
-
-class NoChoice(RequestModel):
-    """The model is not shown the tools."""
-
-    type: Literal["none"]
-
-
-ToolChoice = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Discriminator("type")]
 
 
 # -- what else changes the prompt or the answer
@@ -279,6 +204,14 @@ class OutputConfig(RequestModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """How much an adaptive thinking may use. Accepted without effect where thinking is not adaptive."""
     format: JsonFormat | None = None
+    task_budget: JsonObject | None = None
+    """Accepted and ignored: the model is not told of it."""
+
+
+class Diagnostics(RequestModel):
+    """Accepted and ignored: usage says how much of the prompt was cached."""
+
+    previous_message_id: str | None = Field(None, max_length=256)
 
 
 class Metadata(RequestModel):
@@ -305,13 +238,10 @@ def _no_thread(thread: dict[str, Any] | None) -> dict[str, Any] | None:
 
 _ELSEWHERE: Mapping[str, str] = {
     "container": "this server runs no code",
-    "context_management": "leave out of messages what the model need not see",
-    "diagnostics": "usage says how much of the prompt was cached",
-    "inference_geo": "the answer is computed where this server runs",
     "mcp_servers": "connect to them yourself and send their tools",
-    "output_format": "use output_config.format, its successor",
-    "fallbacks": "send the request again with another model",
-    "compaction": "leave out of messages what the model need not see",
+    "compaction": "leave out of messages what the model need not see, as context_management does",
+    "fallback_credit_token": "leave it out, nothing is billed",
+    "billing_policy": "leave it out, nothing is billed",
 }
 
 
@@ -323,26 +253,38 @@ class ConversationFields(RequestModel):
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     """Consecutive turns of one role are one turn."""
     system: str | Texts | None = None
-    tools: (
-        Annotated[list[Annotated[ClientTool, BeforeValidator(_own)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
-        | None
-    ) = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     """Without it: disabled."""
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    """Older name of output_config.format."""
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
+    betas: Annotated[list[str], Field(max_length=64)] | None = None
+    """Accepted and ignored, as the header anthropic-beta is: what is here needs none."""
     speed: Annotated[Literal["standard", "fast"] | None, AfterValidator(_standard), only("standard", None)] = None
     """Only "standard"."""
     thread: Annotated[JsonObject | None, AfterValidator(_no_thread), only(None)] = None
     """Only null."""
 
     refused: ClassVar[Mapping[str, str]] = _ELSEWHERE
-    json_rules: ClassVar[Rules] = (where(has(tool_choice=has(type={"not": {"const": "none"}})), has(tools=SOME)),)
+    json_rules: ClassVar[Rules] = (
+        where(has(tool_choice=has(type={"not": {"const": "none"}})), has(tools=SOME)),
+        where(has(tools=SOME), has(tools=NOT_ALONE)),
+        only_with("output_format", if_any(output_config=either(NULL, left_out("format")))),
+    )
+
+    @property
+    def format(self) -> JsonFormat | None:
+        """The form of the answer's text."""
+        return self.output_format if self.output_config is None else self.output_config.format or self.output_format
 
     @model_validator(mode="after")
     def _named_tools(self) -> ConversationFields:
-        names = [tool.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.tools or () if isinstance(tool, ClientTool)]
+        check_hosted(self.tools or (), self.tool_choice.name if isinstance(self.tool_choice, NamedChoice) else None)
         if len(set(names)) < len(names):
             raise contradiction("two tools have the same name", "tools")
         if isinstance(self.tool_choice, AutoChoice | AnyChoice | NamedChoice) and not names:
@@ -350,6 +292,14 @@ class ConversationFields(RequestModel):
         if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.name not in names:
             raise contradiction(
                 f"tool_choice names {self.tool_choice.name!r}, which is not in tools", "tool_choice.name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_format(self) -> ConversationFields:
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise contradiction(
+                "output_format is the older name of output_config.format: send one of them", "output_format"
             )
         return self
 
@@ -385,6 +335,11 @@ class MessagesRequest(ConversationFields):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     """There is one tier."""
+    inference_geo: str | None = Field(None, max_length=64)
+    """Accepted and ignored: the answer is computed where this server runs."""
+    diagnostics: Diagnostics | None = None
+    fallbacks: Literal["default"] | Annotated[list[JsonObject], Field(max_length=16)] | None = None
+    """Accepted and ignored: nothing is declined for a policy, which is when another model would be asked."""
 
     @model_validator(mode="after")
     def _budget(self) -> MessagesRequest:

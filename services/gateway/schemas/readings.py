@@ -82,7 +82,7 @@ class ScoreRequest(ReadingFields):
         return ChatRequest(
             model=self.model,
             messages=self.messages,
-            tools=self.tools,
+            tools=None if self.tools is None else [*self.tools],
             chat_template_kwargs=self.chat_template_kwargs,
         )
 

@@ -9,14 +9,15 @@ from pydantic import Field, model_validator
 from services.common.json_rules import Rules, at_most_one
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningFields(RequestModel):
     """What is left out is up to the chat template."""
 
     reasoning_effort: Effort | None = None
-    """"none": no thinking. Otherwise thinking, up to the budget that the gateway's settings give this effort."""
+    """"none": no thinking. Otherwise thinking, up to the budget that the gateway's settings give this effort; "max" is
+    "xhigh"."""
     thinking_budget: int | None = Field(None, ge=0, lt=2**31)
     """Thinking, up to so many tokens: then the reasoning is closed and the answer begins. 0: no thinking."""
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)

@@ -17,71 +17,14 @@ from services.common.json_rules import (
     where,
 )
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
-from services.gateway.schemas.chat import TOOL_CHOICE_NEEDS_TOOLS
+from services.gateway.schemas.caching import CacheOptions
+from services.gateway.schemas.chat import NOT_ONLY_HOSTED, TOOL_CHOICE_NEEDS_TOOLS
 from services.gateway.schemas.responses_items import MAX_ITEMS, InputItem
-from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplerFields, ServiceTier
+from services.gateway.schemas.responses_tools import OfferedTool, ToolChoice
+from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplerFields, ServiceTier, Verbosity
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _FORMATS = ("text", "json_object", "json_schema")
-
-
-def _tool_type(value: Any) -> Any:
-    if isinstance(value, str) and value != "function":
-        raise unsupported(
-            f"tools of type {value[:40]!r} are not supported: nothing is run here, offer a function of your own and "
-            "answer its calls"
-        )
-    return value
-
-
-class FunctionTool(RequestModel):
-    """A function that the model may call, and the client runs."""
-
-    type: Annotated[Literal["function"], BeforeValidator(_tool_type)]
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
-    description: str | None = None
-    parameters: JsonObject | None = None
-    """JSON schema of its arguments."""
-    strict: bool | None = None
-    """As in chat completions; null: false."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "allowed_callers": "functions are called by the model alone",
-        "async": "calls are answered in the next request",
-        "defer_loading": "all tools are shown to the model, offer fewer",
-        "output_schema": "describe what the function returns in its description",
-    }
-
-
-class FunctionName(RequestModel):
-    """A function by its name."""
-
-    type: Annotated[Literal["function"], BeforeValidator(_tool_type)]
-    name: str = Field(min_length=1, max_length=64)
-
-
-class AllowedTools(RequestModel):
-    """Only some of the tools may be called."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionName], Field(min_length=1, max_length=128)]
-
-
-def _tool_choice(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise unsupported(
-            f"tool_choice of type {kind[:40]!r} is not supported: send 'auto', 'none', 'required', "
-            '{"type": "function", "name"} or {"type": "allowed_tools", "mode", "tools"}'
-        )
-    return value
-
-
-ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | FunctionName | AllowedTools | None, BeforeValidator(_tool_choice)
-]
 
 
 def _format_type(value: Any) -> Any:
@@ -110,8 +53,8 @@ class TextOptions(RequestModel):
     """What the text has to be."""
 
     format: PlainFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
-    """Only "medium", which changes nothing: ask for the length you want in the prompt."""
+    verbosity: Verbosity | None = None
+    """Told with the response and ignored: ask for the length you want in the prompt."""
 
 
 class ReasoningOptions(RequestModel):
@@ -119,14 +62,14 @@ class ReasoningOptions(RequestModel):
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """As reasoning_effort in chat completions."""
-    summary: Literal["auto", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     """The thinking comes as the item's summary, whole, instead of its content: for clients that read only that."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "generate_summary": "use summary, its successor",
-        "context": "send the reasoning items that the model shall see",
-        "mode": "leave it out, there is one mode",
-    }
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Older name of summary."""
+    context: Literal["auto"] | None = None
+    """Only "auto": which reasoning items the model sees again is up to the chat template."""
+    mode: Literal["standard"] | None = None
+    """Only "standard"."""
 
 
 class ResponseStreamOptions(RequestModel):
@@ -136,21 +79,15 @@ class ResponseStreamOptions(RequestModel):
     """Accepted and ignored: events are never padded."""
 
 
-def _truncation(value: Any) -> Any:
-    if value == "auto":
-        raise unsupported("truncation 'auto' is not supported: nothing is dropped silently, send fewer items")
-    return value
-
-
-def _include(value: Any) -> Any:
-    if isinstance(value, str) and value not in (LOGPROBS, ENCRYPTED_REASONING):
-        raise unsupported(f"include {value[:60]!r} is not supported: there are no hosted tools and no images here")
-    return value
-
-
-Include = Annotated[
-    Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
-    BeforeValidator(_include),
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
 ]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
@@ -167,7 +104,7 @@ class ResponseRequest(SamplerFields):
     """A system message before everything else. It is not carried over by previous_response_id."""
     previous_response_id: PreviousId | None = None
     """A stored response that this one continues: what it was given and what it answered come before `input`."""
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice = None
     """"auto" (the default), "none", "required", one function, or some of them."""
     parallel_tool_calls: bool | None = None
@@ -175,24 +112,30 @@ class ResponseRequest(SamplerFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Include], Field(max_length=16)] | None = None
-    """Log-probabilities of the text; "reasoning.encrypted_content" adds nothing, since reasoning is told openly and can
-    be sent back as it is."""
+    """Log-probabilities of the text. The others add nothing: reasoning is told openly and can be sent back as it is,
+    and there are no hosted tools and no images."""
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     """Reasoning included. Default: as much as fits, up to the gateway's setting."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """Alternatives a token; needs include ["message.output_text.logprobs"]."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     """Kept and told with the response."""
+    client_metadata: JsonObject | None = None
+    """Accepted and ignored: what a client says of itself."""
+    access_programs: JsonObject | None = None
+    """Accepted and ignored: whoever may ask this model may ask it anything."""
     store: bool | None = None
     """Keep the response for previous_response_id and GET; default true."""
     background: bool | None = None
     """Answer at once and go on without a connection: poll GET, end it with cancel. Needs store, and no stream."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Annotated[Literal["disabled"] | None, BeforeValidator(_truncation)] = None
-    """Only "disabled": input that does not fit is refused."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """"auto": of input that does not fit, the oldest messages are left out. Default: it is refused."""
     service_tier: ServiceTier = None
-    """Only "auto" or "default"."""
+    """Accepted and ignored: there is one tier, which the response tells."""
+    max_tool_calls: int | None = Field(None, ge=1, lt=2**31)
+    """Accepted and ignored: it limits the calls of hosted tools, of which there are none."""
     user: str | None = None
     """Told with the response; without `prompt_cache_key` it stands in for that."""
     safety_identifier: str | None = None
@@ -201,6 +144,7 @@ class ResponseRequest(SamplerFields):
     """As in chat, and told with the response."""
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     """Accepted and ignored."""
+    prompt_cache_options: CacheOptions | None = None
 
     chat_template_kwargs: JsonObject | None = None
     """Variables of the chat template, e.g. {"enable_thinking": true}."""
@@ -209,11 +153,8 @@ class ResponseRequest(SamplerFields):
         "conversation": "use previous_response_id, or send the items",
         "prompt": "there are no stored prompts, send instructions and input",
         "context_management": "send the items that the model shall see",
-        "max_tool_calls": "there are no hosted tools whose calls it could limit",
         "moderation": "check texts before you send them",
         "image": "this model reads text",
-        "access_programs": "leave it out",
-        "prompt_cache_options": "use cache_salt for isolation",
         "messages": "this is the Responses API, send input",
         "max_tokens": "use max_output_tokens",
         "max_completion_tokens": "use max_output_tokens",
@@ -226,6 +167,7 @@ class ResponseRequest(SamplerFields):
         where(has(top_logprobs={"type": "integer", "minimum": 1}), has(include=contains({"const": LOGPROBS}))),
         true_only_with("background", if_any(store={"enum": [True, None]}, stream={"enum": [False, None]})),
         TOOL_CHOICE_NEEDS_TOOLS,
+        NOT_ONLY_HOSTED,
     )
 
     @property
@@ -241,7 +183,8 @@ class ResponseRequest(SamplerFields):
     @property
     def summarised(self) -> bool:
         """Thinking is told as a summary."""
-        return self.reasoning is not None and self.reasoning.summary is not None
+        options = self.reasoning
+        return options is not None and (options.summary or options.generate_summary) is not None
 
     @model_validator(mode="after")
     def _combinations(self) -> ResponseRequest:

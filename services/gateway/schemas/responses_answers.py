@@ -74,7 +74,22 @@ class FunctionCallOut(AnswerModel):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
+    """Of the function; absent where it is in none."""
     arguments: str
+
+
+class CustomCallOut(AnswerModel):
+    """A call of a custom tool of the client."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = None
+    """Of the tool; absent where it is in none."""
+    input: str
 
 
 class ThinkingPart(AnswerModel):
@@ -101,7 +116,7 @@ class ReasoningOut(AnswerModel):
     content: list[ThinkingPart]
 
 
-OutputItem = MessageOut | FunctionCallOut | ReasoningOut
+OutputItem = MessageOut | FunctionCallOut | CustomCallOut | ReasoningOut
 
 
 class MessageIn(AnswerModel):
@@ -122,9 +137,23 @@ class FunctionOutputIn(AnswerModel):
     status: ItemStatus
     call_id: str
     output: str | list[ReadPart]
+    name: str | None = None
+    namespace: str | None = None
 
 
-InputItemOut = MessageIn | FunctionCallOut | FunctionOutputIn | ReasoningOut
+class CustomOutputIn(AnswerModel):
+    """What a custom tool answered."""
+
+    id: str
+    type: Literal["custom_tool_call_output"]
+    status: ItemStatus
+    call_id: str
+    output: str | list[ReadPart]
+    name: str | None = None
+    namespace: str | None = None
+
+
+InputItemOut = MessageIn | FunctionCallOut | FunctionOutputIn | CustomCallOut | CustomOutputIn | ReasoningOut
 
 
 class FailureOut(AnswerModel):
@@ -174,8 +203,27 @@ class ReasoningEcho(AnswerModel):
     summary: str | None
 
 
+class CustomEcho(AnswerModel):
+    """A custom tool of the request."""
+
+    type: Literal["custom"]
+    name: str
+    description: str | None
+    format: dict[str, Any]
+
+
+class NamespaceEcho(AnswerModel):
+    """A namespace of the request."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str
+    """Empty where the request has none."""
+    tools: list[ToolEcho | CustomEcho]
+
+
 class ToolEcho(AnswerModel):
-    """A tool of the request."""
+    """A function of the request."""
 
     type: Literal["function"]
     name: str
@@ -203,7 +251,7 @@ class ResponseOut(AnswerModel):
     instructions: str | None
     previous_response_id: str | None
     output: list[OutputItem]
-    tools: list[ToolEcho]
+    tools: list[ToolEcho | CustomEcho | NamespaceEcho]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     text: dict[str, Any]
@@ -212,7 +260,7 @@ class ResponseOut(AnswerModel):
     temperature: float
     top_p: float
     top_logprobs: int
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     store: bool
     """It is kept. false also when that was asked for but could not be done."""
     metadata: dict[str, str]
@@ -221,6 +269,8 @@ class ResponseOut(AnswerModel):
     safety_identifier: str | None
     prompt_cache_key: str | None
     usage: UsageOut | None
+    left_out_tools: list[str] | None = None
+    """Types of hosted tools that were sent and not offered; absent where there are none."""
 
 
 class DeletedOut(AnswerModel):

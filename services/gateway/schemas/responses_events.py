@@ -8,9 +8,7 @@ from pydantic import RootModel
 
 from services.gateway.schemas.responses_answers import (
     AnswerModel,
-    FunctionCallOut,
-    MessageOut,
-    ReasoningOut,
+    OutputItem,
     ResponseOut,
     SummaryPart,
     TextLogprob,
@@ -49,7 +47,7 @@ class ItemEvent(OfItem):
     """An item begins, or has ended."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
-    item: MessageOut | FunctionCallOut | ReasoningOut
+    item: OutputItem
 
 
 class InItem(OfItem):
@@ -138,6 +136,20 @@ class ArgumentsDoneEvent(InItem):
     arguments: str
 
 
+class InputDeltaEvent(InItem):
+    """More input of a custom tool's call."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class InputDoneEvent(InItem):
+    """The input of a custom tool's call."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ResponseStreamEvent(RootModel[Any]):
     """One event; its SSE name is its type."""
 
@@ -154,4 +166,6 @@ class ResponseStreamEvent(RootModel[Any]):
         | SummaryDoneEvent
         | ArgumentsDeltaEvent
         | ArgumentsDoneEvent
+        | InputDeltaEvent
+        | InputDoneEvent
     )

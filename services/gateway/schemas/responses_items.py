@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from services.common.json_rules import Rules, either, has, items
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
+from services.gateway.schemas.caching import CacheBreakpoint, CacheControl
 
 MAX_ITEMS = 4096
 ItemId = Annotated[str, Field(min_length=1, max_length=256)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 _FOREIGN_PARTS = ("input_image", "input_file", "input_audio", "image_url", "file", "audio")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_ITEMS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+    "item_reference",
+)
 _INSTEAD = {
-    "item_reference": "send the item itself, or previous_response_id",
-    "custom_tool_call": "use function tools and their function_call items",
-    "custom_tool_call_output": "use function tools and their function_call_output items",
     "compaction": "send the items themselves",
     "additional_tools": "send tools",
 }
@@ -38,10 +38,8 @@ class InputText(RequestModel):
 
     type: Annotated[Literal["input_text"], BeforeValidator(_part_type)]
     text: str
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "prompt_cache_breakpoint": "leave it out, prefixes of prompts are kept by themselves"
-    }
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    cache_control: CacheControl | None = None
 
 
 class OutputText(RequestModel):
@@ -74,8 +72,9 @@ class MessageItem(RequestModel):
     id: ItemId | None = None
     status: ItemStatus | None = None
     """Accepted and ignored."""
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Accepted and ignored."""
 
-    refused: ClassVar[Mapping[str, str]] = {"phase": "leave it out, every message is a final answer"}
     json_rules: ClassVar[Rules] = (
         either(has(role="assistant"), has(content=either({"type": "string"}, items(has(type="input_text"))))),
     )
@@ -99,46 +98,75 @@ class MessageItem(RequestModel):
         return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
 
 
-class FunctionCallItem(RequestModel):
-    """A call that the model made."""
+class DirectCaller(RequestModel):
+    """The model itself."""
 
-    type: Literal["function_call"]
+    type: Literal["direct"]
+
+
+class _CallItem(RequestModel):
     call_id: ItemId
     name: str = Field(min_length=1, max_length=256)
-    arguments: str
-    """A JSON object, as text."""
+    namespace: ItemId | None = None
     id: ItemId | None = None
     status: ItemStatus | None = None
     """Accepted and ignored."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "namespace": "functions have no namespaces here, put it into the name",
-        "caller": "functions are called by the model alone",
-        "async": "calls are answered in the next request",
-    }
+    caller: DirectCaller | None = None
+    async_: Literal[False] | None = Field(None, alias="async")
+    """Only false: a call is answered in the next request."""
 
 
-class FunctionCallOutputItem(RequestModel):
-    """What a function answered."""
+class FunctionCallItem(_CallItem):
+    """A call that the model made."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call"]
+    arguments: str
+    """A JSON object, as text."""
+
+
+class CustomCallItem(_CallItem):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+class _OutputItem(RequestModel):
     call_id: ItemId
-    """Of the function_call that it answers."""
+    """Of the call that it answers."""
     output: str | Annotated[list[InputText], Field(min_length=1)]
     id: ItemId | None = None
     status: ItemStatus | None = None
     """Accepted and ignored."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "namespace": "functions have no namespaces here",
-        "caller": "functions are called by the model alone",
-        "name": "send call_id, the call has the name",
-    }
+    caller: DirectCaller | None = None
+    name: ItemId | None = None
+    """Accepted and ignored: the call has it."""
+    namespace: ItemId | None = None
+    """Accepted and ignored: the call has it."""
 
     @property
     def text(self) -> str:
         """All of its text."""
         return self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+
+
+class FunctionCallOutputItem(_OutputItem):
+    """What a function answered."""
+
+    type: Literal["function_call_output"]
+
+
+class CustomCallOutputItem(_OutputItem):
+    """What a custom tool answered."""
+
+    type: Literal["custom_tool_call_output"]
+
+
+class ItemReference(RequestModel):
+    """An item of a stored response, one that it was given or that it answered."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId
 
 
 class SummaryText(RequestModel):
@@ -164,10 +192,8 @@ class ReasoningItem(RequestModel):
     id: ItemId | None = None
     status: ItemStatus | None = None
     """Accepted and ignored."""
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "encrypted_content": "it can be read by who wrote it only, send content, or leave the item out"
-    }
+    encrypted_content: str | None = None
+    """Accepted and ignored: it can be read by who wrote it only."""
 
     @property
     def text(self) -> str:
@@ -185,13 +211,21 @@ def _known(item: Any) -> Any:
 
 def _kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) and kind in _ITEMS else "message"
+    if isinstance(kind, str) and kind in _ITEMS:
+        return kind
+    refers = item.keys() <= {"id", "type"} if isinstance(item, dict) else isinstance(item, ItemReference)
+    return "item_reference" if item and refers and kind is None else "message"
 
 
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | CustomCallItem | CustomCallOutputItem | ReasoningItem
+"""An item itself."""
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomCallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
     BeforeValidator(_known),

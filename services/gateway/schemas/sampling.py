@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.common.json_rules import Rules, has, if_any, only, only_with, true_only_with, where
+from services.common.json_rules import Rules, has, if_any, only_with, true_only_with, where
 from services.common.names import POLICY_SCHEMA
-from services.gateway.schemas.base import RequestModel, TokenId, contradiction, unsupported
+from services.gateway.schemas.base import RequestModel, TokenId, contradiction
 from services.gateway.schemas.constraints import UNCONSTRAINED, ConstraintFields
 
 MAX_STOP_STRINGS = 4
@@ -42,12 +42,6 @@ LogitBias = Annotated[
         }
     ),
 ]
-
-
-def _only_auto(value: str | None) -> str | None:
-    if value not in (None, "auto", "default"):
-        raise unsupported(f"service_tier {value!r} is not supported: there is one tier, leave it out or send 'auto'")
-    return value
 
 
 class StreamOptions(RequestModel):
@@ -141,6 +135,11 @@ class SamplingFields(SamplerFields, ConstraintFields):
         return self.n or 1
 
     @property
+    def left_out_tools(self) -> list[str]:
+        """Types of tools that were sent and are not offered."""
+        return []
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -162,4 +161,6 @@ class SamplingFields(SamplerFields, ConstraintFields):
         return self
 
 
-ServiceTier = Annotated[str | None, AfterValidator(_only_auto), only("auto", "default", None)]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
+"""What OpenAI's clients ask for; the answer says which tier it had."""
+Verbosity = Literal["low", "medium", "high"]

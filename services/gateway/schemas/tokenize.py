@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.common.json_rules import Rules, exactly_one, given, only_with, true_only_with
 from services.gateway.schemas.base import JsonObject, RequestModel, TokenId, contradiction
-from services.gateway.schemas.chat import CONTINUES_OR_BEGINS, Message
-from services.gateway.schemas.tools import Tool
+from services.gateway.schemas.chat import CONTINUES_OR_BEGINS, NOT_ONLY_HOSTED, Message
+from services.gateway.schemas.tools import OfferedTool
 
 _CHAT_ONLY = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
@@ -23,7 +23,7 @@ class TokenizeRequest(RequestModel):
     prompt: str | None = None
     """A text, used as it is: control tokens in it are recognised, as in a text completion's prompt."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     """As in a chat completion: default true, or false with continue_final_message."""
     continue_final_message: bool | None = None
@@ -46,6 +46,7 @@ class TokenizeRequest(RequestModel):
         *(only_with(field, given("messages")) for field in _CHAT_ONLY),
         true_only_with("add_special_tokens", given("prompt")),
         CONTINUES_OR_BEGINS,
+        NOT_ONLY_HOSTED,
     )
 
     @model_validator(mode="after")

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.gateway.schemas.base import JsonObject, RequestModel, unsupported
+from services.gateway.schemas.caching import CacheControl
+from services.gateway.schemas.hosted import HostedTool, is_hosted
 
-_NAME = r"^[A-Za-z0-9_.-]+$"
+TOOL_NAME = r"^[A-Za-z0-9_.-]+$"
+MAX_TOOL_NAME = 128
+"""As at Anthropic; OpenAI has 64. A name of ours may have a namespace before it."""
 _FOREIGN_CHOICES = ("custom", "mcp", "hosted", "any", "tool")
 
 
 class FunctionSpec(RequestModel):
     """A function the model may call."""
 
-    name: str = Field(min_length=1, max_length=64, pattern=_NAME)
+    name: str = Field(min_length=1, max_length=MAX_TOOL_NAME, pattern=TOOL_NAME)
     description: str | None = None
     parameters: JsonObject | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
     """true: calls of this function follow the schema, enforced by masks. Otherwise as far as the model does, except
     where tool_choice forces a call."""
+    cache_control: CacheControl | None = None
+
+
+def _own(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind == "custom":
+        raise unsupported(
+            "custom tools are not supported in chat completions: offer a function with one text parameter, or send "
+            "the request to /v1/responses",
+            "type",
+        )
+    return tool
 
 
 class Tool(RequestModel):
@@ -29,12 +45,22 @@ class Tool(RequestModel):
 
     type: Literal["function"]
     function: FunctionSpec
+    cache_control: CacheControl | None = None
+
+
+def _kind(tool: Any) -> str:
+    return "hosted" if is_hosted(tool) else "function"
+
+
+OfferedTool = Annotated[
+    Annotated[Tool, Tag("function")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_kind), BeforeValidator(_own)
+]
 
 
 class FunctionName(RequestModel):
     """A function by its name."""
 
-    name: str = Field(min_length=1, max_length=64)
+    name: str = Field(min_length=1, max_length=MAX_TOOL_NAME)
 
 
 class NamedTool(RequestModel):

@@ -132,11 +132,17 @@ def _shared() -> Iterator[Running]:
     running.stop()
 
 
-@pytest.fixture
-def running(_shared: Running) -> Iterator[Running]:
-    """One gateway with one engine, in its first state for every test."""
+@pytest.fixture(scope="session")
+def _shared_roomy() -> Iterator[Running]:
+    running = Running([FakeEngine(max_model_len=16384)])
+    running.start()
+    yield running
+    running.stop()
+
+
+def _in_first_state(shared: Running) -> Iterator[Running]:
     fresh = FakeEngine()
-    engine = _shared.engine
+    engine = shared.engine
     for name in ("behaviour", "attached", "cached_tokens", "draining", "rejects"):
         setattr(engine, name, getattr(fresh, name))
     engine.requests.clear()
@@ -146,17 +152,29 @@ def running(_shared: Running) -> Iterator[Running]:
     engine.sessions.opened.clear()
     engine.sessions.futures.clear()
     engine.sessions.refuses, engine.sessions.holds = None, False
-    _shared.store.objects.clear()
-    _shared.registry._pointer_cache = {}
-    _shared.batches.records.clear()
-    _shared.batches.down = False
-    _shared.store.down = _shared.queue.down = _shared.responses.down = _shared.records.down = False
-    _shared.responses.records.clear()
-    _shared.records.kept.clear()
-    _shared.gateway.shelf._away_until = 0.0
-    yield _shared
-    _shared.wait_for(lambda: _shared.gateway.admission.taken == 0)
-    _shared.wait_for(lambda: not engine.running)
+    shared.store.objects.clear()
+    shared.registry._pointer_cache = {}
+    shared.batches.records.clear()
+    shared.batches.down = False
+    shared.store.down = shared.queue.down = shared.responses.down = shared.records.down = False
+    shared.responses.records.clear()
+    shared.records.kept.clear()
+    shared.gateway.shelf._away_until = 0.0
+    yield shared
+    shared.wait_for(lambda: shared.gateway.admission.taken == 0)
+    shared.wait_for(lambda: not engine.running)
+
+
+@pytest.fixture
+def running(_shared: Running) -> Iterator[Running]:
+    """One gateway with one engine, in its first state for every test."""
+    yield from _in_first_state(_shared)
+
+
+@pytest.fixture
+def roomy(_shared_roomy: Running) -> Iterator[Running]:
+    """The same with a context in which tools and long conversations fit."""
+    yield from _in_first_state(_shared_roomy)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"functions": []}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"store": True}, "store"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": "gold"}, "service_tier"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),

@@ -29,6 +29,8 @@ TEXT = {"model": "m", "prompt": "a"}
 RESPONSE = {"model": "m", "input": "a"}
 CLAUDE = {"model": "m", "max_tokens": 9, "messages": [USER]}
 CLAUDE_TOOL = {"name": "f", "input_schema": {}}
+CLAUDE_WEB = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+CLAUDE_FORM = {"type": "json_schema", "schema": {}}
 ONE, TWO = {"adapter": "a@1"}, {"adapter": "b@0002"}
 SFT = {"adapter": "a", "examples": [{"text": "a"}]}
 PAIR = {"chosen": "a", "rejected": "b"}
@@ -67,6 +69,8 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             CHAT | {"logit_bias": {"0017": 5}, "reasoning_effort": "low", "thinking_budget": None, "n": 2.0},
             CHAT | {"messages": [USER, ASSISTANT], "continue_final_message": True, "add_generation_prompt": False},
             CHAT | {"adapter": "a@01"},
+            CHAT | {"tools": [TOOL, {"type": "web_search", "filters": None}], "service_tier": "flex"},
+            CHAT | {"messages": [USER | {"cache_control": {"type": "ephemeral", "scope": "a"}}], "verbosity": "low"},
         ],
         [
             CHAT | {"messages": [{"role": "assistant"}]},
@@ -80,7 +84,10 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             CHAT | {"tool_choice": "auto", "tools": []},
             CHAT | {"store": True},
             CHAT | {"modalities": ["text", "audio"]},
-            CHAT | {"service_tier": "flex"},
+            CHAT | {"service_tier": "gold"},
+            CHAT | {"tools": [{"type": "web_search"}]},
+            CHAT | {"tools": [{"type": "frobnicate"}, TOOL]},
+            CHAT | {"verbosity": "mute"},
             CHAT | {"functions": []},
             CHAT | {"structured_outputs": {}},
             CHAT | {"structured_outputs": {"json": {}, "regex": "a"}},
@@ -144,6 +151,9 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
         MessagesRequest,
         [
             CLAUDE | {"tools": [CLAUDE_TOOL | {"allowed_callers": ["direct"]}], "tool_choice": {"type": "any"}},
+            CLAUDE | {"tools": [CLAUDE_WEB, CLAUDE_TOOL | {"allowed_callers": ["code", "direct"]}], "betas": ["a"]},
+            CLAUDE | {"output_format": CLAUDE_FORM, "output_config": {"format": None, "effort": "low"}},
+            CLAUDE | {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
             CLAUDE | {"tool_choice": {"type": "none"}, "speed": "standard", "thread": None, "container": None},
             CLAUDE | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "citations": []}]}]},
         ],
@@ -151,7 +161,9 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             CLAUDE | {"tool_choice": {"type": "any"}},
             CLAUDE | {"tool_choice": {"type": "auto"}, "tools": []},
             CLAUDE | {"tools": [CLAUDE_TOOL | {"allowed_callers": ["code"]}]},
-            CLAUDE | {"tools": [CLAUDE_TOOL | {"defer_loading": True}]},
+            CLAUDE | {"tools": [CLAUDE_WEB]},
+            CLAUDE | {"tools": [CLAUDE_TOOL, {"type": "frobnicate_20250305"}]},
+            CLAUDE | {"output_format": CLAUDE_FORM, "output_config": {"format": CLAUDE_FORM}},
             CLAUDE | {"speed": "fast"},
             CLAUDE | {"thread": {}},
             CLAUDE | {"container": "c"},

@@ -58,7 +58,18 @@ from tests.unit.gateway.test_messages import BODY, ROUTE, USER, WEATHER, events_
         ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [WEATHER | {"input_examples": [{}]}]}, "tools[0].input_examples"),
+        ({"tools": [{"type": "frobnicate_20250101", "name": "f"}]}, "tools[0].type"),
+        ({"tools": [WEATHER | {"input_examples": {}}]}, "tools[0].input_examples"),
+        ({"tools": [WEATHER | {"frobnicate": 1}]}, "tools[0].frobnicate"),
+        ({"tools": [WEATHER | {"cache_control": {"type": "eternal"}}]}, "tools[0].cache_control.type"),
+        ({"tools": [WEATHER | {"allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers"),
+        (
+            {
+                "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice",
+        ),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tool_choice": {"type": "auto"}}, "tool_choice"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
@@ -72,6 +83,30 @@ from tests.unit.gateway.test_messages import BODY, ROUTE, USER, WEATHER, events_
         ),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"speed": "fast"}, "speed"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        ({"context_management": {"edits": [{"type": "frobnicate"}]}}, "context_management.edits[0].type"),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "frobnicate": 1}]}},
+            "context_management.edits[0].frobnicate",
+        ),
+        (
+            {
+                "context_management": {
+                    "edits": [
+                        {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 0}},
+                    ]
+                }
+            },
+            "context_management.edits[0].keep.value",
+        ),
+        ({"compaction": {}}, "compaction"),
+        (
+            {
+                "output_format": {"type": "json_schema", "schema": {}},
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+            "output_format",
+        ),
         ({"container": "c"}, "container"),
     ],
 )

@@ -107,12 +107,34 @@ def test_a_schema_of_the_output() -> None:
     assert form["response_format"]["json_schema"]["strict"] is True
 
 
-def test_system_is_one_turn_at_the_beginning() -> None:
+def test_system_turns_keep_their_places() -> None:
     system = {"role": "system", "content": [text("c")]}
-    blocks = [text("a"), text("b") | {"cache_control": {"type": "ephemeral"}}]
-    assert form_of(system=blocks, messages=[system, USER])["messages"][0] == {"role": "system", "content": "a\nb\nc"}
+    blocks = [text("a"), text("b") | {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}]
+    leading = form_of(system=blocks, messages=[system, USER])["messages"]
+    assert leading[:2] == [{"role": "system", "content": "a\nb"}, {"role": "system", "content": "c"}]
     later = form_of(system="s", messages=[USER, system, USER])["messages"]
-    assert [turn["role"] for turn in later] == ["system", "user", "system", "user"], "for the template to judge"
+    assert [turn["role"] for turn in later] == ["system", "user", "system", "user"]
+
+
+def test_results_around_a_system_turn_are_of_one_turn() -> None:
+    calls = {"role": "assistant", "content": [use("a", x=1), use("b", x=2)]}
+    system = {"role": "system", "content": "s"}
+    between = [
+        {"role": "user", "content": [result("b", content="2")]},
+        system,
+        {"role": "user", "content": [result("a", content="1"), text("so")]},
+    ]
+    told = form_of(messages=[USER, calls, system, *between, system])["messages"][2:]
+    assert [(turn["role"], turn["content"]) for turn in told] == [
+        ("system", "s"),
+        ("tool", "1"),
+        ("system", "s"),
+        ("tool", "2"),
+        ("user", "so"),
+        ("system", "s"),
+    ]
+    with pytest.raises(InvalidRequest, match="has no tool_result"):
+        form_of(messages=[USER, calls, *between[:2], USER])
 
 
 def test_turns_of_one_role_are_one() -> None:

@@ -12,21 +12,28 @@ from pydantic import ValidationError
 from services.common.errors import InvalidRequest
 from services.gateway.errors import validation_response
 from services.gateway.responses.record import given_items, parsed
-from services.gateway.responses.translation import chat_fields
+from services.gateway.responses.translation import ChatFields, chat_fields
 from services.gateway.schemas.responses import ResponseRequest
+from services.gateway.schemas.responses_items import ItemReference
 from tests.unit.gateway.conftest import MODEL, Running
 
 ROUTE = "/v1/responses"
+RESPONSE = f"resp_{'0' * 32}"
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
 THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "N.", "tools": [TOOL]}
+
+
+def translated(request: ResponseRequest, prior: list[dict[str, Any]] | None = None) -> ChatFields:
+    given = [item for item in request.input if not isinstance(item, str | ItemReference)]
+    return chat_fields(request, parsed(prior or []), request.input if isinstance(request.input, str) else given)
 
 
 def fields(prior: list[dict[str, Any]] | None = None, **body: Any) -> dict[str, Any]:
     """Of the chat request, without the model."""
-    request = ResponseRequest.model_validate({"model": "m", "input": "hi"} | body)
-    made = chat_fields(request, parsed(prior or [])).fields
+    made = translated(ResponseRequest.model_validate({"model": "m", "input": "hi"} | body), prior).fields
     assert made.pop("model") == "m"
     return made
 
@@ -54,7 +61,7 @@ def test_a_turn_of_the_model_is_one_message() -> None:
     answers = [{"role": "tool", "tool_call_id": f"c{n}", "content": "3"} for n in (1, 2)]
     items = [ask, THOUGHT, said("Well"), CALL, second, RESULT, RESULT | {"call_id": "c2"}]
     assert messages(*items) == [ask, turn, *answers]
-    assert messages(*items[3:], prior=given_items(parsed(items[:3]))) == [ask, turn, *answers]
+    assert messages(*items[3:], prior=given_items(parsed(items[:3]), RESPONSE)) == [ask, turn, *answers]
     bare = {"role": "assistant", "tool_calls": calls[:1]}
     assert messages(CALL, RESULT) == [bare, answers[0]]
     # What begins another turn of the model.
@@ -71,12 +78,12 @@ def test_reasoning_is_its_content_or_its_summary() -> None:
         assert messages(item) == [{"role": "assistant", "reasoning_content": text}]
 
 
-def test_leading_instructions_are_one_message() -> None:
+def test_instructions_keep_their_places() -> None:
     system, developer = ({"role": role, "content": role} for role in ("system", "developer"))
     ask = {"role": "user", "content": "?"}
-    joined = {"role": "system", "content": "Be kind.\n\nsystem\n\ndeveloper"}
-    assert messages(system, developer, ask, instructions="Be kind.") == [joined, ask]
-    assert messages(ask, developer) == [ask, {"role": "system", "content": "developer"}]
+    told = [{"role": "system", "content": text} for text in ("Be kind.", "system", "developer")]
+    assert messages(system, developer, ask, instructions="Be kind.") == [*told, ask]
+    assert messages(ask, developer) == [ask, told[-1]]
 
 
 def test_an_answer_needs_its_call() -> None:
@@ -157,6 +164,17 @@ def test_tools(choice: Any, expected: Any) -> None:
     assert made["parallel_tool_calls"] is False
 
 
+def test_names_in_namespaces() -> None:
+    """In the history the model reads the name that it wrote."""
+    for namespace, name in (("n", "n__f"), ("mcp__s__", "mcp__s__f"), (None, "f")):
+        made = messages(CALL | {"namespace": namespace}, RESULT | {"namespace": namespace, "name": "f"})
+        assert made[0]["tool_calls"][0]["function"] == {"name": name, "arguments": '{"x": 1}'}
+    custom = {"type": "custom_tool_call", "call_id": "c1", "name": "p", "namespace": "n", "input": 'a "b"\n'}
+    made = messages(custom, {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"})
+    assert made[0]["tool_calls"][0]["function"] == {"name": "n__p", "arguments": '{"input":"a \\"b\\"\\n"}'}
+    assert made[1] == {"role": "tool", "tool_call_id": "c1", "content": "ok"}
+
+
 def test_defaults_without_tools() -> None:
     made = fields(tools=[], tool_choice="auto", parallel_tool_calls=True)
     assert set(made) == {"messages"}, "clients send these always, and chat wants them with tools only"
@@ -195,7 +213,7 @@ def test_errors_of_chat_have_the_names_of_responses() -> None:
         (("logprobs",), 7, "include"),
     ]
     for path, value, param in broken:
-        made = chat_fields(request, [])
+        made = translated(request)
         made.fields.pop("response_format")
         made.fields.pop("reasoning_effort")
         target: Any = made.fields
@@ -206,7 +224,7 @@ def test_errors_of_chat_have_the_names_of_responses() -> None:
             made.request()
         told = bytes(validation_response(error.value.errors(), error.value.body, "/v1/responses").body).decode()
         assert f'"param":"{param}"' in told, told
-    made = chat_fields(request, [])
+    made = translated(request)
     for message, param, renamed, where in (
         ("max_tokens is 5", "max_tokens", "max_output_tokens is 5", "max_output_tokens"),
         ("odd", "response_format.json_schema.schema", "odd", "text.format.schema"),
@@ -236,23 +254,43 @@ def test_errors_of_chat_have_the_names_of_responses() -> None:
             "input[0].content[0].type",
         ),
         ({"input": [{"role": "user", "content": [{"type": "output_text", "text": "x"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "x", "frobnicate": 1}]}, "input[0].frobnicate"),
+        ({"input": [{}]}, "input[0].role"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
+        ({"input": [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [CALL | {"caller": {"type": "program", "caller_id": "c"}}]}, "input[0].caller.type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": 5}]}, "input[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
-        ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{"type": "function", "name": "f", "frobnicate": True}]}, "tools[0].frobnicate"),
+        ({"tools": [{"type": "frobnicate"}, TOOL]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, TOOL]}]}, "tools[0].tools[1].name"),
+        ({"tools": [TOOL | {"name": "n__f"}, NAMESPACE]}, "tools[1].tools[0].name"),
+        ({"tools": [NAMESPACE | {"name": "n" * 127}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice"),
+        (
+            {
+                "tools": [TOOL, {"type": "mcp"}],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
+            },
+            "tool_choice.tools[0].type",
+        ),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "mute"}}, "text.verbosity"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": ["frobnicate"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"truncation": "always"}, "truncation"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"messages": []}, "messages"),
@@ -302,7 +340,8 @@ def test_every_field_is_translated_or_stays() -> None:
     """A field added to the model has to be placed on purpose."""
     stays = {
         *("store", "background", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("truncation", "previous_response_id", "stream_options"),
+        *("truncation", "previous_response_id", "stream_options", "client_metadata", "access_programs"),
+        *("max_tool_calls", "prompt_cache_options"),
     }
     renamed = {"input", "instructions", "tools", "tool_choice", "text", "reasoning", "include", "max_output_tokens"}
     same = set(ResponseRequest.model_fields) - stays - renamed - {"top_logprobs"}

@@ -45,6 +45,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"this gateway has no API keys": "whether it has some",
     # Sums, products and comparisons of what several fields hold.
     r"completions each are over the limit": "a product",
+    r"thinking\.budget_tokens is \d+ and max_tokens \d+": "a number against another",
     r"is \d+, but the completion may have at most": "a number against what others leave",
     r"is \d+, but (there are|a round has) \d+ prompts": "a number against a length",
     r"has \d+ entries and (token_ids|rewards) \d+: one": "lists of equal length",
@@ -65,6 +66,7 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     # The order of lists, and their end.
     r"text of a turn comes after its tool_result blocks": "an order",
     r"the prompt must end with the turn": "the end of a list",
+    r"messages say nothing": "an entry of some role",
     r"continue_final_message cannot go on": "the end of a list",
     r"an answer whose beginning is given": "the end of a list",
     # What stands inside of strings and files, or is a schema itself.

@@ -14,6 +14,7 @@ TEMPLATE = """{%- if messages[-1].role == 'assistant' and messages[-1].content =
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif -%}
 {%- for message in messages -%}<|im_start|>{{ message.role }}
+{% if message.reasoning_content and not loop.last %}<think>{{ message.reasoning_content }}</think>{% endif %}\
 {{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor -%}

@@ -223,3 +223,20 @@ def test_plain_text_is_trained_as_a_whole(codec: TextCodec) -> None:
     for wrong in ({"text": ""}, {"text": "x", "completion": "y"}, {"text": "x", "tools": []}, {"prompt": "x"}):
         with pytest.raises(ValueError):
             SftExample.model_validate(wrong)
+
+
+def test_system_turns_are_trained_where_they_are_served(codec: TextCodec) -> None:
+    """Several at the beginning, behind the user's turn, between two turns."""
+    before = [
+        {"role": "system", "content": "You are brief."},
+        {"role": "system", "content": "Today is Monday."},
+        {"role": "user", "content": "hello"},
+        {"role": "system", "content": "Greet in German."},
+    ]
+    answer = {"role": "assistant", "content": "Hallo"}
+    more = [{"role": "system", "content": "And now in French."}, {"role": "user", "content": "hello"}]
+    found = documents(codec, {"messages": [*before, answer, *more, answer]})
+    for document, prompt in zip(found, (before, [*before, answer, *more]), strict=True):
+        served = codec.encode_chat(prompt)
+        assert list(document.token_ids[: len(served)]) == served
+        assert trained_text(codec, document) == "Hallo<|im_end|>"
