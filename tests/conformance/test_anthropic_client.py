@@ -102,7 +102,7 @@ def test_errors_are_the_clients_exceptions(client: anthropic.Anthropic, body: di
         client.messages.create(**body | {"messages": [{"role": "user", "content": [picture]}]})
     assert image.value.details.param == "messages[0].content[0].type"
     with pytest.raises(anthropic.BadRequestError) as long:
-        client.messages.create(**body | {"messages": [{"role": "user", "content": "x y " * 20000}]})
+        client.messages.create(**body | {"messages": [{"role": "user", "content": "x y " * 100_000}]})
     assert long.value.error_code == "context_length_exceeded"
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     tokenizer.save(str(DIRECTORY / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 4096,
+        "model_max_length": 131072,
         "eos_token": END,
         "pad_token": "<|endoftext|>",
         "unk_token": None,

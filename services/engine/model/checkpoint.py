@@ -62,15 +62,18 @@ def shard_files(path: Path) -> list[Path]:
 def checkpoint_digest(path: str | Path) -> str:
     """sha256 (hex) of the text model: its ModelConfig and each tensor's name, dtype, shape and bytes, in name order.
 
-    Neither sharding nor the class prefix nor vision weights nor the mtp layer change it. Tensors are hashed on several
-    threads.
+    Neither sharding nor the class prefix nor vision weights nor the mtp layer change it, nor a context that was
+    lengthened (original_max_position_embeddings). Tensors are hashed on several threads.
 
     Raises:
         CheckpointRejected: a file that cannot be read.
     """
     directory = Path(path)
     config = ModelConfig.from_directory(directory)
-    numbers = {key: value for key, value in asdict(config).items() if key != "module_prefix"}
+    numbers = asdict(config)
+    del numbers["module_prefix"]
+    original = numbers.pop("original_max_position_embeddings")
+    numbers["max_position_embeddings"] = original or config.max_position_embeddings
     total = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode())
     with ExitStack() as stack, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         tensors: dict[str, tuple[str, memoryview]] = {}

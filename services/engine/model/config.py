@@ -43,6 +43,9 @@ class ModelConfig:
     module_prefix: Literal["model.", "model.language_model."] = "model."
     """Where the text model sits in the class that config.json names: PEFT writes it into every adapter's keys. It is
     not part of the checkpoint's digest: the same weights take the same adapters."""
+    original_max_position_embeddings: int | None = None
+    """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
+    in the place of max_position_embeddings, because the same weights take the adapters that they took before."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -220,6 +223,11 @@ class ModelConfig:
             conv_kernel=_integer(text, "linear_conv_kernel_dim"),
             max_position_embeddings=_integer(text, "max_position_embeddings"),
             tie_word_embeddings=tied,
+            original_max_position_embeddings=(
+                _integer(text, "original_max_position_embeddings")
+                if text.get("original_max_position_embeddings") is not None
+                else None
+            ),
         )
 
 

@@ -183,6 +183,18 @@ def test_digest_changes_with_one_bit_and_with_the_config(original: Path, checkpo
     assert checkpoint_digest(checkpoint) != before
 
 
+def test_a_lengthened_context_keeps_the_digest_and_its_adapters(original: Path, checkpoint: Path) -> None:
+    before, context = checkpoint_digest(original), ModelConfig.from_directory(original).max_position_embeddings
+    edit_config(checkpoint, lambda data: data.update(max_position_embeddings=8 * context))
+    assert checkpoint_digest(checkpoint) != before
+    edit_config(checkpoint, lambda data: data.update(original_max_position_embeddings=context))
+    assert checkpoint_digest(checkpoint) == before
+    assert ModelConfig.from_directory(checkpoint).max_position_embeddings == 8 * context
+    edit_config(checkpoint, lambda data: data.update(original_max_position_embeddings="4k"))
+    with pytest.raises(CheckpointRejected, match="original_max_position_embeddings must be a positive integer"):
+        checkpoint_digest(checkpoint)
+
+
 def test_weights_do_not_follow_the_file(checkpoint: Path) -> None:
     model = load(checkpoint)
     before = [tensor.clone() for tensor in (model.weights.embedding, model.weights.layers[0].mixer.in_proj.dense())]

@@ -230,7 +230,7 @@ def without_weights(path: Path) -> Path:
     ("given", "error", "says"),
     [
         ({"memory_fraction": 1e-7}, DoesNotFit, r"(?s)lacks.*weights +\d+.*budget"),
-        ({"max_model_len": 5000}, DoesNotFit, "max_model_len 5000 is over the checkpoint's context"),
+        ({"max_model_len": 200_000}, DoesNotFit, "max_model_len 200000 is over the checkpoint's context"),
         ({"quantization": "fp8"}, InvalidRequest, "TEMPER_QUANTIZATION=fp8 needs a GPU"),
         ({}, CheckpointRejected, "no .*safetensors"),
     ],
