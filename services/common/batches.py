@@ -9,7 +9,8 @@ import hashlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeAlias, cast
+from copy import copy
+from typing import Any, Final, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, TypeAdapter
 
@@ -35,6 +36,10 @@ BATCHES = scripts.Space(
 )
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+MESSAGES: Final = "/v1/messages"
+"""The endpoint of Anthropic's message batches, which are made, named and listed apart from OpenAI's."""
+Kind = Literal["batch", "msgbatch"]
+"""Of a batch: what its id begins with."""
 Stage = Literal["validating", "in_progress", "finalizing"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 EXPIRED = "expired"
@@ -47,7 +52,8 @@ _ENDS: Mapping[str, Status] = {
     JobState.CANCELLED: "cancelled",
     EXPIRED: "expired",
 }
-_ID = re.compile(rf"batch_{PATTERN}")
+_FIRST_SCHEMA = 1
+"""Of OpenAI's batches, which have not changed since the first release: it may go on with them."""
 _FIELDS = (
     "id",
     "state",
@@ -62,6 +68,8 @@ _FIELDS = (
     "total",
     "completed",
     "failed",
+    "canceled",
+    "expired",
     "errors",
     "output_file_id",
     "error_file_id",
@@ -75,12 +83,26 @@ class BatchSpec(StrictModel):
 
     owner: str
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: Endpoint | Literal["/v1/messages"]
     window_seconds: int = Field(86_400, ge=1)
     """After which what has not run does not run any more."""
     metadata: dict[str, str] | None = None
     output_seconds: int | None = Field(None, ge=1)
     """After which the files that it writes expire; None: never."""
+    requests: int | None = Field(None, ge=1, exclude_if=lambda value: value is None)
+    """How many there are, where the gateway wrote the input file from the request itself."""
+    digest: str | None = Field(None, exclude_if=lambda value: value is None)
+    """SHA-256 of that file: what an idempotency key stands for, in the place of the file's id."""
+
+    @property
+    def kind(self) -> Kind:
+        return "msgbatch" if self.endpoint == MESSAGES else "batch"
+
+    @property
+    def file_owner(self) -> str:
+        """Whose its files are in the object store: those of a message batch are none of /v1/files."""
+        # No id of a key has a slash.
+        return f"{self.owner}/messages" if self.kind == "msgbatch" else self.owner
 
 
 class LineError(StrictModel):
@@ -109,6 +131,9 @@ class Batch(StrictModel):
     total: int
     completed: int
     failed: int
+    canceled: int = 0
+    """Of a message batch, like ``expired``; those of another count as failed."""
+    expired: int = 0
     errors: list[LineError]
     output_file_id: str | None
     error_file_id: str | None
@@ -130,14 +155,24 @@ class Batch(StrictModel):
 
 _LOOKED_AT = 1_000
 _OPEN = BATCHES.lua(f"""
--- KEYS index; ARGV most
+-- KEYS indexes; ARGV most
 local open, most = 0, tonumber(ARGV[1])
-for _, id in ipairs(redis.call('ZREVRANGE', KEYS[1], 0, {_LOOKED_AT - 1})) do
-  local state = redis.call('HGET', JOBS .. id, 'state')
-  if state == 'queued' or state == 'running' then open = open + 1 end
-  if open >= most then break end
+for _, index in ipairs(KEYS) do
+  for _, id in ipairs(redis.call('ZREVRANGE', index, 0, {_LOOKED_AT - 1})) do
+    local state = redis.call('HGET', JOBS .. id, 'state')
+    if state == 'queued' or state == 'running' then open = open + 1 end
+    if open >= most then return open end
+  end
 end
 return open
+""")
+_FORGET = BATCHES.lua("""
+-- KEYS job events index; ARGV id
+local state = redis.call('HGET', KEYS[1], 'state')
+if state == 'queued' or state == 'running' then return 'OPEN' end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('ZREM', KEYS[3], ARGV[1])
+return 'OK'
 """)
 
 ClaimedBatch: TypeAlias = Claimed[Batch, BatchSpec]
@@ -147,9 +182,9 @@ Batches: TypeAlias = list[Batch]
 
 
 class BatchQueue(Ledger[Batch]):
-    """Submits and observes batches. For one asyncio loop; every method may raise Unavailable.
+    """Submits and observes batches of one kind. For one asyncio loop; every method may raise Unavailable.
 
-    An owner sees only its own: another's batch does not exist for it.
+    An owner sees only its own: another's batch does not exist for it, and neither does one of another kind.
     """
 
     fields = _FIELDS
@@ -160,13 +195,22 @@ class BatchQueue(Ledger[Batch]):
         self._submit = self._script(scripts.SUBMIT)
         self._cancel = self._script(scripts.CANCEL)
         self._open = self._redis.register_script(_OPEN)
+        self._remove = self._redis.register_script(_FORGET)
+        self.kind: Kind = "batch"
+
+    def of(self, kind: Kind) -> Self:
+        """The batches of another kind, over the same connection."""
+        other = copy(self)
+        other.kind = kind
+        return other
 
     def record(self, values: Any) -> Batch | None:
         return _batch(values)
 
     async def unfinished(self, owner: str, *, most: int) -> int:
-        """How many of an owner's latest thousand batches have not ended; counted up to ``most``."""
-        return int(await call_async(lambda: self._open(keys=[_index(owner)], args=[most])))
+        """How many of an owner's batches, the latest thousand of each kind, have not ended; counted up to ``most``."""
+        indexes = [_index(owner, kind) for kind in ("batch", "msgbatch")]
+        return int(await call_async(lambda: self._open(keys=indexes, args=[most])))
 
     async def submitted(self, spec: BatchSpec, idempotency_key: str) -> Batch | None:
         """The batch that this request made when it came before under the same key.
@@ -179,9 +223,10 @@ class BatchQueue(Ledger[Batch]):
         if known is None:
             return None
         batch_id, sha = known.split(" ")
-        if sha != _sha(spec):
+        found = await self._find(batch_id)
+        if found is not None and sha != request_sha(spec):
             raise _key_used(idempotency_key, batch_id)
-        return await self._find(batch_id)
+        return found
 
     async def submit(self, spec: BatchSpec, *, idempotency_key: str | None = None) -> Batch:
         """Queues a batch. The same key of an owner with the same request returns the same batch, for a week.
@@ -189,10 +234,10 @@ class BatchQueue(Ledger[Batch]):
         Raises:
             Conflict: the key was used with another request.
         """
-        batch_id = "batch_" + ulid()
+        batch_id = f"{spec.kind}_{ulid()}"
         keys = [
             BATCHES.stream,
-            _index(spec.owner),
+            _index(spec.owner, spec.kind),
             BATCHES.job_key(batch_id),
             BATCHES.events_key(batch_id),
             _idempotency(spec.owner, idempotency_key or ""),
@@ -201,7 +246,8 @@ class BatchQueue(Ledger[Batch]):
         text = spec.model_dump_json()
         # The spec is gone when a batch has ended; what a record shows of it stays in `metadata`. A line of its own:
         # batches do not wait for each other.
-        args = [batch_id, text, _sha(spec), "batch", batch_id, text, "0" if idempotency_key is None else "1", ""]
+        args = [batch_id, text, request_sha(spec), "batch", batch_id, text, "0" if idempotency_key is None else "1"]
+        args += ["", "", str(_FIRST_SCHEMA if spec.kind == "batch" else BATCH.version)]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)
@@ -209,14 +255,25 @@ class BatchQueue(Ledger[Batch]):
 
     async def owned(self, owner: str, batch_id: str) -> Batch:
         """Raises NotFound: there is none, or it is somebody else's."""
-        found = await self._find(batch_id) if _ID.fullmatch(batch_id) else None
+        found = await self._find(batch_id) if re.fullmatch(f"{self.kind}_{PATTERN}", batch_id) else None
         if found is None or found.spec.owner != owner:
             raise self.missing(batch_id)
         return found
 
-    async def list(self, owner: str, *, limit: int, after: str | None = None) -> Batches:
-        """An owner's batches, newest first, from behind ``after`` on. Raises NotFound: there is no ``after``."""
-        return await self._page(_index(owner), limit, after, lambda batch: batch.spec.owner == owner)
+    async def list(self, owner: str, *, limit: int, after: str | None = None, before: str | None = None) -> Batches:
+        """An owner's batches, newest first: from behind ``after`` on, or the last ones that stand before ``before``.
+
+        Raises:
+            NotFound: there is no such batch.
+        """
+
+        def own(batch: Batch) -> bool:
+            return batch.spec.owner == owner
+
+        index = _index(owner, self.kind)
+        if before is None:
+            return await self._page(index, limit, after, own)
+        return (await self._page(index, limit, before, own, oldest_first=True))[::-1]
 
     async def cancel(self, owner: str, batch_id: str) -> Batch:
         """Cancels a batch that has not begun at once, and asks the owner of one that runs to stop.
@@ -233,6 +290,18 @@ class BatchQueue(Ledger[Batch]):
         if answer == "LATE":
             raise Conflict(f"all requests of batch {batch_id} have run and its files are being written", param="id")
         return await self.owned(owner, batch_id)
+
+    async def remove(self, owner: str, batch_id: str) -> None:
+        """Forgets a batch that has ended; its idempotency key is free again.
+
+        Raises:
+            NotFound: there is none, or it is somebody else's.
+            Conflict: it has not ended.
+        """
+        await self.owned(owner, batch_id)
+        keys = [BATCHES.job_key(batch_id), BATCHES.events_key(batch_id), _index(owner, self.kind)]
+        if await call_async(lambda: self._remove(keys=keys, args=[batch_id])) == "OPEN":
+            raise Conflict(f"batch {batch_id} has not ended: cancel it, and delete it when it has ended", param="id")
 
     async def over(self, batch_id: str) -> bool:
         """Nobody will work at it any more."""
@@ -307,22 +376,26 @@ def _batch(values: Any) -> Batch | None:
         total=number("total", int) or 0,
         completed=number("completed", int) or 0,
         failed=number("failed", int) or 0,
+        canceled=number("canceled", int) or 0,
+        expired=number("expired", int) or 0,
         errors=errors,
         output_file_id=field["output_file_id"] or None,
         error_file_id=field["error_file_id"] or None,
     )
 
 
-def _index(owner: str) -> str:
-    return f"{BATCHES.index}:{key_of(owner)}"
+def _index(owner: str, kind: str) -> str:
+    return f"{BATCHES.index}:{key_of(owner)}" if kind == "batch" else f"{BATCHES.index}:{kind}:{key_of(owner)}"
 
 
 def _idempotency(owner: str, key: str) -> str:
     return BATCHES.idempotency_key(f"{key_of(owner)}:{hashlib.sha256(key.encode()).hexdigest()}")
 
 
-def _sha(spec: BatchSpec) -> str:
-    return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+def request_sha(spec: BatchSpec) -> str:
+    """Of the request that a spec was made of: what an idempotency key stands for."""
+    said = spec.model_dump(mode="json", exclude=None if spec.digest is None else {"input_file_id"})
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _key_used(key: str, batch_id: str) -> Conflict:

@@ -60,17 +60,26 @@ class Ledger(ABC, Generic[Record]):
     def _script(self, script: str) -> AsyncScript:
         return self._redis.register_script(self._space.lua(script))
 
-    async def _page(self, index: str, limit: int, after: str | None, wanted: Callable[[Record], bool]) -> list[Record]:
-        """Records of an index, newest first, from behind ``after`` on. Raises NotFound."""
+    async def _page(
+        self,
+        index: str,
+        limit: int,
+        after: str | None,
+        wanted: Callable[[Record], bool],
+        *,
+        oldest_first: bool = False,
+    ) -> list[Record]:
+        """Records of an index, newest first unless it is said otherwise, from behind ``after`` on. Raises NotFound."""
         start = 0
         if after is not None:
-            rank = await call_async(lambda: cast(Awaitable[int | None], self._redis.zrevrank(index, after)))
+            rank_of = self._redis.zrank if oldest_first else self._redis.zrevrank
+            rank = await call_async(lambda: cast(Awaitable[int | None], rank_of(index, after)))
             if rank is None:
                 raise self.missing(after)
             start = rank + 1
         found: list[Record] = []
         while len(found) < limit:
-            ids = await self._ids(index, start)
+            ids = await self._ids(index, start, newest_first=not oldest_first)
             if not ids:
                 break
             start += len(ids)
@@ -82,8 +91,8 @@ class Ledger(ABC, Generic[Record]):
                     found.append(record)
         return found[:limit]
 
-    async def _ids(self, index: str, start: int) -> list[str]:
-        reply: Any = await call_async(lambda: self._redis.zrevrange(index, start, start + _PAGE - 1))
+    async def _ids(self, index: str, start: int, *, newest_first: bool) -> list[str]:
+        reply: Any = await call_async(lambda: self._redis.zrange(index, start, start + _PAGE - 1, desc=newest_first))
         return [str(job_id) for job_id in reply]
 
     async def _forget(self, index: str, job_id: str) -> None:

@@ -54,8 +54,8 @@ class Schema:
 
 JOB: Final = Schema("jobs", 1)
 """The hash of a training job with its spec and its events; also a spec added straight to the stream."""
-BATCH: Final = Schema("batches", 1)
-"""The hash of a batch, and its parts in the object store."""
+BATCH: Final = Schema("batches", 2)
+"""The hash of a batch, and its parts in the object store. Message batches have 2; all others are still written as 1."""
 MANIFEST: Final = Schema("adapter manifests", 1)
 POINTER: Final = Schema("adapter pointers", 1)
 """CURRENT, attached/…, deleted/… and which number a job publishes as."""

@@ -162,14 +162,17 @@ SUBMIT = (
     _PRELUDE
     + f"""
 -- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
--- sha: of the request, which an idempotency key stands for. entry: '' to add one, else the id of the stream entry that
--- brought this spec.
+-- schema
+-- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
+-- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
 if ARGV[7] == '1' then
   local known = redis.call('GET', KEYS[5])
   if known then
     local id, sha = string.match(known, '^(%S+) (%S+)$')
-    if sha == ARGV[3] then return {{'existing', id}} end
-    return {{'conflict', id}}
+    if redis.call('EXISTS', JOBS .. id) == 1 then
+      if sha == ARGV[3] then return {{'existing', id}} end
+      return {{'conflict', id}}
+    end
   end
 end
 if redis.call('EXISTS', KEYS[3]) == 1 then return {{'existing', ARGV[1]}} end
@@ -178,7 +181,8 @@ local entry = ARGV[8]
 if entry == '' then entry = redis.call('XADD', KEYS[1], '*', 'job', ARGV[1]) end
 local created = now()
 redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'adapter', ARGV[5], 'metadata',
-  ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0', 'schema', SCHEMA)
+  ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0', 'schema',
+  (ARGV[10] or '') ~= '' and ARGV[10] or SCHEMA)
 if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 redis.call('RPUSH', KEYS[6], ARGV[1])

@@ -70,6 +70,7 @@ class Gateway:
         self.files = batching.files
         """Blocking, so only called through ``store``."""
         self.batches = batching.queue
+        self.message_batches = batching.queue.of("msgbatch")
         self.queues = QueueWatch({"training": queue, "batches": batching.queue}, metrics)
         self.responses = responses
         self.shelf = Shelf(responses)

@@ -120,7 +120,7 @@ def test_cancel(client: openai.OpenAI, stack: Stack) -> None:
 
 def test_the_guide_runs_as_written(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = GUIDE.read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    program = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
     ((name, lines),) = re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", text, re.DOTALL | re.MULTILINE)
     (command,) = re.findall(r"^temper (batch submit .+)$", text, re.MULTILINE)
     exec(program.replace("http://localhost:8420", stack.url), {})

@@ -136,6 +136,52 @@ async def test_an_idempotency_key_is_of_its_owner(queue: BatchQueue) -> None:
         await queue.submit(spec(metadata={"a": "b"}), idempotency_key="k")
 
 
+async def test_the_kinds_are_apart(queue: BatchQueue, consumers: Consumers, raw: redis.Redis) -> None:
+    messages = queue.of("msgbatch")
+    written = spec(endpoint="/v1/messages", requests=2, digest="d")
+    mine = [(await messages.submit(written)).id for _ in range(4)]
+    other = await queue.submit(spec())
+    assert {batch_id.split("_")[0] for batch_id in mine} == {"msgbatch"}
+    assert raw.hget(BATCHES.job_key(mine[0]), "schema") == "2", "an earlier release leaves it alone"
+    assert raw.hget(BATCHES.job_key(other.id), "schema") == "1", "an earlier release may run it"
+    assert "digest" not in (raw.hget(BATCHES.job_key(other.id), "spec") or "")
+    assert await queue.unfinished("me", most=9) == await messages.unfinished("me", most=9) == 5
+    assert [batch.id for batch in await queue.list("me", limit=9)] == [other.id]
+    for view, batch_id in ((queue, mine[0]), (messages, other.id)):
+        for call in (view.owned, view.cancel, view.remove):
+            with pytest.raises(NotFound):
+                await call("me", batch_id)
+    newest_first = mine[::-1]
+    assert [batch.id for batch in await messages.list("me", limit=2, after=newest_first[0])] == newest_first[1:3]
+    assert [batch.id for batch in await messages.list("me", limit=2, before=newest_first[3])] == newest_first[1:3]
+    assert [batch.id for batch in await messages.list("me", limit=9, before=newest_first[1])] == newest_first[:1]
+    raw.delete(BATCHES.job_key(mine[1]))  # expired
+    assert [batch.id for batch in await messages.list("me", limit=9, before=mine[0])] == [mine[3], mine[2]]
+    with pytest.raises(NotFound):
+        await messages.list("me", limit=2, before=other.id)
+    claimed = must_claim(consumers("a"))
+    assert (claimed.id, claimed.spec) == (mine[0], written)
+
+
+async def test_removing(queue: BatchQueue, raw: redis.Redis) -> None:
+    messages = queue.of("msgbatch")
+    written = spec(endpoint="/v1/messages", requests=2, digest="d")
+    batch = await messages.submit(written, idempotency_key="k")
+    again = written.model_copy(update={"input_file_id": "file-of-another-try"})
+    assert (await messages.submit(again, idempotency_key="k")).id == batch.id, "the same requests"
+    with pytest.raises(Conflict, match="cancel it"):
+        await messages.remove("me", batch.id)
+    await messages.cancel("me", batch.id)
+    with pytest.raises(NotFound):
+        await messages.remove("you", batch.id)
+    await messages.remove("me", batch.id)
+    assert not raw.keys(f"{BATCHES.job_key(batch.id)}*")
+    assert await messages.list("me", limit=9) == []
+    other = written.model_copy(update={"digest": "e"})
+    assert await messages.submitted(other, "k") is None, "the key is free again"
+    assert (await messages.submit(other, idempotency_key="k")).id != batch.id
+
+
 async def test_cancelling(queue: BatchQueue, consumers: Consumers) -> None:
     waiting = await queue.submit(spec())
     assert (await queue.cancel("me", waiting.id)).status == "cancelled"

@@ -27,12 +27,18 @@ class Principal:
 
 INTERNAL = "temper.internal"
 """Key of the ASGI scope of a request that the gateway makes to itself for somebody whose own request was let in
-before, as a batch does. Its value has that caller's id as ``owner``. Servers build their scopes themselves: nothing
-that a client sends becomes a key."""
+before, as a batch does. Its value has that caller's id as ``owner``, and the ``priority`` of what it asks for. Servers
+build their scopes themselves: nothing that a client sends becomes a key."""
 EVERYBODY = Principal(ANONYMOUS, frozenset(Scope))
 """Callers of a gateway without keys."""
 NOBODY = Principal(ANONYMOUS, frozenset())
 """Callers of public routes."""
+
+
+def internal_priority(request: HTTPConnection) -> int | None:
+    """The priority of a request that the gateway makes to itself; None: it is a client's."""
+    caller = request.scope.get(INTERNAL)
+    return None if caller is None else int(caller.priority)
 
 
 def principal_of(request: HTTPConnection) -> Principal:

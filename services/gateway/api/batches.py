@@ -7,10 +7,12 @@ from typing import Annotated
 
 from fastapi import Query, Request
 
-from services.common.errors import InvalidRequest, NotFound, RateLimited
+from services.common.batches import ENDPOINTS
+from services.common.errors import InvalidRequest, NotFound
 from services.gateway.access.principal import principal_of
 from services.gateway.api.routing import router
 from services.gateway.batches.calls import served_endpoints
+from services.gateway.batches.limits import check_unfinished
 from services.gateway.idempotency import IdempotencyKey
 from services.gateway.schemas.batches import BatchList, BatchObject, BatchRequest
 from services.gateway.state import GatewayDep
@@ -25,7 +27,8 @@ async def create_batch(
     """Queues the requests of a file. With an Idempotency-Key, sending it again returns the same batch."""
     served = await asyncio.to_thread(served_endpoints, request.app)
     if body.endpoint not in served:
-        raise InvalidRequest(f"endpoint must be one of {', '.join(sorted(served))}", param="endpoint")
+        known = ", ".join(endpoint for endpoint in ENDPOINTS if endpoint in served)
+        raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
     owner = principal_of(request).id
     spec = body.spec(owner)
     batch = None if idempotency_key is None else await gateway.batches.submitted(spec, idempotency_key)
@@ -40,11 +43,7 @@ async def create_batch(
                 f"{info.id} has the purpose {info.purpose!r}: upload the requests with the purpose 'batch'",
                 param="input_file_id",
             )
-        most = gateway.settings.batch_max_unfinished
-        if await gateway.batches.unfinished(owner, most=most) >= most:
-            raise RateLimited(
-                f"{most} batches have not ended, which is the limit: wait for one, or cancel one", retry_after=30.0
-            )
+        await check_unfinished(gateway, owner)
         batch = await gateway.batches.submit(spec, idempotency_key=idempotency_key)
     return BatchObject.of(batch)
 

@@ -71,6 +71,14 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "tool_choice": {"type": "any"},
         },
     },
+    "/v1/messages/batches": {
+        "questions": {
+            "requests": [
+                {"custom_id": "first", "params": {"model": _MODEL, "max_tokens": 32, "messages": [_QUESTION]}},
+                {"custom_id": "second", "params": {"model": _MODEL, "max_tokens": 32, "messages": [_QUESTION]}},
+            ]
+        }
+    },
     "/v1/messages/count_tokens": {"question": {"model": _MODEL, "messages": [_QUESTION]}},
     "/tokenize": {"chat": {"model": _MODEL, "messages": [_QUESTION]}, "text": {"model": _MODEL, "prompt": "a text"}},
     "/detokenize": {"tokens": {"model": _MODEL, "tokens": [5, 6, 7]}},

@@ -113,6 +113,11 @@ async def get_content(request: Request, file_id: str, gateway: GatewayDep) -> Re
     """A file's bytes."""
     owner = principal_of(request).id
     info = await gateway.store(gateway.files.get, owner, file_id)
+    return await content_of(gateway, owner, info, media_type="application/octet-stream")
+
+
+async def content_of(gateway: Gateway, owner: str, info: FileInfo, *, media_type: str) -> Response:
+    """Streams a file. Raises NotFound: it was deleted meanwhile."""
     # What is not there has its status before the answer begins.
     first = await gateway.store(gateway.files.piece, owner, info, 0)
     headers = {
@@ -120,9 +125,7 @@ async def get_content(request: Request, file_id: str, gateway: GatewayDep) -> Re
         "content-disposition": f"attachment; filename*=UTF-8''{quote(info.filename, safe='')}",
         "x-content-type-options": "nosniff",
     }
-    return StreamingResponse(
-        _content(gateway, owner, info, first), media_type="application/octet-stream", headers=headers
-    )
+    return StreamingResponse(_content(gateway, owner, info, first), media_type=media_type, headers=headers)
 
 
 async def _content(gateway: Gateway, owner: str, info: FileInfo, first: bytes) -> AsyncGenerator[bytes, None]:

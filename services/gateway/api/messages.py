@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.gateway.access.principal import internal_priority
 from services.gateway.api.answers import SESSION_HEADER, answer, json_response, within
 from services.gateway.api.chat import prepare_chat
 from services.gateway.api.described import answers_with
@@ -47,6 +48,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation in Anthropic's form."""
     gateway = gateway_of(request)
     chat = as_chat(body)
+    if (priority := internal_priority(request)) is not None:
+        chat = chat.model_copy(update={"priority": priority})
     reservation = reserve(gateway, chat, prompts=1)
     told = _Told(body, chat)
     with named_as_sent():

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.types import Message, Scope
 
-from services.common.batches import ENDPOINTS
+from services.common.batches import ENDPOINTS, MESSAGES
 from services.gateway.access.principal import INTERNAL
 from services.gateway.errors import error_payload
 
@@ -30,6 +30,8 @@ class InternalCall:
     """A request that the gateway makes to itself for somebody, whose own request was authenticated before."""
 
     owner: str
+    priority: int
+    """Of a request that cannot say one itself."""
 
     @property
     def id(self) -> str:
@@ -54,7 +56,7 @@ def served_endpoints(app: FastAPI) -> dict[str, bool]:
     description = app.openapi()
     schemas = description.get("components", {}).get("schemas", {})
     found: dict[str, bool] = {}
-    for path in ENDPOINTS:
+    for path in (*ENDPOINTS, MESSAGES):
         operation = description["paths"].get(path, {}).get("post")
         if operation is not None:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -98,6 +100,7 @@ class Caller:
             pause = min(2 * pause, longest)
 
     async def _once(self, path: str, data: bytes, owner: str, request_id: str) -> Answer:
+        caller = InternalCall(owner, self._priority)
         scope: Scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -116,8 +119,8 @@ class Caller:
             ],
             "client": None,
             "server": None,
-            "state": {"principal": InternalCall(owner)},
-            INTERNAL: InternalCall(owner),
+            "state": {"principal": caller},
+            INTERNAL: caller,
         }
         sent = False
         status = 0
@@ -144,7 +147,7 @@ class Caller:
         body = b"".join(parts)
         if status == 0 or not body or b"\n" in body:  # a bug in a handler, whose answer would break the file
             status = 500
-            body = to_json(error_payload("the answer was cut off", status=500, code="internal_error"))
+            body = to_json(error_payload("the answer was cut off", status=500, code="internal_error", route=path))
         return Answer(status, request_id, body, _seconds(headers.get(b"retry-after")))
 
 

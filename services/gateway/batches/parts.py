@@ -2,20 +2,21 @@
 
 A part is created only if its number is free. Two gateways that both believe they own a batch therefore cannot both
 write part n: the later one sees what the earlier wrote, or that it has lost the batch. A line of a part is
-`{line number} {o|e} {JSON of the result}`; the numbers tell what is done, the letters which file a result goes to.
+`{line number} {kind} {JSON of the result}`; the numbers tell what is done, the kinds which file a result goes to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from services.common.store import ObjectStore
 
 ROOT = "batches/"
-Kind = Literal["o", "e"]
-"""Output or error."""
+Kind = Literal["o", "e", "c", "x"]
+"""Output or error; and of message batches: canceled or expired before it ran."""
 
 
 @dataclass(slots=True)
@@ -23,9 +24,14 @@ class Done:
     """What the parts of a batch hold."""
 
     lines: set[int] = field(default_factory=set)
-    completed: int = 0
-    failed: int = 0
+    kinds: Counter[Kind] = field(default_factory=Counter)
+    """How many results of each there are."""
     parts: int = 0
+
+    def add(self, number: int, kind: Kind) -> None:
+        """One more result."""
+        self.lines.add(number)
+        self.kinds[kind] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +58,18 @@ class Parts:
         """Adds the parts that ``done`` does not know yet."""
         for number in range(done.parts, len(self._store.list(self._prefix))):
             for line, kind, _ in self._results(number):
-                done.lines.add(line)
-                done.completed += kind == b"o"
-                done.failed += kind == b"e"
+                done.add(line, cast(Kind, kind.decode()))
             done.parts = number + 1
 
     def write(self, number: int, data: bytes) -> None:
         """Raises PreconditionFailed: there is such a part."""
         self._store.put(self._key(number), data, if_absent=True)
 
-    def content(self, kind: Kind, parts: int) -> Iterator[bytes]:
-        """The results of one kind in the first ``parts`` parts, one block a part."""
-        wanted = kind.encode()
+    def content(self, kinds: Sequence[Kind], parts: int) -> Iterator[bytes]:
+        """The results of some kinds in the first ``parts`` parts, one block a part."""
+        wanted = {kind.encode() for kind in kinds}
         for number in range(parts):
-            yield b"".join(result + b"\n" for _, found, result in self._results(number) if found == wanted)
+            yield b"".join(result + b"\n" for _, found, result in self._results(number) if found in wanted)
 
     def discard(self) -> None:
         """Removes all."""

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import Any
 
-from pydantic_core import to_json
-
-from services.common.batches import ClaimedBatch
-from services.common.ids import ulid_of
-from services.gateway.batches.calls import Answer
 from services.gateway.batches.parts import Result
 
 PART_BYTES = 4 * 2**20
@@ -57,31 +50,3 @@ class Buffer:
         now = time.monotonic()
         youngest, oldest = _PART_SECONDS
         return self.full or now - self._oldest >= min(max((now - self._began) / 100, youngest), oldest)
-
-
-def answered(claimed: ClaimedBatch, number: int, custom_id: str, answer: Answer) -> Result:
-    """The line of a request that ran."""
-    head = to_json({"id": line_id(claimed, number), "custom_id": custom_id})[:-1]
-    response = b'"response":{"status_code":%d,"request_id":%s,"body":%s}' % (
-        answer.status,
-        to_json(answer.request_id),
-        answer.body,
-    )
-    kind = "o" if answer.status < 400 else "e"
-    return Result(number, "o" if kind == "o" else "e", head + b"," + response + b',"error":null}')
-
-
-def not_run(claimed: ClaimedBatch, number: int, custom_id: str, code: str, message: str) -> Result:
-    """The line of a request that did not run."""
-    line: Mapping[str, Any] = {
-        "id": line_id(claimed, number),
-        "custom_id": custom_id,
-        "response": None,
-        "error": {"code": code, "message": message},
-    }
-    return Result(number, "e", to_json(line))
-
-
-def line_id(claimed: ClaimedBatch, number: int) -> str:
-    """Of a result and of its request: the same at every attempt."""
-    return "batch_req_" + ulid_of(f"{claimed.id} {number}", int(claimed.job.created_at * 1000))

@@ -7,9 +7,10 @@ one reads from the parts what is done, runs the rest, and writes the same files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Literal, TypeVar
 
@@ -20,20 +21,17 @@ from services.common.errors import NotFound, Unavailable
 from services.common.files import FileInfo, NewFile
 from services.common.ids import ulid_of
 from services.common.store import PreconditionFailed
+from services.gateway.batches.forms import ResultFile, Unrun, form_of
 from services.gateway.batches.host import BatchHost
 from services.gateway.batches.lines import InputCheck, Line, LineSplitter, parse_line
-from services.gateway.batches.parts import Done, Kind, Parts, Result
-from services.gateway.batches.results import Buffer, answered, not_run
+from services.gateway.batches.parts import Done, Parts, Result
+from services.gateway.batches.results import Buffer
 from services.gateway.disconnect import cancel
 
 End = Literal["completed", "failed", "expired", "cancelled"]
 _BACKOFF_SECONDS = (0.25, 5.0)
 """First and longest pause between attempts to reach a store that is away."""
 _TICK_SECONDS = 0.25
-_NOT_RUN = {
-    "expired": ("batch_expired", "the request did not run before the completion window had passed"),
-    "cancelled": ("batch_cancelled", "the batch was cancelled before the request had run"),
-}
 _LINE_SLACK = 4096
 """Bytes of a line besides its body."""
 
@@ -56,6 +54,7 @@ class BatchRun:
         self._host = host
         self._claimed = claimed
         self._cancelled = cancelled
+        self._form = form_of(claimed)
         self._parts = Parts(host.files.objects, claimed.id)
         self._done = Done()
         self._buffer = Buffer()
@@ -79,9 +78,10 @@ class BatchRun:
                     return await self._refuse(errors)
             await self._until_back(lambda: self._host.store(self._parts.read, self._done))
             await self._stage("in_progress", {"in_progress_at": NOW})
-            end = await self._execute()
-            if end != "completed":
-                await self._close(end)
+            unrun = await self._execute()
+            end: End = unrun or "completed"
+            if unrun is not None:
+                await self._close(unrun)
             elif not await self._until_back(lambda: self._host.redis(self._host.consumer.publishing, self._claimed)):
                 end = "cancelled"  # by somebody who did not know that everything had run
         except InputGone:
@@ -111,9 +111,7 @@ class BatchRun:
             self._stored = True
             self._done.parts += 1
             for result in results:
-                self._done.lines.add(result.number)
-                self._done.completed += result.kind == "o"
-                self._done.failed += result.kind == "e"
+                self._done.add(result.number, result.kind)
             await self._stage("in_progress", {}, progressed=True)
             return
 
@@ -149,8 +147,8 @@ class BatchRun:
         await self._until_back(lambda: self._host.redis(self._host.consumer.fail, self._claimed, reason))
         return "failed"
 
-    async def _execute(self) -> End:
-        """Runs the lines that have no result yet, until all have one, or until the batch must end."""
+    async def _execute(self) -> Unrun | None:
+        """Runs the lines that have no result yet, until all have one (None), or until the batch must end."""
         failures: list[BaseException] = []
         feeding = asyncio.ensure_future(self._feed(failures))
         deadline = self._claimed.job.expires_at
@@ -170,7 +168,7 @@ class BatchRun:
             raise failures[0]
         await self.flush()
         if len(self._done.lines) >= self._total:
-            return "completed"
+            return None
         return "cancelled" if self._cancelled.is_set() else "expired"
 
     async def _feed(self, failures: list[BaseException]) -> None:
@@ -206,24 +204,20 @@ class BatchRun:
         request_id = f"{self._claimed.id}-{line.number}"
         answer = await self._host.caller.call(spec.endpoint, line.body, owner=spec.owner, request_id=request_id)
         self._host.metrics.batch_requests.labels(str(answer.status)).inc()
-        self._buffer.add(answered(self._claimed, line.number, line.custom_id, answer))
+        self._buffer.add(self._form.answered(line.number, line.custom_id, answer))
 
-    async def _close(self, end: End) -> None:
+    async def _close(self, why: Unrun) -> None:
         """Gives every request that did not run a line that says so."""
-        code, message = _NOT_RUN[end]
         async with aclosing(self._todo()) as todo:
             async for line in todo:
-                self._buffer.add(not_run(self._claimed, line.number, line.custom_id, code, message))
+                self._buffer.add(self._form.not_run(line.number, line.custom_id, why))
                 if self._buffer.full:
                     await self.flush()
         await self.flush()
 
     async def _finish(self, end: End) -> End:
         began = float((await self._stage("finalizing", {"finalizing_at": NOW}))["finalizing_at"])
-        written = {
-            "output_file_id": await self._write("o", "output", self._done.completed, began),
-            "error_file_id": await self._write("e", "error", self._done.failed, began),
-        }
+        written = {file.field: await self._write(file, began) for file in self._form.files}
         await self._stage("finalizing", {name: file_id for name, file_id in written.items() if file_id is not None})
         consumer = self._host.consumer
         claimed = self._claimed
@@ -237,26 +231,36 @@ class BatchRun:
         await self._until_back(write[end])
         try:
             await self._host.store(self._parts.discard)
+            await self._discard_input(written)
         except Unavailable as error:  # tidied later
             self._log.info("batch.parts_left", error=error.message)
         return end
 
-    async def _write(self, kind: Kind, name: str, count: int, began: float) -> str | None:
-        """Writes one of the two files, with the same id at every attempt; None if it would be empty."""
-        if count == 0:
+    async def _discard_input(self, written: Mapping[str, str | None]) -> None:
+        """Removes an input file that nobody uploaded, once every request of it is in a file of results."""
+        spec = self._claimed.spec
+        if spec.digest is not None and any(written.values()):
+            with contextlib.suppress(NotFound):  # it has expired
+                await self._host.store(self._host.files.delete, spec.file_owner, spec.input_file_id)
+
+    async def _write(self, file: ResultFile, began: float) -> str | None:
+        """Writes a file of results, with the same id at every attempt; None if it would be empty."""
+        if not any(self._done.kinds[kind] for kind in file.kinds):
             return None
         spec = self._claimed.spec
         new = NewFile(
-            owner=spec.owner,
-            id="file-" + ulid_of(f"{self._claimed.id} {name}", int(began * 1000)),
-            filename=f"{self._claimed.id}_{name}.jsonl",
+            owner=spec.file_owner,
+            id="file-" + ulid_of(f"{self._claimed.id} {file.name}", int(began * 1000)),
+            filename=f"{self._claimed.id}_{file.name}.jsonl",
             purpose="batch_output",
             created_at=int(began),
             seconds=spec.output_seconds,
         )
         content = self._parts.content
         parts = self._done.parts
-        await self._until_back(lambda: self._host.store(lambda: self._host.files.create(new, content(kind, parts))))
+        await self._until_back(
+            lambda: self._host.store(lambda: self._host.files.create(new, content(file.kinds, parts)))
+        )
         return new.id
 
     # Parts.
@@ -276,13 +280,13 @@ class BatchRun:
         spec = self._claimed.spec
         try:
             return await self._until_back(
-                lambda: self._host.store(self._host.files.get, spec.owner, spec.input_file_id)
+                lambda: self._host.store(self._host.files.get, spec.file_owner, spec.input_file_id)
             )
         except NotFound as error:
             raise InputGone from error
 
     async def _piece(self, info: FileInfo, number: int) -> bytes:
-        owner = self._claimed.spec.owner
+        owner = self._claimed.spec.file_owner
         try:
             return await self._until_back(lambda: self._host.store(self._host.files.piece, owner, info, number))
         except NotFound as error:
@@ -292,8 +296,8 @@ class BatchRun:
         return LineSplitter(self._host.settings.max_body_bytes + _LINE_SLACK)
 
     async def _stage(self, stage: Stage, fields: dict[str, str], *, progressed: bool = False) -> dict[str, str]:
-        counts = {"total": self._total, "completed": self._done.completed, "failed": self._done.failed}
-        every = {name: str(count) for name, count in counts.items()} | fields
+        counts = {name: str(self._done.kinds[kind]) for name, kind in self._form.counted.items()}
+        every = {"total": str(self._total), **counts, **fields}
         consumer = self._host.consumer
         return await self._until_back(
             lambda: self._host.redis(lambda: consumer.stage(self._claimed, stage, every, progressed=progressed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, Field
 
@@ -108,7 +108,7 @@ class BatchObject(BaseModel):
         errors = BatchErrors(data=[BatchError.of(error) for error in batch.errors]) if batch.errors else None
         return cls(
             id=batch.id,
-            endpoint=batch.spec.endpoint,
+            endpoint=cast(Endpoint, batch.spec.endpoint),  # Anthropic's batches are not shown in this form
             errors=errors,
             input_file_id=batch.spec.input_file_id,
             completion_window=_window(batch.spec.window_seconds),

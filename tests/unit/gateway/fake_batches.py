@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.batches import NOW, Batch, BatchSpec, ClaimedBatch, LineError
+from services.common.batches import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
 from services.common.delivery import Claimed, JobLost
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.ids import ulid
@@ -19,6 +19,8 @@ _RUNNING = "running"
 
 class MemoryBatches:
     """BatchQueue's and BatchConsumer's methods over a dictionary."""
+
+    kind: Kind = "batch"
 
     def __init__(self) -> None:
         self.records: dict[str, Batch] = {}
@@ -45,19 +47,22 @@ class MemoryBatches:
     async def aclose(self) -> None:
         return None
 
+    def of(self, kind: Kind) -> MemoryBatches:
+        return _Of(self, kind)
+
     async def submitted(self, spec: BatchSpec, idempotency_key: str) -> Batch | None:
         self._check()
         known = self.keys.get((spec.owner, idempotency_key))
-        if known is None:
+        if known is None or known not in self.records:
             return None
-        if self.records[known].spec != spec:
+        if request_sha(self.records[known].spec) != request_sha(spec):
             raise Conflict("the idempotency key was used with another request", param="idempotency_key")
         return self.records[known]
 
     async def submit(self, spec: BatchSpec, *, idempotency_key: str | None = None) -> Batch:
         self._check()
         batch = Batch(
-            id="batch_" + ulid(),
+            id=f"{spec.kind}_{ulid()}",
             spec=spec,
             state="queued",
             stage="validating",
@@ -85,13 +90,18 @@ class MemoryBatches:
 
     async def owned(self, owner: str, batch_id: str) -> Batch:
         self._check()
-        if batch_id not in self.records or self.records[batch_id].spec.owner != owner:
+        found = self.records.get(batch_id)
+        if found is None or found.spec.owner != owner or found.spec.kind != self.kind:
             raise NotFound(f"no such batch: {batch_id!r}", param="id")
-        return self.records[batch_id]
+        return found
 
-    async def list(self, owner: str, *, limit: int, after: str | None = None) -> list[Batch]:
+    async def list(self, owner: str, *, limit: int, after: str | None = None, before: str | None = None) -> list[Batch]:
         self._check()
         found = [batch for batch in reversed(self.records.values()) if batch.spec.owner == owner]
+        found = [batch for batch in found if batch.spec.kind == self.kind]
+        if before is not None:
+            place = [batch.id for batch in found].index((await self.owned(owner, before)).id)
+            return found[max(0, place - limit) : place]
         if after is not None:
             place = [batch.id for batch in found].index((await self.owned(owner, after)).id)
             found = found[place + 1 :]
@@ -104,6 +114,11 @@ class MemoryBatches:
         if batch.state == "queued" and batch_id not in self.fences:
             return self._change(batch_id, state="cancelled", finished_at=time.time())
         return self._change(batch_id, cancelling=True, cancelling_at=time.time())
+
+    async def remove(self, owner: str, batch_id: str) -> None:
+        if not (await self.owned(owner, batch_id)).ended:
+            raise Conflict(f"batch {batch_id} has not ended: cancel it", param="id")
+        del self.records[batch_id]
 
     async def over(self, batch_id: str) -> bool:
         return batch_id not in self.records or self.records[batch_id].ended
@@ -174,3 +189,14 @@ class MemoryBatches:
 
     def retry(self, claimed: ClaimedBatch, reason: str) -> None:
         self._finish(claimed, "failed" if claimed.attempt >= 3 else "queued")
+
+
+class _Of(MemoryBatches):
+    """The batches of one kind, in the dictionary of all."""
+
+    def __init__(self, core: MemoryBatches, kind: Kind) -> None:
+        self.kind = kind
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)

@@ -56,6 +56,8 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"name different sessions": "a field against a header",
     # Unique names, and names that refer to each other.
     r"two tools have the": "uniqueness by one field",
+    r"two requests have the custom_id": "uniqueness by one field",
+    r"after_id and before_id": "one query parameter against another",
     r"is among the sources more than once": "uniqueness by one field",
     r"is scored twice": "uniqueness by one field",
     r"two calls of one turn have the id": "uniqueness by one field",
