@@ -40,6 +40,7 @@ from services.gateway.api import (
     responses,
     scores,
     sessions,
+    stored_chats,
     tokenize,
     training,
 )
@@ -55,6 +56,7 @@ from services.gateway.errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import BodyLimit, HeadRequests, RequestContext
 from services.gateway.quotas.limiter import Quotas
+from services.gateway.responses.documents import DocumentStore
 from services.gateway.responses.store import ResponseStore
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import Gateway
@@ -106,6 +108,7 @@ def create_app(
     *,
     stores: Stores = open_stores,
     keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
+    keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
     batching: Callable[[GatewaySettings], BatchStores] = open_batching,
 ) -> FastAPI:
     """Builds the application; its lifespan connects to the engines.
@@ -114,6 +117,7 @@ def create_app(
         settings: everything that can be set.
         stores: makes the adapter registry and the job queue.
         keep_responses: makes the store of responses.
+        keep_documents: makes the one of stored chats and conversations.
         batching: makes where files and batches are.
 
     Raises:
@@ -130,13 +134,15 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, queue = stores(settings)
         batch_stores = batching(settings)
+        kept = keep_responses(settings)
         gateway = Gateway(
             settings,
             EnginePool(settings, metrics, certificates=certificates),
             registry,
             queue,
             metrics,
-            keep_responses(settings),
+            kept,
+            keep_documents(kept),
             batch_stores,
             tracer,
         )
@@ -180,6 +186,7 @@ def create_app(
     install_error_handlers(app)
     for resource in (
         chat,
+        stored_chats,
         completions,
         embeddings,
         scores,

@@ -21,6 +21,7 @@ from services.gateway.limits import Admission
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.queue_watch import QueueWatch
 from services.gateway.responses.background import BackgroundResponses
+from services.gateway.responses.documents import DocumentStore
 from services.gateway.responses.shelf import Shelf
 from services.gateway.responses.store import ResponseStore
 from services.gateway.sessions import SessionRouter
@@ -46,6 +47,7 @@ class Gateway:
         queue: training jobs.
         metrics: all series.
         responses: where responses of /v1/responses are kept.
+        documents: where stored chats and conversations are.
         batching: files and batches.
         tracer: gets spans of completions.
     """
@@ -58,6 +60,7 @@ class Gateway:
         queue: JobQueue,
         metrics: GatewayMetrics,
         responses: ResponseStore,
+        documents: DocumentStore,
         batching: BatchStores,
         tracer: Tracer = NO_TRACER,
     ) -> None:
@@ -73,6 +76,7 @@ class Gateway:
         self.message_batches = batching.queue.of("msgbatch")
         self.queues = QueueWatch({"training": queue, "batches": batching.queue}, metrics)
         self.responses = responses
+        self.documents = documents
         self.shelf = Shelf(responses)
         self.sessions = SessionRouter(lambda: engines.clients, settings.engine_retry_seconds)
         """Training sessions, each in one of the engines."""

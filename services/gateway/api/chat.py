@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from services.gateway.access.principal import principal_of
 from services.gateway.api.answers import SESSION_HEADER, answer, json_response
 from services.gateway.api.described import answers_with
 from services.gateway.api.routing import router
@@ -23,6 +25,7 @@ from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.chat_answers import ChatCompletion, ChatCompletionChunk
 from services.gateway.sse import DONE, EventTemplate, event
 from services.gateway.state import Gateway, gateway_of
+from services.gateway.stored_chats import ChatKeeper
 from services.gateway.text.chat import Delta, TextDelta
 
 routes = router("completions")
@@ -37,7 +40,16 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     """Answers a conversation."""
     gateway = gateway_of(request)
     reservation = reserve(gateway, body, prompts=1)
-    return await answer(request, body, gateway, reservation, prepare=prepare_chat, chunks=_chunks, complete=_complete)
+    keeper = ChatKeeper(gateway, principal_of(request).id, body) if body.store else None
+    return await answer(
+        request,
+        body,
+        gateway,
+        reservation,
+        prepare=prepare_chat,
+        chunks=partial(_chunks, keeper=keeper),
+        complete=partial(_complete, keeper=keeper),
+    )
 
 
 async def prepare_chat(
@@ -190,12 +202,19 @@ class _ChunkWriter:
         return chunk | _echoes(self._body) if first else chunk
 
 
-async def _chunks(generation: Generation, body: ChatRequest) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    generation: Generation, body: ChatRequest, *, keeper: ChatKeeper | None
+) -> AsyncGenerator[bytes, None]:
     writer = _ChunkWriter(generation, body)
+    messages = None if keeper is None else [_Message() for _ in generation.choices]
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             for chunk in writer.write(step):
                 yield chunk
+            if messages is not None:
+                messages[step.choice.index].add(step)
+    if keeper is not None and messages is not None:
+        await keeper.keep(await _whole(generation, body, messages))
     if body.include_usage:
         yield writer.usage()
     yield DONE
@@ -246,11 +265,22 @@ class _Message:
         return message
 
 
-async def _complete(generation: Generation, body: ChatRequest) -> Response:
+async def _complete(generation: Generation, body: ChatRequest, *, keeper: ChatKeeper | None) -> Response:
     messages = [_Message() for _ in generation.choices]
     async with aclosing(generation.steps()) as steps:
         async for step in steps:
             messages[step.choice.index].add(step)
+    whole = await _whole(generation, body, messages)
+    if keeper is not None:
+        await keeper.keep(whole)
+    adapter = generation.choices[0].adapter
+    if body.prompt_logprobs is not None:  # which take a while to be written
+        return await asyncio.to_thread(json_response, whole, adapter)
+    return json_response(whole, adapter)
+
+
+async def _whole(generation: Generation, body: ChatRequest, messages: Sequence[_Message]) -> dict[str, Any]:
+    """The answer in one piece."""
     choices = []
     for choice, message in zip(generation.choices, messages, strict=True):
         entry: dict[str, Any] = {
@@ -268,13 +298,12 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
             entry["token_ids"] = message.token_ids
             entry["sampling_logprobs"] = message.sampling_logprobs
         choices.append(entry)
-    adapter = generation.choices[0].adapter
     whole: dict[str, Any] = {
         "id": generation.id,
         "object": "chat.completion",
         "created": generation.created,
         "model": generation.model,
-        "adapter": adapter,
+        "adapter": generation.choices[0].adapter,
         "choices": choices,
         "usage": usage(generation.choices, choices_per_prompt=generation.choices_per_prompt),
     }
@@ -286,5 +315,4 @@ async def _complete(generation: Generation, body: ChatRequest) -> Response:
         prompt, vocabulary = generation.jobs[0].prompt, generation.served.vocabulary
         # Of a long prompt that takes a while.
         whole["prompt_logprobs"] = await asyncio.to_thread(by_token, vocabulary, prompt, scores, body.prompt_logprobs)
-        return await asyncio.to_thread(json_response, whole, adapter)
-    return json_response(whole, adapter)
+    return whole

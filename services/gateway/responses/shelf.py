@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -30,15 +31,17 @@ class Shelf:
         """Stores a response and says in its `store` whether that was done. When the store does not answer, it is left
         alone for a while: clients do not wait for it one after the other."""
         response = record.response
-        if not response["store"]:
-            return
+        if response["store"]:
+            response["store"] = await self.tried(place, lambda: self._store.save(place, record))
+
+    async def tried(self, place: Place, save: Callable[[], Awaitable[bool]]) -> bool:
+        """Whether something was stored, under the same rule."""
         if self._store.largest_of(place.owner) == 0 or time.monotonic() < self._away_until:
-            response["store"] = False
-            return
+            return False
         try:
-            await self._store.save(place, record)
+            return await save()
         except (Unavailable, PayloadTooLarge) as error:
-            response["store"] = False
             log.warning("a response is not stored", response=place.id, error=error.message)
             if isinstance(error, Unavailable):
                 self._away_until = time.monotonic() + _PAUSE_SECONDS
+            return False

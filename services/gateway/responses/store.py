@@ -1,12 +1,16 @@
-"""Where responses are kept: Redis, so that every gateway finds them and a restart loses none.
+"""Where responses are kept: Redis, so that every gateway finds them and a restart loses none. Documents
+(services/gateway/responses/documents.py) lie there as well, in the same form, for the same time and within the same
+limits.
 
 Keys:
-    temper:response:{owner}:{id}    hash: status, body, items, background, reason, beat, schema
+    temper:response:{owner}:{id}    hash: status, body, items, background, reason, beat, schema; of a document also
+                                    revision, which changes with it, and tags, which lists are filtered by
     temper:responses:index          sorted set of these keys by the time at which they expire
     temper:responses:sizes          hash: key → bytes
     temper:responses:bytes          their sum
     temper:responses:owners         hash: owner → the sum of its own; those without an owner are not counted here
     temper:responses:index:{owner}  sorted set of an owner's keys
+    temper:responses:chats:{owner}  sorted set of the ids of its stored chats by the time at which they were made
 
 ``owner`` is a digest of who made it, empty without API keys: nobody can name the response of someone else. ``status``
 and ``reason`` are the truth where the body says something else: a response that is cancelled or lost is changed by who
@@ -36,6 +40,7 @@ INDEX = "temper:responses:index"
 SIZES = "temper:responses:sizes"
 BYTES = "temper:responses:bytes"
 OWNERS = "temper:responses:owners"
+CHATS = "temper:responses:chats"
 LOST = "the gateway that ran this background response was lost"
 
 _PRELUDE = f"""
@@ -46,8 +51,14 @@ end
 local function owner_of(key)
   return string.match(key, '^temper:response:([^:]*):')
 end
+local function list_of(key)
+  local id = string.match(key, ':(chatcmpl[^:]*)$')
+  return id and '{CHATS}:' .. owner_of(key), id
+end
 local function drop(key)
   local size, owner = redis.call('HGET', '{SIZES}', key), owner_of(key)
+  local list, id = list_of(key)
+  if list then redis.call('ZREM', list, id) end
   if size then
     redis.call('DECRBY', '{BYTES}', size)
     redis.call('HDEL', '{SIZES}', key)
@@ -71,9 +82,12 @@ end
 _SAVE = (
     _PRELUDE
     + f"""
--- KEYS record; ARGV ttl limit size status body items background only_active owner_limit
+-- KEYS record; ARGV ttl limit size status body items background only_active owner_limit revision tags only_revision
 if ARGV[8] == '1' and not active(KEYS[1]) then return 0 end
+if ARGV[12] ~= '' and redis.call('HGET', KEYS[1], 'revision') ~= ARGV[12] then return 0 end
 local limit, size, owner = tonumber(ARGV[2]), tonumber(ARGV[3]), owner_of(KEYS[1])
+local list, id = list_of(KEYS[1])
+local made = list and redis.call('ZSCORE', list, id) or now()
 drop(KEYS[1])
 while owner ~= '' and tonumber(redis.call('HGET', '{OWNERS}', owner) or '0') + size > tonumber(ARGV[9]) do
   local oldest = redis.call('ZRANGE', '{INDEX}:' .. owner, 0, 0)[1]
@@ -88,7 +102,9 @@ while tonumber(redis.call('GET', '{BYTES}') or '0') + size > limit do
 end
 redis.call('HSET', KEYS[1], 'status', ARGV[4], 'body', ARGV[5], 'items', ARGV[6], 'background', ARGV[7], 'beat', now(),
   'schema', {RESPONSE.version})
+if ARGV[10] ~= '' then redis.call('HSET', KEYS[1], 'revision', ARGV[10], 'tags', ARGV[11]) end
 redis.call('EXPIRE', KEYS[1], ARGV[1])
+if list then redis.call('ZADD', list, made, id) end
 local ends = now() + tonumber(ARGV[1])
 redis.call('ZADD', '{INDEX}', ends, KEYS[1])
 if owner ~= '' then
@@ -147,8 +163,16 @@ class Place:
 
     @property
     def key(self) -> str:
-        digest = hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.owner else ""
-        return f"temper:response:{digest}:{self.id}"
+        return f"temper:response:{self._digest}:{self.id}"
+
+    @property
+    def chats(self) -> str:
+        """The key of the list of the owner's chats."""
+        return f"{CHATS}:{self._digest}"
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.owner else ""
 
 
 class ResponseStore:
@@ -156,12 +180,12 @@ class ResponseStore:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._redis = connect_async(settings)
-        self._save = self._redis.register_script(_SAVE)
-        self._load = self._redis.register_script(_LOAD)
-        self._cancel = self._redis.register_script(_CANCEL)
-        self._delete = self._redis.register_script(_DELETE)
-        self._beat = self._redis.register_script(_BEAT)
+        self.redis = connect_async(settings)
+        self._save = self.redis.register_script(_SAVE)
+        self._load = self.redis.register_script(_LOAD)
+        self._cancel = self.redis.register_script(_CANCEL)
+        self._delete = self.redis.register_script(_DELETE)
+        self._beat = self.redis.register_script(_BEAT)
 
     def largest_of(self, owner: str) -> int:
         """Bytes of an owner's response that can be kept; 0: none can."""
@@ -170,7 +194,7 @@ class ResponseStore:
         return min(settings.response_max_bytes, settings.responses_max_bytes, own)
 
     async def aclose(self) -> None:
-        await self._redis.aclose()
+        await self.redis.aclose()
 
     async def save(self, place: Place, record: Record, *, only_active: bool = False) -> bool:
         """Keeps a response, in place of what is there.
@@ -192,10 +216,33 @@ class ResponseStore:
                 "store=false and no background, or less",
                 param="input",
             )
-        flags = [str(int(bool(record.response["background"]))), str(int(only_active))]
-        limits = [str(self._settings.responses_ttl_seconds), str(self._settings.responses_max_bytes), str(size)]
-        own = str(self._settings.responses_key_max_bytes)
-        args: list[str | bytes] = [*limits, record.status, *texts, *flags, own]
+        return await self.put(
+            place, record.status, texts, background=bool(record.response["background"]), only_active=only_active
+        )
+
+    async def put(
+        self,
+        place: Place,
+        status: str,
+        texts: Sequence[bytes],
+        *,
+        background: bool = False,
+        only_active: bool = False,
+        revision: str = "",
+        tags: bytes = b"",
+        replaces: str = "",
+    ) -> bool:
+        """Writes body and items, whatever they are; whether that was done.
+
+        Args:
+            revision, tags: of a document.
+            replaces: only in the place of this revision.
+        """
+        settings = self._settings
+        size = sum(map(len, texts)) + len(tags)
+        args: list[str | bytes] = [str(settings.responses_ttl_seconds), str(settings.responses_max_bytes), str(size)]
+        args += [status, *texts, str(int(background)), str(int(only_active)), str(settings.responses_key_max_bytes)]
+        args += [revision, tags, replaces]
         return bool(await call_async(lambda: self._save(keys=[place.key], args=args)))
 
     async def load(self, place: Place, *, param: str = "response_id") -> Record:
@@ -236,8 +283,12 @@ class ResponseStore:
         Raises:
             NotFound: there is none.
         """
-        if not await call_async(lambda: self._delete(keys=[place.key])):
+        if not await self.drop(place):
             raise missing(place.id)
+
+    async def drop(self, place: Place) -> bool:
+        """Forgets what is kept in a place; whether there was something."""
+        return bool(await call_async(lambda: self._delete(keys=[place.key])))
 
     async def beat(self, running: Sequence[tuple[Place, str]]) -> list[bool]:
         """Says that these responses still run, and their statuses; whether each still shall."""

@@ -136,12 +136,6 @@ def _modalities(value: Any) -> Any:
     return value
 
 
-def _store(value: Any) -> Any:
-    if value is True:
-        raise unsupported("store=true is not supported: completions are not kept, save what you need")
-    return value
-
-
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)]
@@ -177,8 +171,8 @@ class ChatRequest(ReasoningFields, SamplingFields):
     """Only ["text"]."""
     metadata: Metadata | None = None
     """Up to 16 pairs, keys of 64 and values of 512 characters; returned in the answer."""
-    store: Annotated[bool | None, BeforeValidator(_store), only(False, None)] = None
-    """Only false."""
+    store: bool | None = None
+    """Keep the completion for GET /v1/chat/completions/{id}; default false."""
     service_tier: ServiceTier = None
     """Accepted and ignored: there is one tier."""
     safety_identifier: str | None = None

@@ -101,6 +101,8 @@ class ChatCompletion(Answer):
     """Where the request names one."""
     left_out_tools: list[str] | None = None
     """Types of hosted tools that were sent and not offered; absent where there are none."""
+    store: bool | None = None
+    """Where store was asked for: whether the completion is kept."""
 
 
 class FunctionDelta(Answer):

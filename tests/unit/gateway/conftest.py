@@ -23,7 +23,7 @@ from services.gateway.protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
-from tests.unit.gateway.fake_responses import MemoryResponses
+from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses
 from tests.unit.gateway.fake_stores import MemoryQueue, MemoryRecords, MemoryStore
 
 MODEL = "tiny"
@@ -48,6 +48,7 @@ class Running:
         self.registry = AdapterRegistry(self.store, MODEL)  # type: ignore[arg-type]
         self.queue = MemoryQueue()
         self.responses = MemoryResponses()
+        self.documents = MemoryDocuments(self.responses)
         self.records = MemoryRecords()
         self.batches = MemoryBatches()
         self._batching = batching
@@ -97,6 +98,7 @@ class Running:
             settings,
             stores=lambda _: (self.registry, self.queue),  # type: ignore[arg-type, return-value]
             keep_responses=lambda _: self.responses,  # type: ignore[arg-type, return-value]
+            keep_documents=lambda _: self.documents,  # type: ignore[arg-type, return-value]
             batching=batching,
         )
         listener = socket.socket()
@@ -158,6 +160,7 @@ def _in_first_state(shared: Running) -> Iterator[Running]:
     shared.batches.down = False
     shared.store.down = shared.queue.down = shared.responses.down = shared.records.down = False
     shared.responses.records.clear()
+    shared.documents.kept.clear()
     shared.records.kept.clear()
     shared.gateway.shelf._away_until = 0.0
     yield shared

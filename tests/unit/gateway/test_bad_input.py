@@ -66,7 +66,6 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": []}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"store": True}, "store"),
         ({"service_tier": "gold"}, "service_tier"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -188,7 +187,7 @@ def test_of_a_union_the_error_of_the_type_that_was_sent_is_told(
 
 def test_routes(http: httpx.Client) -> None:
     assert error_of(http.get("/v1/nothing"), 404)["code"] == "not_found"
-    answer = http.get("/v1/chat/completions")
+    answer = http.get("/v1/completions")
     assert error_of(answer, 405)["code"] == "method_not_allowed"
     assert answer.headers["allow"] == "POST"
     assert error_of(http.post("/v1/chat/completions/", json=CHAT), 404)

@@ -11,7 +11,13 @@ from tests.unit.gateway.conftest import Running
 
 JOBS = [path for path in EXAMPLES if path.startswith("/v1/train/") and not path.endswith("/sessions")]
 # What stands in a request there names something that has to exist first.
-WITHOUT = ("/v1/adapters/{name}/", "/v1/train/sessions/{session_id}/", "/v1/batches")
+WITHOUT = (
+    "/v1/adapters/{name}/",
+    "/v1/train/sessions/{session_id}/",
+    "/v1/batches",
+    "/v1/chat/completions/{completion_id}",
+    "/v1/conversations/{conversation_id}",
+)
 
 
 @pytest.mark.parametrize("path", JOBS)
