@@ -159,13 +159,14 @@ class GatewaySettings(ListenSettings, CommonSettings):
     max_prompt_tokens: int = Field(0, ge=0)
     """Longest prompt; 0: what the model's context allows."""
     responses_ttl_seconds: int = Field(7 * 86400, ge=1)
-    """How long a response of /v1/responses is kept in Redis for previous_response_id and GET."""
+    """How long a response of /v1/responses, a stored chat or a conversation is kept in Redis after its last change."""
     response_max_bytes: int = Field(4 * 2**20, ge=1024)
-    """Largest response that is kept, with everything it was given, in bytes of JSON."""
+    """Largest response, stored chat or conversation, with everything that belongs to it, in bytes of JSON."""
     responses_max_bytes: int = Field(256 * 2**20, ge=0)
-    """Of all kept responses together; the oldest make room for new ones. Redis holds the jobs, too. 0: none is kept."""
+    """Of all responses, stored chats and conversations together; the oldest make room for new ones. Redis holds the
+    jobs, too. 0: none is kept."""
     responses_key_max_bytes: int = Field(64 * 2**20, ge=0)
-    """Of the kept responses of one API key; its own oldest make room. Without keys only the sum counts."""
+    """Of what one API key keeps of them; its own oldest make room. Without keys, of all together."""
     max_background_responses: int = Field(64, ge=0)
     """Background responses that one gateway runs at a time; more are answered with 503. 0: none."""
     response_beat_seconds: float = Field(1.0, gt=0)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import Conflict, NotFound
+from services.common.errors import NotFound
 from services.gateway.responses.documents import Document, DocumentStore
 from services.gateway.responses.items import Data
 from services.gateway.responses.store import Place
@@ -14,8 +14,6 @@ from services.gateway.schemas.chat import AssistantMessage, ChatRequest, Message
 from services.gateway.state import Gateway
 
 _ID = re.compile(r"chatcmpl-[0-9a-f]{32}")
-_ATTEMPTS = 8
-"""To change what somebody else changes at the same time."""
 
 
 class ChatKeeper:
@@ -66,12 +64,14 @@ async def change_metadata(documents: DocumentStore, place: Place, metadata: Mapp
         NotFound: it is not kept.
         Conflict: others change it all the time.
     """
-    for _ in range(_ATTEMPTS):
-        found = await find_chat(documents, place)
-        found.body["metadata"] = found.tags["metadata"] = dict(metadata)
-        if await documents.save(place, found, replaces=True):
-            return found
-    raise Conflict(f"completion {place.id} is being changed by others: try again", param="completion_id")
+
+    def edit(document: Document) -> None:
+        document.body["metadata"] = document.tags["metadata"] = dict(metadata)
+
+    changed = await documents.change(place, edit) if _ID.fullmatch(place.id) else None
+    if changed is None:
+        raise _missing(place)
+    return changed
 
 
 def _missing(place: Place) -> NotFound:

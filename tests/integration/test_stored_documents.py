@@ -158,6 +158,23 @@ async def test_changes_are_not_lost(opened: Open) -> None:
     assert await store.find(place) is None
 
 
+async def test_many_who_change_at_once(opened: Open) -> None:
+    stores = [opened()[1] for _ in range(4)]
+    kept = Document({"id": new_id("conv"), "metadata": {}})
+    place = Place("me", kept.id)
+    await stores[0].save(place, kept)
+
+    async def add(number: int) -> None:
+        changed = await stores[number % 4].change(place, lambda found: found.items.append({"id": number}))
+        assert changed is not None
+
+    await asyncio.gather(*(add(number) for number in range(8)))
+    found = await stores[0].find(place)
+    assert found is not None
+    assert sorted(item["id"] for item in found.items) == list(range(8))
+    assert await stores[0].change(Place("you", kept.id), lambda _: None) is None
+
+
 async def test_of_a_later_release(opened: Open, raw: redis.Redis) -> None:
     _, store = opened()
     (name,) = await save(store, "me", chat())

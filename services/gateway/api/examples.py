@@ -60,6 +60,7 @@ EXAMPLES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "teacher": {"model": _MODEL, "prompt": [5, 6, 7], "completion": [8, 9], "top_logprobs": 8},
     },
     "/v1/responses": {"text": {"model": _MODEL, "input": "What is 12 plus 7?", "max_output_tokens": 32}},
+    "/v1/conversations": {"begun": {"items": [_QUESTION, _ANSWER], "metadata": {"topic": "sums"}}},
     "/v1/responses/input_tokens": {"text": {"model": _MODEL, "input": "What is 12 plus 7?"}},
     "/v1/messages": {
         "question": {"model": _MODEL, "max_tokens": 32, "messages": [_QUESTION]},

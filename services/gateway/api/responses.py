@@ -22,6 +22,7 @@ from services.gateway.generation import Generation, reserve
 from services.gateway.limits import Reservation
 from services.gateway.responses.answering import Answering
 from services.gateway.responses.body import new_response
+from services.gateway.responses.conversations import Turn, check_new, find_conversation
 from services.gateway.responses.items import Data
 from services.gateway.responses.record import CONTINUABLE, Record, checked_id, given_items, parsed
 from services.gateway.responses.references import resolved
@@ -49,13 +50,18 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     stream=true the events are named by their type."""
     gateway = gateway_of(request)
     owner = principal_of(request).id
-    prior = await _prior(gateway, owner, body.previous_response_id)
+    prior = await _prior(gateway, owner, body)
     given = await resolved(gateway.responses, owner, body.input)
     fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()
     response = new_response(body)
-    record = Record(response, [*prior, *given_items(given, response["id"])] if body.stored else [])
-    answering = Answering(gateway, body, fields, Place(owner, record.id), record)
+    items = given_items(given, response["id"])
+    turn = None
+    if body.conversation_id is not None:
+        check_new(items, prior, field="input")
+        turn = Turn(gateway.documents, Place(owner, body.conversation_id), items)
+    record = Record(response, [*prior, *items] if body.stored else [])
+    answering = Answering(gateway, body, fields, Place(owner, record.id), record, turn)
     try:
         reservation = reserve(gateway, chat, prompts=1)
         if body.background:
@@ -83,8 +89,12 @@ async def _fitting(gateway: Gateway, chat: ChatRequest, body: ResponseRequest) -
     return await truncated(gateway, chat) if body.truncation == "auto" else chat
 
 
-async def _prior(gateway: Gateway, owner: str, previous: str | None) -> list[Data]:
-    """What the response that another one continues was given and answered."""
+async def _prior(gateway: Gateway, owner: str, body: ResponseRequest) -> list[Data]:
+    """What a response continues: all that the one before was given and answered, or the items of a conversation."""
+    if body.conversation_id is not None:
+        place = Place(owner, body.conversation_id)
+        return (await find_conversation(gateway.documents, place, param="conversation")).items
+    previous = body.previous_response_id
     if previous is None:
         return []
     param = "previous_response_id"
@@ -125,7 +135,7 @@ async def _begin(
 async def count_input_tokens(request: Request, body: ResponseRequest, gateway: GatewayDep) -> InputTokensOut:
     """How many tokens the prompt of such a request has. Nothing is generated or kept."""
     owner = principal_of(request).id
-    prior = await _prior(gateway, owner, body.previous_response_id)
+    prior = await _prior(gateway, owner, body)
     given = await resolved(gateway.responses, owner, body.input)
     fields = chat_fields(body, parsed(prior), given)
     chat = fields.request()

@@ -13,6 +13,7 @@ from services.gateway.api.answers import json_response
 from services.gateway.generation import Generation
 from services.gateway.limits import Reservation
 from services.gateway.responses.background import Work
+from services.gateway.responses.conversations import Turn
 from services.gateway.responses.record import Record
 from services.gateway.responses.store import Place
 from services.gateway.responses.translation import ChatFields
@@ -33,14 +34,24 @@ class Answering:
         chat: the chat request that was made of it.
         place: where the response belongs.
         record: the object that has not begun, and what it is given.
+        turn: what it adds to a conversation.
     """
 
-    def __init__(self, gateway: Gateway, body: ResponseRequest, chat: ChatFields, place: Place, record: Record) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        body: ResponseRequest,
+        chat: ChatFields,
+        place: Place,
+        record: Record,
+        turn: Turn | None = None,
+    ) -> None:
         self._gateway = gateway
         self._body = body
         self._chat = chat
         self._place = place
         self._record = record
+        self._turn = turn
         self._stream: tuple[ResponseWriter, EventEncoder] | None = None
 
     async def chunks(self, generation: Generation, _: ChatRequest) -> AsyncGenerator[bytes, None]:
@@ -69,6 +80,7 @@ class Answering:
                 raise
             events = []
             writer.fail(error)
+        await self._join()
         await self._gateway.shelf.keep(self._place, self._record)
         yield encoder.encode([*events, writer.last()])
 
@@ -85,6 +97,7 @@ class Answering:
         """The response in one piece."""
         writer = self._writer(generation)
         await self._generate(writer, generation)
+        await self._join()
         await self._gateway.shelf.keep(self._place, self._record)
         response = self._record.response
         return json_response(response, response["adapter"])
@@ -95,10 +108,19 @@ class Answering:
         return Work(
             self._place,
             self._record,
-            generate=lambda: self._generate(writer, generation),
+            generate=lambda: self._generate_and_join(writer, generation),
             fail=writer.fail,
             reservations=reservations,
         )
+
+    async def _generate_and_join(self, writer: ResponseWriter, generation: Generation) -> None:
+        await self._generate(writer, generation)
+        await self._join()
+
+    async def _join(self) -> None:
+        """Adds input and answer to the conversation, if there is an answer."""
+        if self._turn is not None:
+            await self._turn.end(self._record)
 
     async def _generate(self, writer: ResponseWriter, generation: Generation) -> None:
         begun = False

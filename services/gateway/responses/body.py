@@ -30,6 +30,7 @@ def new_response(body: ResponseRequest) -> Data:
         "completion_id": None,
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
+        "conversation": {"id": body.conversation_id} if body.conversation_id else None,
         "output": [],
         "tools": [_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
         "tool_choice": _tool_choice(body),

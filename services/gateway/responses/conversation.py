@@ -110,12 +110,19 @@ def _check_arguments(text: str, param: str) -> None:
         raise InvalidRequest(f"{param} must be a JSON object, and it is not an object", param=param)
 
 
-def conversation(instructions: str | None, prior: Sequence[Item], given: Sequence[Item | None] | str) -> Conversation:
-    """The messages of instructions, the items of the response before, and the input.
+def conversation(
+    instructions: str | None,
+    prior: Sequence[Item],
+    given: Sequence[Item | None] | str,
+    *,
+    continues: str = "previous_response_id",
+) -> Conversation:
+    """The messages of instructions, the items of what is continued, and the input.
 
     Args:
         instructions: of the request.
-        prior: items of the response that it continues.
+        prior: items of the response or conversation that it continues.
+        continues: the field that names that.
         given: its input; None: an item that nobody can read.
 
     Raises:
@@ -125,7 +132,7 @@ def conversation(instructions: str | None, prior: Sequence[Item], given: Sequenc
     if instructions is not None:
         builder.instruct(instructions, ("instructions",))
     for item in prior:
-        builder.add(item, ("previous_response_id",))
+        builder.add(item, (continues,))
     if isinstance(given, str):
         builder.add(MessageItem(role="user", content=given), ("input",))
     else:

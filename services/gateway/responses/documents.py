@@ -9,12 +9,14 @@ from typing import Any, cast
 
 from pydantic_core import from_json, to_json
 
-from services.common.errors import NotFound, PayloadTooLarge
+from services.common.errors import Conflict, NotFound, PayloadTooLarge
 from services.common.redis_client import call_async
 from services.common.schema_versions import RESPONSE
 from services.gateway.responses.items import Data
 from services.gateway.responses.store import Place, ResponseStore
 
+_ATTEMPTS = 16
+"""To change what others change at the same time."""
 _LOOKED_AT = 100
 _PAGE_BYTES = 8 * 2**20
 """Of a page of a list: where documents are large, it has fewer than were asked for."""
@@ -80,6 +82,28 @@ class DocumentStore:
             return None
         RESPONSE.check(schema, place.id)
         return Document(from_json(body), from_json(items or "[]"), from_json(tags or "{}"), revision or "")
+
+    async def change(self, place: Place, edit: Callable[[Document], None]) -> Document | None:
+        """Changes a document as if nobody else did at the same time.
+
+        Args:
+            edit: is called again for what somebody else has made of it meanwhile.
+
+        Returns:
+            What it is now; None: it is not kept.
+
+        Raises:
+            PayloadTooLarge: it would be over the limit.
+            Conflict: others change it all the time.
+        """
+        for _ in range(_ATTEMPTS):
+            found = await self.find(place)
+            if found is None:
+                return None
+            edit(found)
+            if await self.save(place, found, replaces=True):
+                return found
+        raise Conflict(f"{place.id} is being changed by others: try again")
 
     async def delete(self, place: Place) -> bool:
         """Forgets a document; whether there was one."""

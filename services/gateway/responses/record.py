@@ -53,7 +53,12 @@ class Record:
     def whole(self) -> list[Data]:
         """What it was given and what it answered: what a response that continues it is given before its own input. A
         call that was cut off can be neither run nor read, and is left out."""
-        return [*self.items, *(_readable(item) for item in self.response["output"] if not cut_call(item))]
+        return [*self.items, *self.said]
+
+    @property
+    def said(self) -> list[Data]:
+        """What of its answer can be read again."""
+        return [_readable(item) for item in self.response["output"] if not cut_call(item)]
 
     def item(self, item_id: str) -> Data | None:
         """One of its items, given or answered."""

@@ -11,7 +11,9 @@ from services.gateway.responses.store import Place, ResponseStore
 from services.gateway.schemas.responses_items import InputItem, Item, ItemReference
 
 
-async def resolved(store: ResponseStore, owner: str, given: str | Sequence[InputItem]) -> str | list[Item | None]:
+async def resolved(
+    store: ResponseStore, owner: str, given: str | Sequence[InputItem], *, field: str = "input"
+) -> str | list[Item | None]:
     """The input of a request, every reference replaced by what it names; None in the place of a call that was cut off,
     which can be neither run nor read.
 
@@ -19,6 +21,7 @@ async def resolved(store: ResponseStore, owner: str, given: str | Sequence[Input
         store: where responses are kept.
         owner: who asks, and finds his own responses only.
         given: the input.
+        field: of the request that has it.
 
     Raises:
         NotFound: an item is not kept.
@@ -32,7 +35,7 @@ async def resolved(store: ResponseStore, owner: str, given: str | Sequence[Input
         if not isinstance(item, ItemReference):
             items.append(item)
             continue
-        param = dotted(("input", index, "id"))
+        param = dotted((field, index, "id"))
         response = response_of(item.id)
         try:
             if response is not None and response not in records:

@@ -120,13 +120,14 @@ def chat_fields(body: ResponseRequest, prior: Sequence[Item], given: str | Seque
 
     Args:
         body: the Responses request.
-        prior: the items of the response that it continues.
+        prior: the items of the response or conversation that it continues.
         given: its input, with what it refers to.
 
     Raises:
         InvalidRequest: an item does not fit the ones before it.
     """
-    talk, offers = conversation(body.instructions, prior, given), Offers(body.tools)
+    continues = "conversation" if body.conversation_id else "previous_response_id"
+    talk, offers = conversation(body.instructions, prior, given, continues=continues), Offers(body.tools)
     fields: dict[str, Any] = {"messages": talk.messages}
     for name in _SAME:
         value = getattr(body, name)

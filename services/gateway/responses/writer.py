@@ -91,7 +91,7 @@ class ResponseWriter:
         if self._open is not None:
             self.response["output"].append(self._open.item("incomplete"))
             self._open = None
-        self.response |= {"status": "failed", "error": failure(error)}
+        self.response |= {"status": "failed", "error": failure(error), "conversation": None}
 
     def last(self) -> Data:
         """The last event: response.completed, .incomplete or .failed."""

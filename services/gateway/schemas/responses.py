@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.json_rules import (
+    NULL,
     Rules,
     contains,
     has,
@@ -94,6 +95,12 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 PreviousId = Annotated[str, Field(min_length=1, max_length=128)]
 
 
+class ConversationName(RequestModel):
+    """A conversation by its id."""
+
+    id: PreviousId
+
+
 class ResponseRequest(SamplerFields):
     """OpenAI's Responses API over the same model, with the sampling fields of open models. null is the same as leaving
     a field out."""
@@ -104,6 +111,9 @@ class ResponseRequest(SamplerFields):
     """A system message before everything else. It is not carried over by previous_response_id."""
     previous_response_id: PreviousId | None = None
     """A stored response that this one continues: what it was given and what it answered come before `input`."""
+    conversation: PreviousId | ConversationName | None = None
+    """A conversation, or its id: its items come before `input`, and input and answer are added to it. Not together with
+    previous_response_id."""
     tools: Annotated[list[OfferedTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice = None
     """"auto" (the default), "none", "required", one function, or some of them."""
@@ -150,7 +160,6 @@ class ResponseRequest(SamplerFields):
     """Variables of the chat template, e.g. {"enable_thinking": true}."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "conversation": "use previous_response_id, or send the items",
         "prompt": "there are no stored prompts, send instructions and input",
         "context_management": "send the items that the model shall see",
         "moderation": "check texts before you send them",
@@ -168,7 +177,13 @@ class ResponseRequest(SamplerFields):
         true_only_with("background", if_any(store={"enum": [True, None]}, stream={"enum": [False, None]})),
         TOOL_CHOICE_NEEDS_TOOLS,
         NOT_ONLY_HOSTED,
+        only_with("conversation", if_any(previous_response_id=NULL)),
     )
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation that it belongs to."""
+        return self.conversation.id if isinstance(self.conversation, ConversationName) else self.conversation
 
     @property
     def stored(self) -> bool:
@@ -192,6 +207,11 @@ class ResponseRequest(SamplerFields):
             raise contradiction("stream_options is only allowed together with stream=true", "stream_options")
         if self.top_logprobs and not self.logprobs:
             raise contradiction(f'top_logprobs needs include ["{LOGPROBS}"]', "top_logprobs")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise contradiction(
+                "conversation and previous_response_id each say what the response continues: send one of them",
+                "previous_response_id",
+            )
         if self.background and self.store is False:
             raise contradiction("a background response has to be stored: leave store out", "store")
         if self.background and self.stream:

@@ -232,6 +232,12 @@ class ToolEcho(AnswerModel):
     strict: bool | None
 
 
+class ConversationOf(AnswerModel):
+    """The conversation of a response."""
+
+    id: str
+
+
 class ResponseOut(AnswerModel):
     """A response."""
 
@@ -250,6 +256,8 @@ class ResponseOut(AnswerModel):
     """What POST /v1/train/grpo takes to score the answer; null until it is finished."""
     instructions: str | None
     previous_response_id: str | None
+    conversation: ConversationOf | None = None
+    """The one that input and answer are added to when the response ends. null also when that could not be done."""
     output: list[OutputItem]
     tools: list[ToolEcho | CustomEcho | NamespaceEcho]
     tool_choice: str | dict[str, Any]

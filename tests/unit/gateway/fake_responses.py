@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
-from services.gateway.responses.documents import Document
+from services.gateway.responses.documents import Document, DocumentStore
 from services.gateway.responses.record import ACTIVE, Record, missing
 from services.gateway.responses.store import Place
 
@@ -76,7 +76,7 @@ class MemoryResponses:
         return wanted
 
 
-class MemoryDocuments:
+class MemoryDocuments(DocumentStore):
     """Keeps documents as JSON, as Redis does; away when the responses are."""
 
     def __init__(self, responses: MemoryResponses) -> None:

@@ -291,7 +291,8 @@ def test_errors_of_chat_have_the_names_of_responses() -> None:
         ({"truncation": "always"}, "truncation"),
         ({"service_tier": "gold"}, "service_tier"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"conversation": "c"}, "conversation"),
+        ({"conversation": ""}, "conversation"),
+        ({"conversation": {"name": "c"}}, "conversation.name"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"messages": []}, "messages"),
         ({"max_tokens": 5}, "max_tokens"),
@@ -341,7 +342,7 @@ def test_every_field_is_translated_or_stays() -> None:
     stays = {
         *("store", "background", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         *("truncation", "previous_response_id", "stream_options", "client_metadata", "access_programs"),
-        *("max_tool_calls", "prompt_cache_options"),
+        *("max_tool_calls", "prompt_cache_options", "conversation"),
     }
     renamed = {"input", "instructions", "tools", "tool_choice", "text", "reasoning", "include", "max_output_tokens"}
     same = set(ResponseRequest.model_fields) - stays - renamed - {"top_logprobs"}
