@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from services.common.jobs.strict import SentModel, absent
 from services.common.json_rules import SOME, Rule, Rules, both, either, given, has, if_any, only_with, where
@@ -15,17 +14,12 @@ SAYS: Rule = either(SOME, {"type": ["string", "null"]})
 """A prompt of one or more turns, or a text."""
 
 
-def _wrong(message: str, param: str | None = None) -> PydanticCustomError:
-    context = {"message": message} | ({} if param is None else {"param": param})
-    return PydanticCustomError("contradiction", "{message}", context)
-
-
 def _null(instead: str) -> BeforeValidator:
     """For a field that clients send as null; anything else would be lost."""
 
     def check(value: Any) -> None:
         if value is not None:
-            raise _wrong(f"must be null or left out: {instead}")
+            raise ValueError(f"must be null or left out: {instead}")
 
     return BeforeValidator(check)
 
@@ -37,7 +31,7 @@ _NoFunctionCall = Annotated[None, _null("use tool_calls, its successor")]
 
 def _text_type(value: Any) -> Any:
     if value != "text":
-        raise _wrong(f"parts of type {str(value)[:40]!r} are not learnt from: this model reads and writes text")
+        raise ValueError(f"parts of type {str(value)[:40]!r} are not learnt from: this model reads and writes text")
     return value
 
 
@@ -86,13 +80,13 @@ class Message(SentModel):
         if self.role != "assistant":
             for name in ("reasoning_content", "reasoning", "weight"):
                 if getattr(self, name) is not None:
-                    raise _wrong(f"{name} belongs to turns of the assistant, not of the {self.role}", name)
+                    raise ValueError(f"{name} belongs to turns of the assistant, not of the {self.role}")
             if self.tool_calls:
-                raise _wrong(f"tool_calls belong to turns of the assistant, not of the {self.role}", "tool_calls")
+                raise ValueError(f"tool_calls belong to turns of the assistant, not of the {self.role}")
             if self.content is None:
-                raise _wrong(f"the {self.role}'s turn needs content", "content")
+                raise ValueError(f"the {self.role}'s turn needs content")
         elif self.content is None and not self.tool_calls and self.thoughts is None:
-            raise _wrong("the assistant's turn needs content, tool_calls or reasoning_content", "content")
+            raise ValueError("the assistant's turn needs content, tool_calls or reasoning_content")
         return self
 
     @property
@@ -129,17 +123,16 @@ def check_asks(asked: str | Sequence[Message] | None, field: str) -> None:
     """A prompt ends with a turn that can be answered.
 
     Raises:
-        PydanticCustomError: it has no turns, or the last one is the assistant's; for a validator of the whole model.
+        ValueError: it has no turns, or the last one is the assistant's.
     """
     if asked is None or isinstance(asked, str):
         return
     if not asked:
-        raise _wrong(f"{field} has no turns", field)
+        raise ValueError(f"{field} must end with the turn that is to be answered, and has none")
     if asked[-1].role == "assistant":
-        raise _wrong(
+        raise ValueError(
             f"{field} must end with the turn that is to be answered, not the assistant's: leave that out, or put its "
-            "text in front of the completion",
-            field,
+            "text in front of the completion"
         )
 
 
@@ -148,14 +141,13 @@ def check_taught(messages: Sequence[Message], field: str) -> None:
     template asks for. What the assistant says before any user is context.
 
     Raises:
-        PydanticCustomError: there is none; for a validator of the whole model.
+        ValueError: there is none.
     """
     first = next((index for index, message in enumerate(messages) if message.role == "user"), len(messages))
     if any(message.taught for message in messages[first:]):
         return
-    raise _wrong(
-        f"{field} has no turn to learn: it needs a turn of the assistant behind one of the user, and not with weight 0",
-        field,
+    raise ValueError(
+        f"{field} has no turn to learn: it needs a turn of the assistant behind one of the user, and not with weight 0"
     )
 
 

@@ -57,50 +57,56 @@ def whole(pattern: str, effort: Effort) -> Callable[[str], bool]:
     Raises:
         PatternRefused: the pattern is malformed, or beyond what is evaluated here; also from the matcher itself.
     """
-    return _matcher(rf"(?:{pattern})\Z", pattern, effort)
+    tree = _parsed(pattern, pattern)
+    if (linear := _linear(pattern, pattern)) is not None:
+        return lambda name: linear.fullmatch(name) is not None
+    return _walked(tree, effort, to_the_end=True)
 
 
 def tail(key: str, effort: Effort) -> Callable[[str], bool]:
     """What PEFT finds for a key of rank_pattern or alpha_pattern (get_pattern_key): the whole name, or what follows one
     of its dots. Raises as whole()."""
-    if _PLAIN.fullmatch(key):
-        key_of = re2.compile(rf"(.*\.)?({key})")
-        return lambda name: key_of.fullmatch(name) is not None
-    return _matcher(rf"(.*\.)?({key})$", key, effort)
-
-
-def _matcher(expression: str, pattern: str, effort: Effort) -> Callable[[str], bool]:
-    """Whether a match of the expression begins where a name begins."""
-    if len(pattern) > MAX_LENGTH:
-        raise PatternRefused(f"is over {MAX_LENGTH} characters")
-    tree = _parsed(expression, pattern)
-    if not any(text in pattern for text in _MEANS_OTHER) and (linear := _linear(expression)) is not None:
-        return linear
-    flags, parts = tree.state.flags, list(tree)
-    _check(parts)
-    ignore_case = bool(flags & re.IGNORECASE)
-    return lambda name: _Walk(name, effort).matches(parts, ignore_case)
+    expression = rf"(.*\.)?({key})$"
+    tree = None if _PLAIN.fullmatch(key) and len(key) <= MAX_LENGTH else _parsed(expression, key)
+    if (linear := _linear(expression, key)) is not None:
+        return lambda name: linear.match(name) is not None
+    return _walked(tree or _parsed(expression, key), effort, to_the_end=False)
 
 
 def _parsed(expression: str, pattern: str) -> Any:
+    """As Python reads an expression that was made of a pattern."""
+    if len(pattern) > MAX_LENGTH:
+        raise PatternRefused(f"is over {MAX_LENGTH} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what later versions of Python may read otherwise
-            _parser.parse(pattern)  # by itself: "a)|(b" is a pattern only between our brackets
             return _parser.parse(expression)
     except (re.error, RecursionError, OverflowError) as error:
         raise PatternMalformed(str(error)) from error
 
 
-def _linear(expression: str) -> Callable[[str], bool] | None:
-    """The same by RE2, unless it does not read the expression."""
+def _linear(expression: str, pattern: str) -> Any:
+    """The same by RE2; None if it does not read the expression, or not alike."""
+    if any(text in pattern for text in _MEANS_OTHER):
+        return None
     options = re2.Options()
     options.log_errors = False
     try:
-        compiled = re2.compile(expression.removesuffix(r"\Z") + "$", options)
+        return re2.compile(expression, options)
     except re2.error:
         return None
-    return lambda name: compiled.match(name) is not None
+
+
+def _walked(tree: Any, effort: Effort, *, to_the_end: bool) -> Callable[[str], bool]:
+    """Whether a match begins where a name begins, and ends where it ends."""
+    parts, ignore_case = list(tree), bool(tree.state.flags & re.IGNORECASE)
+    _check(parts)
+
+    def matches(name: str) -> bool:
+        ends = _Walk(name, effort).ends(parts, ignore_case)
+        return bool(ends & 1 << len(name) if to_the_end else ends)
+
+    return matches
 
 
 _INSIDE: dict[str, Callable[[Any], Iterable[Any]]] = {
@@ -144,9 +150,9 @@ class _Walk:
         self._characters: dict[tuple[int, bool], int] = {}
         self._asserted: dict[int, int] = {}
 
-    def matches(self, parts: list[_Op], ignore_case: bool) -> bool:
-        """Whether a match begins at the first character."""
-        return self._run(parts, 1, False, ignore_case) != 0
+    def ends(self, parts: list[_Op], ignore_case: bool) -> int:
+        """Where the matches end that begin at the first character."""
+        return self._run(parts, 1, False, ignore_case)
 
     def _run(self, parts: Iterable[_Op], places: int, back: bool, fold: bool) -> int:
         """Where the parts may end that begin in ``places``; with ``back``, where those may begin that end there."""
@@ -183,18 +189,26 @@ class _Walk:
 
     def _repeat(self, given: tuple[int, int, Iterable[_Op]], places: int, back: bool, fold: bool) -> int:
         fewest, most, inner = given
+        once = self._once(list(inner), back, fold)
         for _ in range(fewest):
-            further = self._run(inner, places, back, fold)
+            further = once(places)
             if further == places:  # so it stays, however often
                 break
             places = further
         found = fresh = places
         for _ in range(fewest, int(most)):
-            fresh = self._run(inner, fresh, back, fold) & ~found
+            fresh = once(fresh) & ~found
             if not fresh:
                 break
             found |= fresh
         return found
+
+    def _once(self, inner: list[_Op], back: bool, fold: bool) -> Callable[[int], int]:
+        """One pass of what is repeated."""
+        if len(inner) > 1 or str(inner[0][0]) not in _SINGLE:
+            return lambda places: self._run(inner, places, back, fold)
+        where = self._where(inner[0], fold)
+        return (lambda places: (places >> 1) & where) if back else (lambda places: (places & where) << 1)
 
     def _holds(self, part: _Op, fold: bool) -> int:
         """Where what a lookaround asks for is there."""

@@ -132,7 +132,7 @@ def test_submit_grpo_groups_strings_with_rewards(tmp_path: Path) -> None:
     ("content", "says"),
     [
         ("", "empty"),
-        ('{"prompt": "hi"}', "examples.0"),
+        ('{"prompt": "hi"}', "examples[0]"),
         ('{"prompt": "hi", "completion": "x"}\nnonsense', "examples.jsonl:2 is not JSON"),
         ("[1]", "must be a JSON object"),
     ],
@@ -173,12 +173,20 @@ def test_submit_reads_every_kind_of_example(tmp_path: Path, kind: str, row: dict
     ("kind", "lines", "says"),
     [
         ("dpo", ['{"prompt": "a", "chosen": "b", "rejected": "c"}', "", '{"prompt": "a", "chosen": "b"}'], ":3: "),
-        ("dpo", ['{"prompt": "a", "chosen": "b", "rejected": "b"}'], "examples.0: Value error, chosen and rejected"),
-        ("kto", ['{"prompt": "a", "completion": "b", "label": "so-so"}'], ":1: examples.0: label"),
+        ("dpo", ['{"prompt": "a", "chosen": "b", "rejected": "b"}'], "examples[0]: chosen and rejected"),
+        ("kto", ['{"prompt": "a", "completion": "b", "label": "so-so"}'], ":1: examples[0]: label"),
         ("kto", ['{"prompt": "a", "completion": "b", "label": true}'], "every label is true"),
-        ("sft", ['{"prompt": "a", "completion": "b"}', '{"text": ""}'], ":2: examples.1: text"),
-        ("grpo", ['{"completion_id": "x", "reward": 1}', '{"completion_id": "y"}'], ":2: rollouts.1: reward"),
-        ("grpo", ["", '{"prompt": "a", "completions": [{"text": "b"}]}'], ":2: groups.0: completions.0.reward"),
+        ("sft", ['{"prompt": "a", "completion": "b"}', '{"text": ""}'], ":2: examples[1]: text"),
+        (
+            "grpo",
+            ['{"completion_id": "x", "reward": 1}', '{"completion_id": "y"}'],
+            ":2: rollouts[1]: the field 'reward'",
+        ),
+        (
+            "grpo",
+            ["", '{"prompt": "a", "completions": [{"text": "b"}]}'],
+            ":2: groups[0]: completions[0]: the field 'reward'",
+        ),
         ("grpo", ['{"prompt": "a", "completions": ["b"], "rewards": []}'], "data.jsonl:1: completions and rewards"),
     ],
 )

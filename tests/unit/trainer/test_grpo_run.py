@@ -216,7 +216,7 @@ def test_bad_rollouts_are_named(host: TrainingHost) -> None:
         prepared(host, groups=groups)
     host.max_train_tokens = 512
     empty = {"prompt": "q", "completions": [{"text": "", "truncated": True, "reward": 1}, {"text": "a", "reward": 0}]}
-    with pytest.raises(InvalidRequest, match=r"completions\[0\] has no tokens"):
+    with pytest.raises(InvalidRequest, match=r"completions\[0\]: has no tokens"):
         prepared(host, groups=[empty])
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     with pytest.raises(InvalidRequest, match=r"groups\[0\].completions\[0\]: .*never closes it"):
