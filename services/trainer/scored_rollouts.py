@@ -118,7 +118,7 @@ def gather(host: PolicyHost, spec: GrpoJob, given: Sequence[GrpoGroup]) -> Score
             continue
         groups.append(list(range(len(rollouts), len(rollouts) + len(members))))
         rollouts.extend(members)
-    open_ended = sum(one.text is not None and one.truncated is None for group in given for one in group.completions)
+    open_ended = sum(bool(one.text) and one.truncated is None for group in given for one in group.completions)
     return ScoredRollouts(rollouts, groups, rewards, _notes(rollouts, rewards, silent, open_ended))
 
 

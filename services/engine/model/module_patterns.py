@@ -147,7 +147,10 @@ class _Walk:
     def __init__(self, name: str, effort: Effort) -> None:
         self._name, self._effort = name, effort
         self._all = (1 << (len(name) + 1)) - 1
-        self._characters: dict[tuple[int, bool], int] = {}
+        self._letters: dict[str, int] = {}
+        for place, letter in enumerate(name):
+            self._letters[letter] = self._letters.get(letter, 0) | 1 << place
+        self._taken: dict[tuple[int, bool], int] = {}
         self._asserted: dict[int, int] = {}
 
     def ends(self, parts: list[_Op], ignore_case: bool) -> int:
@@ -230,13 +233,14 @@ class _Walk:
         return edges if kind == "AT_BOUNDARY" else self._all & ~edges
 
     def _where(self, part: _Op, fold: bool) -> int:
-        """The characters that a part of one character takes."""
+        """Before which characters a part of one character takes the next."""
+        op, given = part
+        if str(op) == "LITERAL" and not fold:
+            return self._letters.get(chr(given), 0)
         key = id(part), fold
-        if key not in self._characters:
-            self._characters[key] = sum(
-                1 << place for place, character in enumerate(self._name) if _takes(part, character, fold)
-            )
-        return self._characters[key]
+        if key not in self._taken:
+            self._taken[key] = sum(places for letter, places in self._letters.items() if _takes(part, letter, fold))
+        return self._taken[key]
 
 
 def _takes(part: _Op, character: str, fold: bool) -> bool:
