@@ -328,7 +328,7 @@ def test_what_the_body_decides_is_said_at_submission(
 ) -> None:
     running.gateway.engines.served.info.teacher = "digest"
     before = set(running.queue.specs)
-    error = refusal(http.post(f"/v1/train/{kind}", json={"adapter": "fresh", **body, "adapter": "fresh"}))
+    error = refusal(http.post(f"/v1/train/{kind}", json=body | {"adapter": "fresh"}))
     assert error["param"] == param, error
     assert says in error["message"], error
     for word in ("Value error", "Extra inputs", "pydantic"):
