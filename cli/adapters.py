@@ -14,6 +14,7 @@ from cli.options import Json, Url
 from cli.output import CliError, ExitCode, Output
 from cli.session import connected
 from services.common.errors import InvalidRequest
+from services.common.manifest import instead_of
 from services.common.names import parse_adapter_ref
 
 app = typer.Typer(name="adapters", help="List, attach, move, merge and roll back adapters.", no_args_is_help=True)
@@ -151,7 +152,7 @@ def upload(
         files = {part: directory / part for part in (WEIGHTS, CONFIG)}
         for file in files.values():
             if not file.is_file():
-                raise CliError(f"{file} does not exist", ExitCode.USAGE)
+                raise CliError(instead_of(file) or f"{file} does not exist", ExitCode.USAGE)
         answer = client.upload("/v1/adapters", {"name": name}, files)
         if attach_it:
             attach_version(client, output, name, int(answer["version"]))

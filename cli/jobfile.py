@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from cli.output import CliError, ExitCode
-from services.common.job_records import SPEC
 from services.common.jobs import (
     JOBS,
     DistillPrompt,
@@ -20,6 +19,7 @@ from services.common.jobs import (
     ScoredCompletion,
     SftExample,
 )
+from services.common.validation import problem
 
 _EXAMPLES: Mapping[str, type[BaseModel]] = {"sft": SftExample, "dpo": DpoExample, "kto": KtoExample}
 """A line of the JSONL data of each kind whose data are examples."""
@@ -50,25 +50,41 @@ def data(kind: str, file: Path) -> dict[str, Any]:
         return _grpo_data(file, rows)
     if kind == "opd":
         for index, (number, row) in enumerate(rows):
-            _check_row(DistillPrompt, row, f"{file}:{number}", f"prompts.{index}")
+            _check_row(DistillPrompt, row, f"{file}:{number}", f"prompts[{index}]")
         return {"prompts": [row for _, row in rows]}
     for index, (number, row) in enumerate(rows):
-        _check_row(_EXAMPLES[kind], row, f"{file}:{number}", f"examples.{index}")
+        _check_row(_EXAMPLES[kind], row, f"{file}:{number}", f"examples[{index}]")
     return {"examples": [row for _, row in rows]}
 
 
 def read_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their line numbers; blank lines are skipped."""
+    """The objects of a JSONL file with their line numbers; blank lines are skipped. Lines end with a line feed and
+    nothing else: the other line ends of Unicode may stand inside of strings."""
     rows = []
-    for number, line in enumerate(_read(file).splitlines(), start=1):
+    text = _read(file)
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            row = _parse(line, f"{file}:{number}")
+            try:
+                row = _parse(line, f"{file}:{number}")
+            except CliError as error:
+                raise CliError(f"{error}{_other_form(text)}", ExitCode.USAGE) from error
             if not isinstance(row, dict):
-                raise CliError(f"{file}:{number}: every line must be a JSON object", ExitCode.USAGE)
+                raise CliError(f"{file}:{number}: every line must be a JSON object{_other_form(text)}", ExitCode.USAGE)
             rows.append((number, row))
     if not rows:
         raise CliError(f"{file} is empty: there is nothing to learn from", ExitCode.USAGE)
     return rows
+
+
+def _other_form(text: str) -> str:
+    """What to do about a file that is JSON as a whole."""
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    if isinstance(whole, list):
+        return "; the file is one JSON array: write its objects one a line (jq -c '.[]' FILE > FILE.jsonl)"
+    return "; the file is one JSON value over several lines: write each object on a line (jq -c . FILE > FILE.jsonl)"
 
 
 def _grpo_data(file: Path, rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
@@ -79,7 +95,7 @@ def _grpo_data(file: Path, rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[s
     by_id = ["completion_id" in row for _, row in rows]
     if all(by_id):
         for index, (number, row) in enumerate(rows):
-            _check_row(ScoredCompletion, row, f"{file}:{number}", f"rollouts.{index}")
+            _check_row(ScoredCompletion, row, f"{file}:{number}", f"rollouts[{index}]")
         return {"rollouts": [row for _, row in rows]}
     if any(by_id):
         raise CliError(
@@ -88,23 +104,28 @@ def _grpo_data(file: Path, rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[s
     groups = []
     for index, (number, row) in enumerate(rows):
         group = _group(row, f"{file}:{number}")
-        _check_row(GrpoGroup, group, f"{file}:{number}", f"groups.{index}")
+        _check_row(GrpoGroup, group, f"{file}:{number}", f"groups[{index}]")
         groups.append(group)
     return {"groups": groups}
 
 
 def _group(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A group of the API. What the simple form has beside its completions becomes theirs."""
     group = dict(row)
-    rewards = group.pop("rewards", None)
-    if rewards is None:
+    beside = {name: group.pop(name) for name in ("rewards", "truncated", "temperature") if name in group}
+    if not beside:
         return group
     completions = group.get("completions")
-    if not isinstance(completions, list) or not isinstance(rewards, list) or len(completions) != len(rewards):
-        raise CliError(f"{where}: completions and rewards must be lists of the same length", ExitCode.USAGE)
-    group["completions"] = [
-        {**(completion if isinstance(completion, dict) else {"text": completion}), "reward": reward}
-        for completion, reward in zip(completions, rewards, strict=True)
-    ]
+    if not isinstance(completions, list):
+        raise CliError(f"{where}: completions must be a list", ExitCode.USAGE)
+    members = [dict(one) if isinstance(one, dict) else {"text": one} for one in completions]
+    for name, value in beside.items():
+        values = [value] * len(members) if name == "temperature" else value
+        if not isinstance(values, list) or len(values) != len(members):
+            raise CliError(f"{where}: completions and {name} must be lists of the same length", ExitCode.USAGE)
+        for member, one in zip(members, values, strict=True):
+            member["reward" if name == "rewards" else name] = one
+    group["completions"] = members
     return group
 
 
@@ -128,38 +149,31 @@ def apply_settings(job: dict[str, Any], settings: Sequence[str]) -> None:
 
 def check(job: Mapping[str, Any]) -> None:
     """Refuses what the server would refuse, naming the field."""
+    model = JOBS[job["kind"]]
     try:
-        SPEC.validate_python(job)
+        model.model_validate(job)
     except ValidationError as error:
-        raise CliError(f"the job is not valid: {_first(error, skip=1)}", ExitCode.USAGE) from error
+        raise CliError(f"the job is not valid: {problem(error, model, job)}", ExitCode.USAGE) from error
 
 
 def _check_row(model: type[BaseModel], row: Mapping[str, Any], line: str, place: str) -> None:
     try:
         model.model_validate(row)
     except ValidationError as error:
-        raise CliError(f"{line}: {place}: {_first(error)}", ExitCode.USAGE) from error
-
-
-def _first(error: ValidationError, *, skip: int = 0) -> str:
-    """The first of what is wrong, and how much more there is. ``skip``: leading parts of the place to leave out."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"][skip:])
-    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where + ': ' if where else ''}{first['msg']}{more}"
+        raise CliError(f"{line}: {place}: {problem(error, model, row)}", ExitCode.USAGE) from error
 
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode("utf-8-sig")  # with the byte order mark that Windows puts there, or without
     except OSError as error:
         raise CliError(f"cannot read {file}: {error.strerror}", ExitCode.USAGE) from error
     except UnicodeDecodeError as error:
-        raise CliError(f"{file} is not UTF-8 text", ExitCode.USAGE) from error
+        raise CliError(f"{file} is not UTF-8 text: save it as UTF-8", ExitCode.USAGE) from error
 
 
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CliError(f"{where} is not JSON: {error}", ExitCode.USAGE) from error

@@ -3,7 +3,8 @@
 text        base_model.model.model.layers.…                  Qwen3_5ForCausalLM (AutoModelForCausalLM)
 multimodal  base_model.model.model.language_model.layers.…   Qwen3_5ForConditionalGeneration, vLLM's both classes
 
-PEFT on the wrong form leaves every layer as it is, with a warning at most. Temper itself reads either.
+PEFT on the wrong form leaves every layer as it is, with a warning at most. Temper itself reads either, each with the
+names of its class: a pattern that names the other class's has no effect before the conversion and none after it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.model.adapter_config import CONFIG_FILE, WEIGHTS_FILE, AdapterSettings, parse_config
 from services.engine.model.adapter_file import read_tensors
 from services.engine.model.config import ModelConfig
-from services.engine.model.lora_binding import ADAPTER_DTYPES, PEFT_PREFIX, bind_adapter, sort_tensors
+from services.engine.model.lora_binding import ADAPTER_DTYPES, PEFT_PREFIX, bind_adapter, prefix_of, sort_tensors
 from services.engine.model.lora_targets import TARGET_MODULES
 
 Form: TypeAlias = Literal["text", "multimodal"]
@@ -47,14 +48,17 @@ def convert(files: Mapping[str, bytes], form: Form, config: ModelConfig | None =
         bind_adapter(files, config, max_rank=_HIGHEST_RANK)
     data = parse_config(files[CONFIG_FILE])
     settings = AdapterSettings(data)
-    halves = _halves(files[WEIGHTS_FILE], settings)
-    _check_halves(halves, settings)
+    read = _tensors(files[WEIGHTS_FILE])
+    own = prefix_of(read)
+    found = sort_tensors(read, _KnownLayers(settings, own))
+    halves = {place: tensor for place, (_, tensor) in found.items()}
+    _check_halves(halves, settings, own)
     prefix = PEFT_PREFIX + _PREFIXES[form]
     tensors = {f"{prefix}{path}.lora_{half}.weight": tensor for (path, half), tensor in halves.items()}
     paths = sorted({path for path, _ in halves})
     return {
         WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}),
-        CONFIG_FILE: json.dumps(_config(data, settings, paths), indent=2, sort_keys=True).encode(),
+        CONFIG_FILE: json.dumps(_config(data, settings, own, paths), indent=2, sort_keys=True).encode(),
     }
 
 
@@ -80,20 +84,15 @@ def _tensors(weights: bytes) -> dict[str, Tensor]:
 class _KnownLayers:
     """Paths of linear layers that the configuration adapts."""
 
-    def __init__(self, settings: AdapterSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: AdapterSettings, prefix: str) -> None:
+        self._settings, self._prefix = settings, prefix
 
     def __contains__(self, path: object) -> bool:
-        return isinstance(path, str) and path.rsplit(".", 1)[1] in TARGET_MODULES and self._settings.targets(path)
+        known = isinstance(path, str) and path.rsplit(".", 1)[1] in TARGET_MODULES
+        return known and self._settings.targets(f"{self._prefix}{path}")
 
 
-def _halves(weights: bytes, settings: AdapterSettings) -> dict[tuple[str, str], Tensor]:
-    """(path, "A" or "B") → tensor."""
-    found = sort_tensors(_tensors(weights), _KnownLayers(settings))
-    return {place: tensor for place, (_, tensor) in found.items()}
-
-
-def _check_halves(halves: Mapping[tuple[str, str], Tensor], settings: AdapterSettings) -> None:
+def _check_halves(halves: Mapping[tuple[str, str], Tensor], settings: AdapterSettings, prefix: str) -> None:
     """What can be said without a model: pairs that fit each other, and nothing missing that the configuration lists."""
     if not halves:
         raise AdapterRejected(f"{WEIGHTS_FILE} has no tensors")
@@ -101,7 +100,7 @@ def _check_halves(halves: Mapping[tuple[str, str], Tensor], settings: AdapterSet
         for half in ("A", "B"):
             if (path, half) not in halves:
                 raise AdapterRejected(f"tensor {path}.lora_{half}.weight is missing from the adapter")
-        a, b, rank = halves[path, "A"], halves[path, "B"], settings.rank(path)
+        a, b, rank = halves[path, "A"], halves[path, "B"], settings.rank(prefix + path)
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise AdapterRejected(
                 f"{path}: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, {CONFIG_FILE} gives rank {rank}"
@@ -112,7 +111,7 @@ def _check_halves(halves: Mapping[tuple[str, str], Tensor], settings: AdapterSet
                     f"tensor {path}.lora_{half}.weight is {tensor.dtype}: only float32, bfloat16 and float16 "
                     "are supported"
                 )
-    unmatched = settings.unmatched({path for path, _ in halves})
+    unmatched = settings.unmatched({prefix + path for path, _ in halves})
     missing = [name for name in unmatched if name.rsplit(".", 1)[-1] in TARGET_MODULES]
     if missing:
         raise AdapterRejected(
@@ -120,10 +119,10 @@ def _check_halves(halves: Mapping[tuple[str, str], Tensor], settings: AdapterSet
         )
 
 
-def _config(data: Mapping[str, Any], settings: AdapterSettings, paths: list[str]) -> dict[str, Any]:
+def _config(data: Mapping[str, Any], settings: AdapterSettings, prefix: str, paths: list[str]) -> dict[str, Any]:
     """adapter_config.json without a word of the class: layers are named from "layers." on, which PEFT finds in both."""
-    ranks = {path: settings.rank(path) for path in paths}
-    alphas = {path: settings.alpha(path) for path in paths}
+    ranks = {path: settings.rank(prefix + path) for path in paths}
+    alphas = {path: settings.alpha(prefix + path) for path in paths}
     names = settings.plain_names
     return {
         **data,

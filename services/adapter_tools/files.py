@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from services.common.errors import AdapterRejected, InvalidRequest
-from services.common.manifest import CONFIG, WEIGHTS, FileEntry, Manifest, files_digest
+from services.common.manifest import CONFIG, WEIGHTS, FileEntry, Manifest, files_digest, instead_of
 
 MANIFEST = "manifest.json"
 
@@ -67,9 +67,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise InvalidRequest(
-            f"{path} does not exist: an adapter has {WEIGHTS} and {CONFIG}", param="adapter"
-        ) from error
+        missing = f"{path} does not exist: an adapter has {WEIGHTS} and {CONFIG}"
+        raise InvalidRequest(instead_of(path) or missing, param="adapter") from error
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="adapter") from error
 

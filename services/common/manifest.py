@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,6 +14,27 @@ from services.common.names import AdapterVersion
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+PICKLED = (".bin", ".pt", ".pth")
+"""How the names of weights end that torch.save wrote: reading them would run what is in them."""
+SAFE_ONLY = (
+    f"weights are taken as {WEIGHTS} only, because reading a file of torch.save runs what is in it: load the adapter "
+    "with PEFT where you trust it, and save_pretrained(DIRECTORY) writes it so"
+)
+_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02")
+"""What such files begin with, now and before torch 1.6."""
+
+
+def is_pickled(data: bytes) -> bool:
+    """Whether weights are of torch.save, whatever they are called."""
+    return data.startswith(_TORCH_SAVE)
+
+
+def instead_of(path: Path) -> str | None:
+    """What to do about weights that are missing where there are some of torch.save."""
+    if path.name != WEIGHTS:
+        return None
+    found = next((old for end in PICKLED if (old := path.with_suffix(end)).is_file()), None)
+    return None if found is None else f"{path} does not exist, only {found.name}: {SAFE_ONLY}"
 
 
 class FileEntry(BaseModel):

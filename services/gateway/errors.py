@@ -40,6 +40,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import engine_pb2
+from services.common.validation import dotted, most_telling
 
 log = structlog.get_logger(__name__)
 
@@ -173,36 +174,6 @@ def engine_error(error: engine_pb2.Error) -> TemperError:
             return _FROM_ENGINE.get(error.code, TemperError)(message, param=param)
 
 
-def _walk(location: Sequence[int | str], body: Any, *, missing: bool) -> list[int | str]:
-    """The part of a pydantic location that exists in the body: union and validator tags are left out."""
-    path: list[int | str] = []
-    for position, segment in enumerate(location):
-        last = position == len(location) - 1
-        in_object = isinstance(body, Mapping) and segment in body
-        in_list = isinstance(body, list) and isinstance(segment, int) and 0 <= segment < len(body)
-        if in_object and _is_tag(segment, body, location[position + 1 :]):
-            continue
-        if in_object or in_list:
-            body = body[segment]
-        elif not (last and missing):
-            continue
-        path.append(segment)
-    return path
-
-
-def _is_tag(segment: int | str, body: Mapping[Any, Any], rest: Sequence[int | str]) -> bool:
-    """Whether a segment that is a key, too, is a union's tag, as `text` of the blocks that have a `text`: nothing is
-    inside that key, and the location goes on beside it."""
-    return not isinstance(body[segment], Mapping | list) and any(later in body for later in rest)
-
-
-def _dotted(path: Sequence[int | str]) -> str:
-    text = ""
-    for segment in path:
-        text += f"[{segment}]" if isinstance(segment, int) else f".{segment}" if text else segment
-    return text
-
-
 def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
     """Message and code of one pydantic error."""
     kind, text = str(error["type"]), str(error["msg"]).removeprefix("Value error, ")
@@ -222,41 +193,30 @@ def _describe(error: Mapping[str, Any], name: str) -> tuple[str, str]:
     return f"{name}: {text}" if name else text, code
 
 
-def _complaint(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str, str | None]:
-    """Message, code and field. Of the errors of a union the one deepest in the body is told, of those the first of a
-    value that has a type of the union."""
-    best: tuple[tuple[int, bool], list[int | str], Mapping[str, Any]] | None = None
-    for error in errors:
-        location = list(error["loc"])
-        source = location.pop(0) if location else "body"
-        if error["type"] == "json_invalid":
-            path: list[int | str] = []
-        elif source == "body":
-            path = _walk(location, body, missing=error["type"] == "missing")
-        else:
-            path = location
-        if str(error["type"]).startswith("union_tag"):
-            path = [*path, str(error["ctx"]["discriminator"]).strip("'")]
-        if extra := (error.get("ctx") or {}).get("param"):
-            path = [*path, extra]
-        rank = len(path), not str(error["type"]).endswith("_type")
-        if best is None or rank > best[0]:
-            best = (rank, path, error)
-    if best is None:
+def _complaint(errors: Sequence[Mapping[str, Any]], body: Any, model: Any) -> tuple[str, str, str | None]:
+    """Message, code and field of the error that says most."""
+    told = most_telling(errors, body)
+    if told is None:
         return "the request is not valid", InvalidRequest.code, None
-    _, path, error = best
-    name = _dotted(path)
+    error, path = told.error, told.path
+    name = dotted(path)
     if not path and error["type"] not in ("json_invalid", "missing") and not isinstance(body, Mapping):
         return "send a JSON object with the header 'content-type: application/json'", "invalid_json", None
     if not path and error["type"] == "missing":
         return "the request body is missing", "missing_required_parameter", None
+    if told.unknown and model is not None and (meant := told.guess(model, body)):
+        return f"Unknown parameter: {name!r}{meant}", "unknown_parameter", name
     message, code = _describe(error, name)
     return message, code, name or None
 
 
-def validation_response(errors: Sequence[Mapping[str, Any]], body: Any, route: str) -> Response:
-    """400 for a request to ``route`` that does not fit its model."""
-    message, code, param = _complaint(errors, body)
+def validation_response(errors: Sequence[Mapping[str, Any]], body: Any, route: str, *, model: Any = None) -> Response:
+    """400 for a request to ``route`` that does not fit its model.
+
+    Args:
+        model: of the body, whose fields a misspelt one is compared with.
+    """
+    message, code, param = _complaint(errors, body, model)
     return error_response(message, status=400, code=code, param=param, route=route)
 
 
@@ -275,7 +235,13 @@ async def _on_temper_error(request: Request, error: Exception) -> Response:
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    return validation_response(error.errors(), error.body, _route(request))
+    return validation_response(error.errors(), error.body, _route(request), model=_body_model(request))
+
+
+def _body_model(request: Request) -> Any:
+    """The type of the body of the route that was asked; None where there is none."""
+    field = getattr(request.scope.get("route"), "body_field", None)
+    return None if field is None else field.field_info.annotation
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, deserialize
 from starlette.datastructures import FormData, UploadFile
 
 from services.common.errors import AdapterRejected, InvalidRequest
+from services.common.manifest import PICKLED, SAFE_ONLY, is_pickled
 from services.common.names import check_adapter_name
 from services.common.registry import CONFIG, WEIGHTS
 
@@ -21,10 +22,12 @@ async def read_form(form: FormData) -> tuple[str, dict[str, bytes]]:
 
     Raises:
         InvalidRequest: a part is missing, unknown or given twice.
-        AdapterRejected: a file is empty or far too large.
+        AdapterRejected: a file is empty, far too large, or by its name weights of torch.save.
     """
     known = ("name", WEIGHTS, CONFIG)
     for key in form:
+        if key.endswith(PICKLED):
+            raise AdapterRejected(f"{key[:80]}: {SAFE_ONLY}", param=key)
         if key not in known:
             raise InvalidRequest(f"Unknown part: {key[:80]!r}. An upload has the parts {', '.join(known)}.", param=key)
         if len(form.getlist(key)) > 1:
@@ -67,6 +70,8 @@ def check_files(files: dict[str, bytes]) -> None:
     try:
         tensors = deserialize(files[WEIGHTS])  # type: ignore[no-untyped-call]
     except SafetensorError as error:
+        if is_pickled(files[WEIGHTS]):
+            raise AdapterRejected(f"{WEIGHTS} is a file of torch.save: {SAFE_ONLY}", param=WEIGHTS) from error
         raise AdapterRejected(f"{WEIGHTS} is corrupt: {error}", param=WEIGHTS) from error
     if not 0 < len(tensors) <= MAX_TENSORS:
         raise AdapterRejected(f"{WEIGHTS} has {len(tensors)} tensors", param=WEIGHTS)

@@ -1,51 +1,28 @@
-"""From examples to packed token batches. Tokens are what the gateway's endpoints would send to the engine.
+"""From documents to packed token batches.
 
-A document is one sequence the model reads from its start; of its tokens only those a model would have generated
-itself (the completion and the token that ends it) are trained on. Documents of a microbatch lie one behind another
-without padding; `Qwen3_5.forward_train` keeps them apart.
+Documents (services/common/text/documents.py) of a microbatch lie one behind another without padding;
+`Qwen3_5.forward_train` keeps them apart.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import AskedExample, JobBase, Message, SftExample, SftJob
-from services.common.text.tokenizer import TextCodec
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A token sequence; ``trained[i]`` says whether token i is predicted (the loss is on token i given those before).
-
-    The first token has nothing before it and is never trained.
-    """
-
-    token_ids: Sequence[int]
-    trained: Sequence[bool]
-    source: int
-    """Index of the example or rollout it comes from."""
-
-    def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.trained) or len(self.token_ids) < 2:
-            raise ValueError(f"a document needs a flag a token and at least 2 tokens, got {len(self.token_ids)}")
-        if self.trained[0] or not any(self.trained):
-            raise ValueError("a document trains at least one token, and never its first")
-
-    @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_trained(self) -> int:
-        return sum(self.trained)
+from services.common.jobs import SftJob
+from services.common.jobs.examples import held_out
+from services.common.text.documents import Document as Document
+from services.common.text.documents import answer_documents as answer_documents
+from services.common.text.documents import check_thinking as check_thinking
+from services.common.text.documents import completion_document as completion_document
+from services.common.text.documents import completion_tokens as completion_tokens
+from services.common.text.documents import example_documents as example_documents
+from services.common.text.documents import placed as placed
+from services.common.text.documents import prompt_tokens as prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,195 +115,6 @@ def largest_microbatch(lengths: Sequence[int], max_tokens: int) -> int:
     return max(max(inputs), min(max_tokens, sum(inputs)))
 
 
-# -- tokens
-
-
-def as_mappings(messages: Iterable[Message]) -> list[Mapping[str, Any]]:
-    """Messages as the chat template takes them."""
-    return [message.model_dump(exclude_none=True) for message in messages]
-
-
-def prompt_tokens(
-    codec: TextCodec, spec: JobBase, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-) -> list[int]:
-    """Tokens of a prompt exactly as the gateway sends them to the engine: the chat endpoint's rendering, or, for a
-    plain string with ``prompt_format`` raw, the completion endpoint's.
-
-    Raises:
-        InvalidRequest: the template refuses the prompt, or it has no tokens.
-    """
-    if isinstance(prompt, str) and spec.prompt_format == "raw":
-        tokens = codec.encode(prompt)
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_mappings(prompt)
-        tokens = codec.encode_chat(messages, tools=tools, **spec.chat_template_kwargs)
-    if not tokens:
-        raise InvalidRequest("the prompt has no tokens", param="prompt")
-    return tokens
-
-
-def completion_tokens(codec: TextCodec, text: str, *, ends: bool) -> list[int]:
-    """Tokens a model would have sampled for ``text``, with the token that ends the turn unless it was cut off."""
-    return codec.encode_completion(text) + ([codec.eos_ids[0]] if ends else [])
-
-
-def check_thinking(codec: TextCodec, prompt: Sequence[int], completion: Sequence[int]) -> None:
-    """Refuses a text completion that answers inside the thinking block its prompt opened: a client saw only the answer,
-    and training on it without the sampled reasoning would teach the model to skip closing the block.
-
-    Raises:
-        InvalidRequest: the prompt ends in an open `<think>` and the completion has no `</think>`.
-    """
-    opened, closed = codec.token_id("<think>"), codec.token_id("</think>")
-    if opened is None or closed is None or closed in completion:
-        return
-    last = next((token for token in reversed(prompt) if token in (opened, closed)), closed)
-    if last == opened:
-        raise InvalidRequest(
-            "the prompt opens a thinking block and the completion never closes it: include the reasoning and </think> "
-            "in the completion (for rollouts, send token_ids), or turn thinking off in chat_template_kwargs",
-            param="completion",
-        )
-
-
-@contextlib.contextmanager
-def placed(where: str) -> Iterator[None]:
-    """Puts the place of an example or a rollout in front of what is wrong with it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{where}: {error.message}", param=where) from error
-
-
-def completion_document(prompt: Sequence[int], completion: Sequence[int], source: int) -> Document:
-    """A document with the loss on the completion only."""
-    return Document(
-        token_ids=(*prompt, *completion),
-        trained=(False,) * len(prompt) + (True,) * len(completion),
-        source=source,
-    )
-
-
-def example_documents(
-    codec: TextCodec, spec: SftJob, example: SftExample, source: int, *, field: str = "examples"
-) -> list[Document]:
-    """The documents of one example: one, or one an assistant turn where the template rewrites earlier turns.
-
-    Raises:
-        InvalidRequest: the example cannot be rendered as a generation; the message has its index.
-    """
-    with placed(f"{field}[{source}]"):
-        if example.text is not None:
-            return [_text_document(codec, example.text, source)]
-        if example.messages is not None:
-            return _chat_documents(codec, spec, example.messages, example.tools, source)
-        if example.prompt is None or example.completion is None:
-            raise InvalidRequest("give either prompt and completion, or messages")
-        prompt = prompt_tokens(codec, spec, example.prompt, example.tools)
-        completion = completion_tokens(codec, example.completion, ends=True)
-        if spec.prompt_format == "chat":
-            check_thinking(codec, prompt, completion)
-        return [completion_document(prompt, completion, source)]
-
-
-def answer_documents(
-    codec: TextCodec, spec: JobBase, example: AskedExample, completions: Sequence[str], source: int
-) -> list[Document]:
-    """A document a completion of the example's prompt, with the loss on the completion only.
-
-    Raises:
-        InvalidRequest: the template refuses the prompt, or a completion never leaves the thinking block it opens.
-    """
-    prompt = prompt_tokens(codec, spec, example.asked, example.tools)
-    documents = []
-    for text in completions:
-        completion = completion_tokens(codec, text, ends=True)
-        if spec.prompt_format == "chat":
-            check_thinking(codec, prompt, completion)
-        documents.append(completion_document(prompt, completion, source))
-    return documents
-
-
-def _text_document(codec: TextCodec, text: str, source: int) -> Document:
-    """Loss on all of a text and on the token that ends it; its first token has nothing before it to predict it from."""
-    tokens = [*codec.encode(text), codec.eos_ids[0]]
-    return Document(tuple(tokens), (False,) + (True,) * (len(tokens) - 1), source)
-
-
-def _chat_documents(
-    codec: TextCodec,
-    spec: SftJob,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    source: int,
-) -> list[Document]:
-    """Loss on what each assistant turn adds to its generation prompt, up to and with the token that ends it.
-
-    Templates may render a turn differently once others follow (Qwen's drops the thinking block of earlier turns), so a
-    conversation is one document only if each turn's generation prompt is a token prefix of the whole; otherwise every
-    assistant turn becomes a document of its own, in the context in which it would have been generated.
-    """
-    turns = as_mappings(messages)
-    spoken = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    if spoken[0] == 0:
-        raise InvalidRequest("the first turn must not be the assistant's: nothing prompts it", param="messages")
-    documents = [_turn_document(codec, spec, turns[: index + 1], tools, source) for index in spoken]
-    merged = documents[-1]
-    trained = list(merged.trained)
-    for document in documents[:-1]:
-        if tuple(merged.token_ids[: document.length]) != tuple(document.token_ids):
-            return documents
-        for position, flag in enumerate(document.trained):
-            trained[position] = trained[position] or flag
-    return [Document(merged.token_ids, tuple(trained), source)]
-
-
-def _turn_document(
-    codec: TextCodec,
-    spec: SftJob,
-    turns: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    source: int,
-) -> Document:
-    options = spec.chat_template_kwargs
-    prompt = codec.encode_chat(turns[:-1], tools=tools, **options)
-    whole = codec.encode_chat(turns, tools=tools, add_generation_prompt=False, **options)
-    if whole[: len(prompt)] != prompt:
-        whole = prompt + _continuation(codec, turns, tools, options)
-    # Whatever follows the end of the turn (Qwen's writes a newline) is the template's, not the model's.
-    end = next((at for at in range(len(whole) - 1, len(prompt) - 1, -1) if whole[at] == codec.eos_ids[0]), None)
-    if end is None:
-        raise InvalidRequest(f"the chat template does not end assistant turn {len(turns) - 1} with the eos token")
-    return completion_document(prompt, whole[len(prompt) : end + 1], source)
-
-
-def _continuation(
-    codec: TextCodec,
-    turns: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    options: Mapping[str, Any],
-) -> list[int]:
-    """Tokens of the last turn behind its generation prompt, when the two merge into other tokens at the seam.
-
-    A model that generates sees the prompt's tokens as they are, so the turn is tokenized from the seam on.
-    """
-    before = codec.chat_pieces(turns[:-1], tools=tools, **options)
-    whole = codec.chat_pieces(turns, tools=tools, add_generation_prompt=False, **options)
-    last = len(before) - 1
-    same = len(whole) > last and whole[:last] == before[:last] and whole[last].plain == before[last].plain
-    if not same or not whole[last].text.startswith(before[last].text):
-        raise InvalidRequest(
-            f"the chat template renders assistant turn {len(turns) - 1} differently from its generation prompt, so it "
-            "could never be generated like that: set chat_template_kwargs so that they agree (for example "
-            '{"enable_thinking": true} for turns with reasoning), or give prompt and completion'
-        )
-    rest = whole[last].text[len(before[last].text) :]
-    tokens = codec.encode(rest)
-    for piece in whole[last + 1 :]:
-        tokens += codec.encode_piece(piece)
-    return tokens
-
-
 # -- limits and splits
 
 
@@ -350,7 +138,7 @@ def apply_limit(
                 f"{field}[{document.source}]", document.length, limit, "shorten it, or set overlong to drop or truncate"
             )
         if spec.overlong == "truncate" and any(document.trained[:limit]):
-            kept.append(Document(document.token_ids[:limit], document.trained[:limit], document.source))
+            kept.append(replace(document, token_ids=document.token_ids[:limit], trained=document.trained[:limit]))
             cut.append(document.source)
         else:
             dropped.append(document.source)
@@ -386,6 +174,6 @@ def split_evaluation(count: int, fraction: float, seed: int) -> tuple[list[int],
         return list(range(count)), []
     if count < 2:
         raise InvalidRequest(f"eval_fraction needs at least 2 examples, got {count}", param="eval_fraction")
-    held = min(count - 1, max(1, math.floor(count * fraction + 0.5)))
+    held = held_out(count, fraction)
     order = shuffled(count, seed=seed, epoch=-1)
     return sorted(order[held:]), sorted(order[:held])

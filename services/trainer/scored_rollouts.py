@@ -15,15 +15,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, check_spread
-from services.trainer.data import (
-    Document,
-    check_thinking,
-    completion_document,
-    completion_tokens,
-    overlong,
-    placed,
-    prompt_tokens,
-)
+from services.common.text.documents import Document, completion_document, placed, prompt_tokens, rollout_tokens
+from services.trainer.data import overlong
 from services.trainer.host import PolicyHost
 from services.trainer.losses import group_advantages
 
@@ -125,11 +118,17 @@ def gather(host: PolicyHost, spec: GrpoJob, given: Sequence[GrpoGroup]) -> Score
             continue
         groups.append(list(range(len(rollouts), len(rollouts) + len(members))))
         rollouts.extend(members)
-    return ScoredRollouts(rollouts, groups, rewards, _notes(rollouts, rewards, silent))
+    open_ended = sum(bool(one.text) and one.truncated is None for group in given for one in group.completions)
+    return ScoredRollouts(rollouts, groups, rewards, _notes(rollouts, rewards, silent, open_ended))
 
 
-def _notes(rollouts: Sequence[Rollout], rewards: RewardStats, silent: int) -> list[str]:
+def _notes(rollouts: Sequence[Rollout], rewards: RewardStats, silent: int, open_ended: int) -> list[str]:
     notes = []
+    if open_ended:
+        notes.append(
+            f"{open_ended} completions are texts that do not say whether they ended: the token that ends one is not "
+            "learnt; give `truncated` (true where finish_reason is length), or their completion ids"
+        )
     if rewards.groups_skipped:
         notes.append(f"{rewards.groups_skipped} of {rewards.groups} groups skipped: all rewards in them are equal")
     if silent:
@@ -185,14 +184,8 @@ def _rollout(
     index: int,
 ) -> Rollout:
     limit, vocab = host.max_train_tokens, host.model.config.vocab_size
-    tokens = completion.token_ids
-    if tokens is None:
-        tokens = completion_tokens(host.codec, completion.text or "", ends=not completion.truncated)
-        if spec.prompt_format == "chat" and not completion.truncated:
-            with placed(at):
-                check_thinking(host.codec, prompt, tokens)
-    if not tokens:
-        raise InvalidRequest(f"{at} has no tokens: an empty completion must not be truncated", param=at)
+    with placed(at):
+        tokens = rollout_tokens(host.codec, spec, prompt, completion)
     if max(*prompt, *tokens) >= vocab:
         raise InvalidRequest(f"{at}: a token id is over the model's vocabulary of {vocab}", param=at)
     document = completion_document(prompt, tokens, index)
@@ -207,6 +200,6 @@ def _rollout(
         # A greedy rollout's log-probabilities are of the plain distribution.
         temperature=completion.temperature or 1.0,
         behaviour=None if completion.logprobs is None else torch.tensor(completion.logprobs),
-        truncated=completion.truncated,
-        masked=spec.mask_truncated and completion.truncated,
+        truncated=bool(completion.truncated),
+        masked=spec.mask_truncated and bool(completion.truncated),
     )

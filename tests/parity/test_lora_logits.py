@@ -28,6 +28,22 @@ KINDS: dict[str, dict[str, Any]] = {
     "some-modules": {"target_modules": ["q_proj", "in_proj_b", "up_proj"]},
     "some-layers": {"target_modules": ALL, "layers_to_transform": [1, 3]},
     "expression": {"target_modules": r".*\.(linear_attn|mlp)\..*proj.*"},
+    "lookaround": {
+        "target_modules": r"^(model(?=\.).*\.(q_proj|up_proj|in_proj_z))$",
+        "exclude_modules": r".*\.layers\.(?!0)\d\.mlp\..*",
+        "alpha_pattern": {r"layers\.(?!1\.)\d+\..*_proj": 32},
+        "rank_pattern": {r"(?<=self_attn\.)q_proj": 2},
+    },
+    "of-the-other-class": {
+        "rank_pattern": {r"model\.language_model\..*": 8},
+        "alpha_pattern": {".*language_model.*": 64, "model.language_model.layers.1.self_attn.q_proj": 64},
+        "exclude_modules": r"model\.language_model\.layers\.1\..*",
+    },
+    "layers-pattern": {
+        "target_modules": ["up_proj", "model.layers.0.mlp.down_proj"],
+        "layers_to_transform": 1,
+        "layers_pattern": ["blocks", "layers"],
+    },
 }
 
 

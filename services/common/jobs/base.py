@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from services.common.jobs.acceptance import Better, PublishIf, check_publish_if
+from services.common.jobs.linear import ALL_LINEAR, TARGET_MODULES, LinearName, is_linear, means_all_linear
+from services.common.jobs.messages import SAYS as SAYS
+from services.common.jobs.messages import Message as Message
 from services.common.jobs.strict import SentModel as SentModel
-from services.common.json_rules import SOME, Rule, Rules, either, if_any, true_only_with
+from services.common.json_rules import Rules, if_any, true_only_with
 from services.common.names import POLICY_SCHEMA, AdapterName
+from services.common.validation import guess
 
-SAYS: Rule = either(SOME, {"type": ["string", "null"]})
-"""A prompt of one or more turns, or a text."""
 Recompute = Literal["none", "selective", "full"]
 
 
-class Message(SentModel):
-    """One chat turn, as the chat template takes it."""
+def _linear_layers(value: Any) -> Any:
+    if means_all_linear(value):
+        return ALL_LINEAR
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return value
+    if not value:
+        raise ValueError(f'is empty: name linear layers, or leave it out (or say "{ALL_LINEAR}") for all of them')
+    for name in value:
+        if not is_linear(name):
+            raise ValueError(
+                f"{name[:80]!r} is no linear layer of the model{guess(name, TARGET_MODULES)}: choose from "
+                f'{", ".join(TARGET_MODULES)}, or "{ALL_LINEAR}"'
+            )
+    return value
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
+
+TargetModules = Annotated[
+    Literal["all-linear"] | list[str],
+    BeforeValidator(_linear_layers, json_schema_input_type=Literal["all-linear"] | list[LinearName]),
+]
 
 
 class LoraSettings(SentModel):
@@ -34,8 +48,8 @@ class LoraSettings(SentModel):
     rank: int = Field(16, ge=1, le=256)
     alpha: float = Field(32.0, gt=0)
     use_rslora: bool = False
-    target_modules: list[str] | None = None
-    """None: every linear layer."""
+    target_modules: TargetModules | None = None
+    """Last names of linear layers, or whole paths ("layers.3.self_attn.q_proj"). None and "all-linear": all of them."""
     seed: int = Field(0, ge=0, lt=2**63)
 
     @model_serializer(mode="wrap")
@@ -56,6 +70,9 @@ class OptimizerSettings(SentModel):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+
+
+_REST = OptimizerSettings.model_fields.keys() - {"learning_rate"}
 
 
 class PublishingJob(SentModel):
@@ -120,6 +137,23 @@ class JobBase(PublishingJob):
     def _one_recomputation(self) -> JobBase:
         if self.gradient_checkpointing and self.recompute not in (None, "full"):
             raise ValueError(f'gradient_checkpointing means recompute "full", but recompute is "{self.recompute}"')
+        return self
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> JobBase:
+        given = self.optimizer.model_fields_set
+        # What the queue stores has every field of the optimizer, this one at its default.
+        inside = self.optimizer.learning_rate if "learning_rate" in given and not given >= _REST else None
+        if inside is not None and self.learning_rate is not None and inside != self.learning_rate:
+            raise PydanticCustomError(
+                "contradiction",
+                "{message}",
+                {
+                    "message": f"learning_rate is {self.learning_rate:g} and optimizer.learning_rate {inside:g}: they "
+                    "are the same setting, give one of them",
+                    "param": "learning_rate",
+                },
+            )
         return self
 
     @property

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from services.common.jobs.acceptance import Better
 from services.common.jobs.base import SAYS, JobBase, Message, SentModel
+from services.common.jobs.messages import check_asks
 from services.common.json_rules import SOME, Rule, Rules, either, exactly_one, has, if_any
 
 E = TypeVar("E", bound=SentModel)
 EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
 """Holds of an ExampleJob that computes evaluations."""
+
+
+HOLDS_NOTHING_OUT: Rule = either(has(eval_examples=SOME), if_any(eval_fraction=0))
+
+
+def held_out(count: int, fraction: float) -> int:
+    """How many of ``count`` examples a share of them is."""
+    return 0 if fraction == 0 else min(max(1, count - 1), max(1, math.floor(count * fraction + 0.5)))
 
 
 class ExampleJob(JobBase, Generic[E]):
@@ -32,6 +43,22 @@ class ExampleJob(JobBase, Generic[E]):
 
     evaluated: ClassVar[Mapping[str, Better]]
     """Metrics of an evaluation, and which way is better; each method has its own."""
+    json_rules: ClassVar[Rules] = (either(HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),)
+
+    @model_validator(mode="after")
+    def _enough_to_split(self) -> ExampleJob[E]:
+        if self.held_out and len(self.examples) < 2:
+            raise PydanticCustomError(
+                "contradiction",
+                "eval_fraction holds one of the examples out, and there is only one: give more, or eval_examples",
+                {"param": "eval_fraction"},
+            )
+        return self
+
+    @property
+    def held_out(self) -> int:
+        """How many of the examples are held out: at least one, and at least one is left, if there is to be one."""
+        return 0 if self.eval_examples else held_out(len(self.examples), self.eval_fraction)
 
     @property
     def eval_metrics(self) -> Mapping[str, Better]:
@@ -65,8 +92,7 @@ class AskedExample(SentModel):
     def _one_prompt(self) -> AskedExample:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give one of prompt, messages")
-        if not isinstance(self.asked, str) and (not self.asked or self.asked[-1].role == "assistant"):
-            raise ValueError("the prompt must end with the turn that the completions answer, not the assistant's")
+        check_asks(self.asked, "messages" if self.prompt is None else "prompt")
         return self
 
     @property

@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import SAYS, JobBase, Message, SentModel
 from services.common.jobs.generate import GenerateSettings
+from services.common.jobs.messages import check_asks
+from services.common.jobs.strict import absent
 from services.common.json_rules import (
     NOT_NULL,
     NULL,
@@ -48,6 +50,8 @@ def _scale_of_flag(value: object) -> object:
     return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
+_SIMPLE = ("prompt", "completions", "rewards", "truncated", "temperature")
+"""Fields of the simple form: one group of texts."""
 MOST_SAMPLERS = 64
 """Adapter versions that the rollouts of a job may name; each is looked up."""
 
@@ -67,8 +71,11 @@ class GrpoCompletion(SentModel):
     text: str | None = None
     """Accepted, tokenized again, and its behaviour log-probabilities recomputed: marked `recomputed`."""
     temperature: float = Field(1.0, ge=0, le=100)
-    truncated: bool = False
-    """The completion hit max_tokens: it does not end its turn."""
+    truncated: bool | None = Field(
+        default_factory=lambda given: None if given.get("text") is not None else False, exclude_if=absent
+    )
+    """The completion hit max_tokens: it does not end its turn. Of a text, false says that it does: the end token was
+    sampled and is learnt. null does not say, and only the text is learnt."""
     adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(SAMPLER_SCHEMA))] | None = None
     """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
     reward: Reward
@@ -118,6 +125,8 @@ class GrpoGroup(SentModel):
             raise ValueError("a group without a prompt needs completion_id in every completion")
         if self.prompt_token_ids is not None and self.tools is not None:
             raise ValueError("tools are part of prompt_token_ids already")
+        check_asks(self.prompt, "prompt")
+        check_asks(self.messages, "messages")
         return self
 
     @property
@@ -140,7 +149,7 @@ class ScoredCompletion(SentModel):
 class GrpoJob(JobBase):
     """Group-relative policy optimisation on scored rollouts.
 
-    Three ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group),
+    Three ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group of texts),
     `groups`, or `rollouts` of completion ids (grouped by equal prompt). Or none: with `generate` the job samples and
     scores them itself, round after round.
     """
@@ -149,6 +158,11 @@ class GrpoJob(JobBase):
     prompt: str | list[Message] | None = None
     completions: list[str] | None = None
     rewards: list[Reward] | None = None
+    truncated: list[bool] | None = Field(None, exclude_if=absent)
+    """Of each of `completions`: whether it hit max_tokens (`finish_reason` "length"). Left out: not known, and the
+    token that ends a completion is not learnt."""
+    temperature: float | None = Field(None, ge=0, le=100, exclude_if=absent)
+    """That `completions` were sampled at. None: 1."""
     groups: list[GrpoGroup] | None = None
     rollouts: list[ScoredCompletion] | None = None
     generate: GenerateSettings | None = None
@@ -191,9 +205,9 @@ class GrpoJob(JobBase):
                 has(prompt=both(NOT_NULL, SAYS), completions=SOME, rewards=SOME),
                 left_out("groups", "rollouts", "generate"),
             ),
-            both(has(groups=SOME), left_out("prompt", "completions", "rewards", "rollouts", "generate")),
-            both(has(rollouts=SOME), left_out("prompt", "completions", "rewards", "groups", "generate")),
-            both(given("generate"), left_out("prompt", "completions", "rewards", "groups", "rollouts")),
+            both(has(groups=SOME), left_out(*_SIMPLE, "rollouts", "generate")),
+            both(has(rollouts=SOME), left_out(*_SIMPLE, "groups", "generate")),
+            both(given("generate"), left_out(*_SIMPLE, "groups", "rollouts")),
         ),
         # What would do nothing has its default.
         where(has(loss_type="cispo"), if_any(clip_low=0.2, clip_high=0.28)),
@@ -216,7 +230,7 @@ class GrpoJob(JobBase):
     @model_validator(mode="after")
     def _one_form(self) -> GrpoJob:
         forms = [
-            any(part is not None for part in (self.prompt, self.completions, self.rewards)),
+            any(getattr(self, part) is not None for part in _SIMPLE),
             self.groups is not None,
             self.rollouts is not None,
             self.generate is not None,
@@ -232,6 +246,11 @@ class GrpoJob(JobBase):
                 raise ValueError(
                     f"completions has {len(self.completions)} entries and rewards {len(self.rewards)}: one reward each"
                 )
+            if self.truncated is not None and len(self.completions) != len(self.truncated):
+                raise ValueError(
+                    f"completions has {len(self.completions)} entries and truncated {len(self.truncated)}: one each"
+                )
+            check_asks(self.prompt, "prompt")
         if self.groups is not None and not self.groups:
             raise ValueError("groups must not be empty")
         if self.rollouts is not None and not self.rollouts:
@@ -277,8 +296,12 @@ class GrpoJob(JobBase):
     def scored_groups(self) -> list[GrpoGroup]:
         """The groups, whichever way they were given; none for completion ids that are still to be resolved."""
         if self.completions is not None and self.rewards is not None:
-            scored = zip(self.completions, self.rewards, strict=True)
-            completions = [GrpoCompletion(text=text, reward=reward) for text, reward in scored]
+            flags: Sequence[bool | None] = self.truncated or [None] * len(self.completions)
+            temperature = 1.0 if self.temperature is None else self.temperature
+            completions = [
+                GrpoCompletion(text=text, reward=reward, truncated=flag, temperature=temperature)
+                for text, reward, flag in zip(self.completions, self.rewards, flags, strict=True)
+            ]
             return [GrpoGroup(prompt=self.prompt, completions=completions)]
         return self.groups or []
 

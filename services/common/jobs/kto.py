@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.examples import EVALUATES, AskedExample, ExampleJob
@@ -58,5 +59,18 @@ class KtoJob(ExampleJob[KtoExample]):
         if len(self.eval_examples) == 1:
             raise ValueError(
                 "eval_examples needs at least 2 examples: the reference point compares them with each other"
+            )
+        if self.held_out == 1:
+            raise PydanticCustomError(
+                "contradiction",
+                "eval_fraction holds one example out, and evaluations need at least 2: the reference point compares "
+                "them with each other; hold more out, or give eval_examples",
+                {"param": "eval_fraction"},
+            )
+        if len(self.examples) - self.held_out < 2:
+            raise PydanticCustomError(
+                "contradiction",
+                "eval_fraction leaves one example to train on, and KTO needs both labels: hold less out",
+                {"param": "eval_fraction"},
             )
         return self

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from services.common.jobs.base import SAYS, Message, SentModel
+from services.common.jobs.messages import check_asks
 from services.common.json_rules import Rules, exactly_one, if_any, left_out, only_with
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
@@ -33,6 +34,8 @@ class SampledPrompt(SentModel):
             raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
         if self.prompt_token_ids is not None and self.tools is not None:
             raise ValueError("tools are part of prompt_token_ids already")
+        check_asks(self.prompt, "prompt")
+        check_asks(self.messages, "messages")
         return self
 
 

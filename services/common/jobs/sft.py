@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.base import SAYS, Message, SentModel
 from services.common.jobs.examples import EVALUATES, ExampleJob
-from services.common.json_rules import NULL, Rules, both, contains, either, given, has, if_any, left_out
+from services.common.jobs.messages import TEACHES, check_asks, check_taught
+from services.common.json_rules import NULL, Rules, both, either, given, if_any, left_out
 
 
 class SftExample(SentModel):
@@ -30,7 +31,7 @@ class SftExample(SentModel):
             both(given("messages"), left_out("prompt", "completion", "text")),
             both(given("text"), left_out("prompt", "completion", "messages", "tools")),
         ),
-        if_any(prompt=SAYS, messages=either(NULL, contains(has(role="assistant")))),
+        if_any(prompt=SAYS, messages=either(NULL, TEACHES)),
     )
 
     @model_validator(mode="after")
@@ -38,8 +39,9 @@ class SftExample(SentModel):
         given = {name for name in ("prompt", "completion", "messages", "text") if getattr(self, name) is not None}
         if given not in ({"prompt", "completion"}, {"messages"}, {"text"}):
             raise ValueError("give either prompt and completion, or messages, or text")
-        if self.messages is not None and not any(m.role == "assistant" for m in self.messages):
-            raise ValueError("messages need at least one assistant turn to learn from")
+        check_asks(self.prompt, "prompt")
+        if self.messages is not None:
+            check_taught(self.messages, "messages")
         if self.text is not None and self.tools is not None:
             raise ValueError("tools are rendered by the chat template, which plain text does not go through")
         return self

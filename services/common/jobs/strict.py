@@ -8,6 +8,12 @@ from services.common.integers import JsonIntegers
 from services.common.json_rules import Ruled
 
 
+def absent(value: object) -> bool:
+    """``exclude_if`` of a field that earlier releases did not have: jobs without it are written as they wrote them,
+    which idempotency keys and checkpoints stand for."""
+    return value is None
+
+
 class StrictModel(BaseModel):
     """Refuses unknown fields, NaN and infinity."""
 

@@ -1,15 +1,21 @@
-"""adapter_config.json as PEFT writes it: which linear layers, what rank and alpha; refused if it is not plain LoRA."""
+"""adapter_config.json as PEFT reads it: which linear layers, what rank and alpha; refused if it is not plain LoRA.
+
+Everything here is asked of a module's whole name, `model.layers.3.self_attn.q_proj` or, in the multimodal class,
+`model.language_model.layers.3.self_attn.q_proj`: patterns are matched against the name that the keys of the file have
+and no other, so that one without effect in PEFT has none here.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-import re2
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 from services.common.errors import AdapterRejected
+from services.common.jobs.linear import means_all_linear
+from services.engine.model.module_patterns import Effort, PatternMalformed, PatternRefused, tail, whole
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -55,6 +61,7 @@ _WITHOUT_EFFECT = frozenset(
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base weights as they are; pissa, olora, corda, loftq and others change them."""
 _MAX_PATTERNS = 4096
+_NAME = re.compile(r"[\w.]{1,100}", re.ASCII)
 
 
 def parse_config(data: bytes) -> dict[str, Any]:
@@ -83,71 +90,84 @@ class AdapterSettings:
         if data.get("fan_in_fan_out"):
             raise AdapterRejected(f"{CONFIG_FILE}: fan_in_fan_out=true does not fit linear layers")
         init = data.get("init_lora_weights", True)
-        if init not in _PLAIN_INIT:
+        if not isinstance(init, bool | str | None) or init not in _PLAIN_INIT:
             raise AdapterRejected(f"{CONFIG_FILE}: init_lora_weights={init!r} changes the base weights: not supported")
         self.use_rslora = _boolean(data, "use_rslora")
         self.r: int = _positive(data.get("r"), "r", whole=True)
         self.lora_alpha: float = _positive(data.get("lora_alpha"), "lora_alpha")
-        self._rank_pattern = _pattern(data, "rank_pattern")
-        self._alpha_pattern = _pattern(data, "alpha_pattern")
-        self._targets = _names(data.get("target_modules"), "target_modules")
-        self._excluded = _names(data["exclude_modules"], "exclude_modules") if data.get("exclude_modules") else ()
-        self._layers = _layers(data.get("layers_to_transform"))
-        if not self._targets:
+        effort = Effort()
+        self._ranks = _pattern(data, "rank_pattern", effort)
+        self._alphas = _pattern(data, "alpha_pattern", effort)
+        self._targets = _names(data, "target_modules", effort)
+        self._excluded = _names(data, "exclude_modules", effort)
+        self._all_linear = means_all_linear(data.get("target_modules"))
+        self._layers = _layers(data)
+        if self._targets == ():
             raise AdapterRejected(f"{CONFIG_FILE}: target_modules is missing: an explicit list is needed")
 
-    def targets(self, path: str) -> bool:
-        """Whether PEFT would put an adapter on this linear layer (peft.tuners.tuners_utils)."""
-        if self._matches(self._excluded, path) or not self._matches(self._targets, path):
+    def targets(self, name: str) -> bool:
+        """Whether PEFT would put an adapter on this linear layer (peft.tuners.tuners_utils.check_target_module_exists).
+
+        Raises:
+            AdapterRejected: a pattern takes too long to match; so do rank() and alpha().
+        """
+        if _among(self._excluded, name):
             return False
-        return self._layers is None or isinstance(self._targets, str) or int(path.split(".")[1]) in self._layers
+        if self._all_linear:
+            return True
+        if not _among(self._targets, name):
+            return False
+        # A layer that is listed by its whole name is meant, whatever layers_to_transform says.
+        return self._layers is None or name in self._listed or self._layers(name)
 
-    def rank(self, path: str) -> int:
+    def rank(self, name: str) -> int:
         """Of the adapter of one linear layer."""
-        value = self._from_pattern(self._rank_pattern, path)
-        return self.r if value is None else _positive(value, f"rank_pattern of {path}", whole=True)
+        value = _first(self._ranks, name)
+        return self.r if value is None else _positive(value, f"rank_pattern of {name}", whole=True)
 
-    def alpha(self, path: str) -> float:
+    def alpha(self, name: str) -> float:
         """Of the adapter of one linear layer."""
-        value = self._from_pattern(self._alpha_pattern, path)
-        return self.lora_alpha if value is None else _positive(value, f"alpha_pattern of {path}")
+        value = _first(self._alphas, name)
+        return self.lora_alpha if value is None else _positive(value, f"alpha_pattern of {name}")
+
+    @property
+    def _listed(self) -> tuple[str, ...]:
+        """The entries of target_modules, if it is a list."""
+        return self._targets if isinstance(self._targets, tuple) else ()
 
     @property
     def plain_names(self) -> tuple[str, ...] | None:
         """Last names of the modules, if the configuration says no more: no paths, patterns, layers or exceptions."""
-        plain = not isinstance(self._targets, str) and not self._excluded and self._layers is None
-        return tuple(self._targets) if plain and not any("." in name for name in self._targets) else None
+        plain = self._listed and not self._all_linear and self._excluded == () and self._layers is None
+        return self._listed if plain and not any("." in name for name in self._listed) else None
 
-    def unmatched(self, paths: Iterable[str]) -> list[str]:
+    def unmatched(self, names: Iterable[str]) -> list[str]:
         """Entries of a list of target_modules that none of these linear layers belongs to."""
-        if isinstance(self._targets, str):
+        if self._all_linear:
             return []
-        known = list(paths)
-        return [name for name in self._targets if not any(self._matches([name], path) for path in known)]
+        known = list(names)
+        return [entry for entry in self._listed if not any(_among((entry,), name) for name in known)]
 
-    @staticmethod
-    def _matches(names: str | Sequence[str], path: str) -> bool:
-        if isinstance(names, str):
-            if names == "all-linear":
-                return True
-            return any(re2.fullmatch(names, prefix + path) for prefix in ("model.language_model.", "model."))
-        full = ("model.language_model." + path, "model." + path)
-        return any(name == f or f.endswith("." + name) for name in names for f in full)
 
-    @staticmethod
-    def _from_pattern(pattern: Mapping[str, Any], path: str) -> Any:
-        for key, value in pattern.items():
-            for prefix in ("model.language_model.", "model."):
-                if re2.fullmatch(rf"(.*\.)?({key})", prefix + path):
-                    return value
-        return None
+_Matcher: TypeAlias = Callable[[str], bool]
+
+
+def _among(names: tuple[str, ...] | _Matcher, name: str) -> bool:
+    """Whether a list has the name or its end from some dot on, or a pattern matches all of it."""
+    if not isinstance(names, tuple):
+        return names(name)
+    return any(name == entry or name.endswith("." + entry) for entry in names)
+
+
+def _first(patterns: list[tuple[_Matcher, Any]], name: str) -> Any:
+    return next((value for matches, value in patterns if matches(name)), None)
 
 
 def _boolean(data: Mapping[str, Any], field: str) -> bool:
-    value = data.get(field, False)
-    if not isinstance(value, bool):
+    value = data.get(field)
+    if value is not None and not isinstance(value, bool):
         raise AdapterRejected(f"{CONFIG_FILE}: {field} must be true or false, got {value!r}")
-    return value
+    return bool(value)
 
 
 def _positive(value: Any, field: str, *, whole: bool = False) -> Any:
@@ -159,45 +179,66 @@ def _positive(value: Any, field: str, *, whole: bool = False) -> Any:
     return value
 
 
-def _pattern(data: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+def _pattern(data: Mapping[str, Any], field: str, effort: Effort) -> list[tuple[_Matcher, Any]]:
     value = data.get(field) or {}
     if not isinstance(value, dict):
         raise AdapterRejected(f"{CONFIG_FILE}: {field} must be an object, got {value!r}")
     if len(value) > _MAX_PATTERNS:
         raise AdapterRejected(f"{CONFIG_FILE}: {field} has {len(value)} entries, the limit is {_MAX_PATTERNS}")
-    for key in value:
-        _compiles(key, field)
-    return value
+    return [(_compiled(tail, key, field, effort), entry) for key, entry in value.items()]
 
 
-def _names(value: Any, field: str) -> str | Sequence[str]:
+def _names(data: Mapping[str, Any], field: str, effort: Effort) -> tuple[str, ...] | _Matcher:
+    value = data.get(field) or ()
     if isinstance(value, str):
-        if value != "all-linear":
-            _compiles(value, field)
-        return value
-    if value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        return tuple(value or ())
+        return _compiled(whole, value, field, effort)
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return tuple(value)
     raise AdapterRejected(f"{CONFIG_FILE}: {field} must be a list of module names or a pattern, got {value!r}")
 
 
-def _compiles(pattern: str, field: str) -> None:
-    # RE2, because its time is linear: Python's re backtracks, holds the GIL, and one uploaded "(a+)+!" would stop the
-    # engine for good. It has no lookaround and no backreferences; PEFT's own patterns use neither.
-    if len(pattern) > 2000:
-        raise AdapterRejected(f"{CONFIG_FILE}: a pattern of {field} is over 2000 characters")
-    options = re2.Options()
-    options.log_errors = False
+def _compiled(how: Callable[[str, Effort], _Matcher], pattern: str, field: str, effort: Effort) -> _Matcher:
+    def refused(error: PatternRefused) -> AdapterRejected:
+        shown = pattern if len(pattern) <= 200 else pattern[:200] + "…"
+        if isinstance(error, PatternMalformed):
+            return AdapterRejected(f"{CONFIG_FILE}: {field} has a malformed pattern {shown!r}: {error}")
+        return AdapterRejected(f"{CONFIG_FILE}: the pattern {shown!r} of {field} {error}")
+
     try:
-        re2.compile(pattern, options)
-    except re2.error as error:
-        reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
-        raise AdapterRejected(f"{CONFIG_FILE}: {field} has a malformed pattern {pattern!r}: {reason}") from error
+        matches = how(pattern, effort)
+    except PatternRefused as error:
+        raise refused(error) from error
+
+    def checked(name: str) -> bool:
+        try:
+            return matches(name)
+        except PatternRefused as error:
+            raise refused(error) from error
+
+    return checked
 
 
-def _layers(value: Any) -> frozenset[int] | None:
+def _layers(data: Mapping[str, Any]) -> _Matcher | None:
+    """Whether a module lies in a layer of layers_to_transform, whose number stands behind a name of layers_pattern."""
+    value, pattern = data.get("layers_to_transform"), data.get("layers_pattern") or []
+    names = [pattern] if isinstance(pattern, str) else pattern
+    if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+        raise AdapterRejected(f"{CONFIG_FILE}: layers_pattern must be names of modules, got {pattern!r}")
     if value is None or value == []:
+        if names:
+            raise AdapterRejected(f"{CONFIG_FILE}: layers_pattern needs layers_to_transform, as in PEFT")
         return None
+    if isinstance(data.get("target_modules"), str):
+        raise AdapterRejected(
+            f"{CONFIG_FILE}: layers_to_transform needs a list as target_modules, as in PEFT: a pattern names layers"
+        )
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(number, int) for number in numbers):
         raise AdapterRejected(f"{CONFIG_FILE}: layers_to_transform must be layer numbers, got {value!r}")
-    return frozenset(numbers)
+    behind = re.compile(rf"(?:^|.*\.)(?:{'|'.join(names) or '[^.]*'})\.(\d+)\.")
+
+    def within(name: str) -> bool:
+        found = behind.match(name)
+        return found is not None and int(found[1]) in numbers
+
+    return within

@@ -20,7 +20,9 @@ from services.engine.model.lora_targets import target_shapes
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT writes before a module's path in the class it wraps; ModelConfig.module_prefix is the next part."""
-_KEY = re.compile(r"base_model\.model\.(?:model\.language_model\.|model\.)(layers\.\d+\..+)\.lora_(A|B)\.weight")
+_KEY = re.compile(
+    r"base_model\.model\.(model\.language_model\.|model\.)(layers\.\d{1,5}\.[\w.]{1,200})\.lora_(A|B)\.weight", re.ASCII
+)
 ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = 16
 """Remembered at most, of 100 KB each for an adapter on all layers of a 4B model."""
@@ -98,22 +100,26 @@ def bind_adapter(
         if name not in files:
             raise AdapterRejected(f"the adapter has no {name}")
     settings = AdapterSettings(parse_config(files[CONFIG_FILE]))
-    expected = {path: shape for path, shape in target_shapes(config).items() if settings.targets(path)}
-    if not expected:
-        raise AdapterRejected(f"{CONFIG_FILE}: target_modules matches no linear layer of this model")
     try:
         tensors = read_tensors(files[WEIGHTS_FILE])
     except (ValueError, RecursionError) as error:
         raise AdapterRejected(f"{WEIGHTS_FILE} is corrupt: {error}") from error
+    prefix = prefix_of(tensors)
+    expected = {path: shape for path, shape in target_shapes(config).items() if settings.targets(prefix + path)}
+    if not expected:
+        raise AdapterRejected(
+            f"{CONFIG_FILE}: target_modules matches no linear layer of this model: by the keys of {WEIGHTS_FILE} their "
+            f"names begin with {prefix}layers, and it is read against those, as in PEFT"
+        )
     halves = sort_tensors(tensors, expected.keys())
     targets: dict[str, BoundTarget] = {}
     for path, (out_features, in_features) in expected.items():
-        rank, alpha = settings.rank(path), settings.alpha(path)
+        rank, alpha = settings.rank(prefix + path), settings.alpha(prefix + path)
         if rank > max_rank:
             raise AdapterRejected(
                 f"{path} has rank {rank}, over this engine's limit of {max_rank} (TEMPER_MAX_LORA_RANK)"
             )
-        key = f"{PEFT_PREFIX}{config.module_prefix}{path}"
+        key = f"{PEFT_PREFIX}{prefix}{path}"
         a_key, a = _checked(halves, path, "A", (rank, in_features), f"{key}.lora_A.weight")
         b_key, b = _checked(halves, path, "B", (out_features, rank), f"{key}.lora_B.weight")
         targets[path] = BoundTarget(a, b, alpha, lora_scale(alpha, rank, settings.use_rslora), (a_key, b_key))
@@ -198,14 +204,30 @@ def name_targets(paths: Iterable[str], config: ModelConfig) -> tuple[str, ...]:
     return tuple(sorted({path if name in partial else name for path, name in last.items()}))
 
 
+def prefix_of(tensors: Iterable[str]) -> str:
+    """What the names of modules begin with in the class that the keys of a file are of, "model." or
+    "model.language_model.". PEFT writes those of one class only.
+
+    Raises:
+        AdapterRejected: there are keys of both.
+    """
+    first: dict[str, str] = {}
+    for key in tensors:
+        if match := _KEY.fullmatch(key):
+            first.setdefault(match[1], key)
+    if len(first) > 1:
+        raise AdapterRejected(f"tensors {' and '.join(first.values())} have the keys of two classes of models")
+    return next(iter(first), "model.")
+
+
 def sort_tensors(tensors: Mapping[str, Tensor], expected: Container[str]) -> dict[tuple[str, str], tuple[str, Tensor]]:
     """(path, "A" or "B") → (key in the file, tensor); refuses what binds to nothing or twice."""
     found: dict[tuple[str, str], tuple[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
-        if match is None or match[1] not in expected:
+        if match is None or match[2] not in expected:
             raise AdapterRejected(f"tensor {key} binds to no linear layer that the adapter targets in this model")
-        place = (match[1], match[2])
+        place = (match[2], match[3])
         if place in found:
             raise AdapterRejected(f"tensors {found[place][0]} and {key} bind to the same layer")
         found[place] = (key, tensor)

@@ -15,7 +15,14 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import LoraSettings
 from services.engine.model.config import ModelConfig
-from services.engine.model.lora_binding import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, BoundAdapter, lora_scale
+from services.engine.model.lora_binding import (
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    WEIGHTS_FILE,
+    BoundAdapter,
+    lora_scale,
+    name_targets,
+)
 from services.engine.model.lora_targets import target_shapes
 
 _ORDER = (
@@ -77,20 +84,23 @@ class LoraParams:
         Raises:
             InvalidRequest: target_modules names a module that is no linear layer of the model.
         """
-        present = {path.rsplit(".", 1)[1] for path in target_shapes(config)}
-        chosen = present if settings.target_modules is None else set(settings.target_modules)
-        unknown = sorted(chosen - present)
-        if unknown or not chosen:
+        shapes = target_shapes(config)
+        asked = settings.target_modules
+        known = {name for path in shapes for name in (path, path.rsplit(".", 1)[1])}
+        names = known if asked is None or isinstance(asked, str) else set(asked)
+        if unknown := sorted(names - known):
+            modules = sorted({path.rsplit(".", 1)[1] for path in shapes})
             raise InvalidRequest(
-                f"lora.target_modules {unknown or 'is empty'}: choose from {sorted(present)}",
+                f"lora.target_modules: {', '.join(unknown)} of this model is no linear layer: choose from "
+                f"{', '.join(modules)}, or leave it out for all",
                 param="lora.target_modules",
             )
+        chosen = [path for path in shapes if path in names or path.rsplit(".", 1)[1] in names]
         generator = torch.Generator().manual_seed(settings.seed)
         scale = lora_scale(settings.alpha, settings.rank, settings.use_rslora)
         targets: dict[str, TrainableTarget] = {}
-        for path, (out_features, in_features) in target_shapes(config).items():
-            if path.rsplit(".", 1)[1] not in chosen:
-                continue
+        for path in chosen:
+            out_features, in_features = shapes[path]
             bound = 1.0 / math.sqrt(in_features)
             a = torch.empty(settings.rank, in_features).uniform_(-bound, bound, generator=generator)
             b = torch.zeros(out_features, settings.rank)
@@ -98,7 +108,7 @@ class LoraParams:
         return cls(
             targets,
             use_rslora=settings.use_rslora,
-            target_modules=tuple(sorted(chosen)),
+            target_modules=name_targets(chosen, config),
             module_prefix=config.module_prefix,
         )
 

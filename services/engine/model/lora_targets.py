@@ -4,24 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.common.jobs.linear import TARGET_MODULES as TARGET_MODULES
 from services.engine.model.config import ModelConfig
-
-TARGET_MODULES: tuple[str, ...] = (
-    "down_proj",
-    "gate_proj",
-    "in_proj_a",
-    "in_proj_b",
-    "in_proj_qkv",
-    "in_proj_z",
-    "k_proj",
-    "o_proj",
-    "out_proj",
-    "q_proj",
-    "up_proj",
-    "v_proj",
-)
-"""Last names of all linear layers of the text model: what "all linear layers" means in PEFT's target_modules."""
-
 
 LORA_GROUPS: tuple[str, ...] = ("in", "out", "gate_up", "down")
 """Names of a layer's groups of linear layers that share an input, see layer_groups()."""

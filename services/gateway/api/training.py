@@ -44,11 +44,11 @@ async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, respons
     if job is None:
         spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
         gateway.registry.check_new_name(spec.adapter)
-        await _check_start(gateway, spec.start_from)
+        start = await _start(gateway, spec)
         if isinstance(spec, GrpoJob):
             await _check_samplers(gateway, spec)
-        if isinstance(spec, OpdJob) and spec.teacher_version is not None:
-            await _check_exists(gateway, spec.teacher_version, "teacher")
+        if isinstance(spec, OpdJob):
+            await _check_teacher(gateway, spec, start)
         async with gateway.checks:
             await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
         job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current())
@@ -71,22 +71,51 @@ def _add_submissions() -> None:
 _add_submissions()
 
 
-async def _check_start(gateway: Gateway, start_from: str | None) -> None:
-    """The adapter to continue from exists."""
-    if start_from is None or start_from == BASE:
-        return
+async def _start(gateway: Gateway, spec: TrainingSpec) -> AdapterVersion | None:
+    """What the job continues, as it stands now; None: a new adapter."""
+    if spec.start_from == BASE:
+        return None
+    if spec.start_from is None:
+        try:
+            return await gateway.store(gateway.registry.current, spec.adapter)
+        except ModelNotFound:
+            return None
     try:
-        name, version = parse_adapter_ref(start_from)
+        name, version = parse_adapter_ref(spec.start_from)
     except InvalidRequest as error:
         raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
+    if version is not None:
+        await _check_exists(gateway, AdapterVersion(name, version), "start_from")
+        return AdapterVersion(name, version)
     try:
-        if version is None:
-            await gateway.store(gateway.registry.current, name)
+        return await gateway.store(gateway.registry.current, name)
     except TemperError as error:
         error.param = "start_from"
         raise
-    if version is not None:
-        await _check_exists(gateway, AdapterVersion(name, version), "start_from")
+
+
+async def _check_teacher(gateway: Gateway, spec: OpdJob, start: AdapterVersion | None) -> None:
+    """The teacher exists, and is another policy than the one that is to learn from it."""
+    if spec.teacher_version is not None:
+        await _check_exists(gateway, spec.teacher_version, "teacher")
+    same = spec.teacher == BASE if start is None else start == spec.teacher_version
+    if same and await _starts_there(gateway, spec):
+        raise InvalidRequest(
+            f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '
+            "teacher, or start_from an adapter that is not the teacher",
+            param="teacher",
+        )
+
+
+async def _starts_there(gateway: Gateway, spec: OpdJob) -> bool:
+    """Whether what the job continues is decided: it is named, or no job in front of it publishes another version."""
+    if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
+        return True
+    adapter = spec.start_from or spec.adapter
+    waiting = [
+        await gateway.queue.list(limit=1, state=state, adapter=adapter) for state in (JobState.QUEUED, JobState.RUNNING)
+    ]
+    return not any(waiting)
 
 
 async def _check_samplers(gateway: Gateway, spec: GrpoJob) -> None:

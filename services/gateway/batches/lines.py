@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class LineSplitter:
             self._number += 1
             if len(line) > self._limit:
                 raise LineTooLong(self._number, self._limit)
+            if self._number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # editors of Windows put it there
             if line.strip():
                 yield self._number, line
         if len(self._rest) > self._limit:
@@ -86,9 +89,11 @@ def parse_line(number: int, text: bytes, endpoint: str) -> Line:
         # As the routes read bodies: NaN is left to the models, which name the field.
         value: Any = from_json(text, allow_inf_nan=True)
     except ValueError as error:
-        raise refused("invalid_json_line", f"the line is not valid JSON: {str(error)[:200]}") from error
+        hint = "; an array's objects are written one a line" if text.lstrip().startswith(b"[") else ""
+        raise refused("invalid_json_line", f"the line is not valid JSON: {str(error)[:200]}{hint}") from error
     if not isinstance(value, dict):
-        raise refused("invalid_json_line", "the line must be a JSON object")
+        hint = ": write the array's objects one a line" if isinstance(value, list) else ""
+        raise refused("invalid_json_line", f"the line must be a JSON object{hint}")
     for field in _FIELDS:
         if field not in value:
             raise refused("missing_required_parameter", f"Missing required parameter: {field!r}.", field)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, SentModel
+from services.common.text.documents import prompt_tokens
 from services.gateway.engines import ServedModel
 from services.gateway.schemas.base import check_finite
 
@@ -74,23 +75,12 @@ def check_conversation(field: str, asked: str | Sequence[Message] | None, tools:
         check_free(f"{field}.{messages}", message.tool_calls)
 
 
-def prompt_tokens(served: ServedModel, job: JobBase, prompt: str | Sequence[Message], tools: Any = None) -> int:
-    if isinstance(prompt, str) and job.prompt_format == "raw":
-        return len(served.codec.encode(prompt))
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else turns_of(prompt)
-    return len(served.codec.encode_chat(turns, tools=tools, **job.chat_template_kwargs))
-
-
-def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [message.model_dump(exclude_none=True) for message in messages]
-
-
-def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | SampledPrompt) -> int:
-    """Tokens of a prompt in any of its forms; 0 if it has none."""
+def asked_tokens(served: ServedModel, job: JobBase, asked: GrpoGroup | SampledPrompt) -> list[int]:
+    """Tokens of a prompt in any of its forms; none if it has none."""
     if asked.prompt_token_ids is not None:
-        return len(asked.prompt_token_ids)
+        return asked.prompt_token_ids
     prompt = asked.messages if asked.messages is not None else asked.prompt
-    return 0 if prompt is None else prompt_tokens(served, job, prompt, asked.tools)
+    return [] if prompt is None else prompt_tokens(served.codec, job, prompt, asked.tools)
 
 
 def check_vocabulary(served: ServedModel, field: str, token_ids: Sequence[int]) -> None:

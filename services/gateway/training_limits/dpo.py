@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DpoExample, DpoJob
+from services.common.text.documents import answer_documents
 from services.gateway.engines import ServedModel
-from services.gateway.training_limits.common import check_conversation, check_examples, prompt_tokens
+from services.gateway.training_limits.common import check_conversation, check_examples
 
 
 def check_dpo(served: ServedModel, job: DpoJob) -> None:
@@ -23,7 +24,7 @@ def check_dpo(served: ServedModel, job: DpoJob) -> None:
 
 
 def _tokens(served: ServedModel, job: DpoJob, example: DpoExample) -> int:
-    chosen, rejected = (served.codec.encode_completion(text) for text in (example.chosen, example.rejected))
-    if chosen == rejected:
+    pair = answer_documents(served.codec, job, example, (example.chosen, example.rejected), 0)
+    if pair[0].token_ids == pair[1].token_ids:
         raise InvalidRequest("chosen and rejected are the same tokens: the pair prefers nothing, leave it out")
-    return prompt_tokens(served, job, example.asked, example.tools) + max(len(chosen), len(rejected))
+    return max(document.length for document in pair)

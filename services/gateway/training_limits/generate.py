@@ -26,5 +26,5 @@ def check_generate(served: ServedModel, job: GrpoJob, settings: GenerateSettings
             check_vocabulary(served, f"{name}.prompt_token_ids", prompt.prompt_token_ids or ())
             with located(name):
                 tokens = asked_tokens(served, job, prompt)
-            check_room(served, name, tokens, settings.max_tokens)
+            check_room(served, name, len(tokens), settings.max_tokens)
     check_rewards(settings)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, check_spread
+from services.common.text.documents import rollout_tokens
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (
     asked_tokens,
@@ -16,7 +17,6 @@ from services.gateway.training_limits.common import (
     check_vocabulary,
     located,
     over,
-    prompt_tokens,
 )
 from services.gateway.training_limits.generate import check_generate
 
@@ -54,21 +54,16 @@ def check_grpo(served: ServedModel, job: GrpoJob) -> None:
 
 def _parts(served: ServedModel, job: GrpoJob) -> Iterator[tuple[str, int, list[int]]]:
     """Field of the completions, tokens of their prompt, tokens of each."""
-    codec = served.codec
-    if job.completions is not None and job.prompt is not None:
-        with located("prompt"):
-            prompt = prompt_tokens(served, job, job.prompt)
-        yield "completions", prompt, [len(codec.encode_completion(text)) for text in job.completions]
-    for index, group in enumerate(job.groups or ()):
+    simple = job.completions is not None
+    for index, group in enumerate(job.scored_groups):
         name = f"groups[{index}]"
-        with located(name):
+        field = "completions" if simple else f"{name}.completions"
+        with located("prompt" if simple else name):
             prompt = asked_tokens(served, job, group)
         check_vocabulary(served, f"{name}.prompt_token_ids", group.prompt_token_ids or ())
         lengths = []
         for position, completion in enumerate(group.completions):
-            check_vocabulary(served, f"{name}.completions[{position}].token_ids", completion.token_ids or ())
-            if completion.token_ids is not None:
-                lengths.append(len(completion.token_ids))
-            else:
-                lengths.append(len(codec.encode_completion(completion.text or "")))
-        yield f"{name}.completions", prompt, lengths
+            check_vocabulary(served, f"{field}[{position}].token_ids", completion.token_ids or ())
+            with located(f"{field}[{position}]"):
+                lengths.append(len(rollout_tokens(served.codec, job, prompt, completion)))
+        yield field, len(prompt), lengths

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from services.common.jobs import KtoExample, KtoJob
+from services.common.text.documents import answer_documents
 from services.gateway.engines import ServedModel
-from services.gateway.training_limits.common import check_conversation, check_examples, prompt_tokens
+from services.gateway.training_limits.common import check_conversation, check_examples
 
 
 def check_kto(served: ServedModel, job: KtoJob) -> None:
@@ -14,7 +15,6 @@ def check_kto(served: ServedModel, job: KtoJob) -> None:
         check_conversation(name, example.asked, example.tools, messages=messages)
 
     def tokens(example: KtoExample) -> int:
-        prompt = prompt_tokens(served, job, example.asked, example.tools)
-        return prompt + len(served.codec.encode_completion(example.completion))
+        return answer_documents(served.codec, job, example, (example.completion,), 0)[0].length
 
     check_examples(served, job, tokens, overlong=job.overlong, way_out="shorten it, or choose overlong 'drop'")

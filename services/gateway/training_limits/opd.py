@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.common.errors import InvalidRequest
-from services.common.jobs import CHECKPOINT, DistillPrompt, OpdJob
+from services.common.jobs import CHECKPOINT, OpdJob
+from services.common.text.documents import data_completion
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (
     asked_tokens,
@@ -31,14 +32,8 @@ def check_opd(served: ServedModel, job: OpdJob) -> None:
         check_vocabulary(served, f"{name}.completion_token_ids", prompt.completion_token_ids or ())
         with located(name):
             tokens = asked_tokens(served, job, prompt)
-        check_room(served, name, tokens, job.max_tokens)
-        completion = _completion_tokens(served, prompt)
+            completion = data_completion(served.codec, job, prompt, tokens)
+        check_room(served, name, len(tokens), job.max_tokens)
         limit = served.info.max_train_tokens
-        if limit and tokens + completion > limit:
-            raise over(name, tokens + completion, limit, "leave it out")
-
-
-def _completion_tokens(served: ServedModel, prompt: DistillPrompt) -> int:
-    if prompt.completion_token_ids is not None:
-        return len(prompt.completion_token_ids)
-    return 0 if prompt.completion is None else len(served.codec.encode_completion(prompt.completion))
+        if limit and len(tokens) + len(completion) > limit:
+            raise over(name, len(tokens) + len(completion), limit, "leave it out")

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import DistillPrompt, OpdJob
-from services.trainer.data import (
-    Document,
-    check_thinking,
-    completion_document,
-    completion_tokens,
-    overlong,
-    placed,
-)
+from services.common.text.documents import Document, completion_document, data_completion, placed
+from services.trainer.data import overlong
 from services.trainer.host import PolicyHost
 from services.trainer.prompts import sample_seed, sampled_prompts
 from services.trainer.rollouts import Completion
@@ -77,17 +71,12 @@ def pupils(host: PolicyHost, spec: OpdJob, teacher: Teacher, given: Sequence[Dis
 def _completion(
     host: PolicyHost, spec: OpdJob, teacher: Teacher, asked: DistillPrompt, prompt: tuple[int, ...], where: str
 ) -> tuple[int, ...] | None:
-    if asked.completion_token_ids is not None:
-        tokens = asked.completion_token_ids
-        if max(tokens) >= (vocab := host.model.config.vocab_size):
-            raise InvalidRequest(f"{where}: a token id is over the model's vocabulary of {vocab}", param=where)
-    elif asked.completion is not None:
-        tokens = completion_tokens(host.codec, asked.completion, ends=True)
-        if spec.prompt_format == "chat" and asked.prompt_token_ids is None:
-            with placed(where):
-                check_thinking(host.codec, prompt, tokens)
-    else:
+    with placed(where):
+        tokens = data_completion(host.codec, spec, asked, prompt)
+    if not tokens:
         return None
+    if max(tokens) >= (vocab := host.model.config.vocab_size):
+        raise InvalidRequest(f"{where}: a token id is over the model's vocabulary of {vocab}", param=where)
     teacher.check_vocabulary(where, tokens)
     if (length := len(prompt) + len(tokens)) > host.max_train_tokens:
         raise overlong(where, length, host.max_train_tokens, "leave it out", counted="tokens with its prompt")

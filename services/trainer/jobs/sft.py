@@ -8,7 +8,7 @@ import torch
 
 from kernels.token_logprobs import TokenScores
 from services.common.jobs import SftExample, SftJob
-from services.trainer.data import Document, Microbatch, apply_limit, example_documents
+from services.trainer.data import Document, Microbatch, apply_limit, example_documents, some
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.example_run import ExampleRun, split_examples
 from services.trainer.losses import negative_log_likelihood
@@ -24,6 +24,11 @@ def _documents(
         for document in example_documents(host.codec, spec, example, index, field=field)
     ]
     kept, notes = apply_limit(everything, spec, host.max_train_tokens, field=field)
+    if thoughtless := sorted({document.source for document in kept if document.thoughtless}):
+        notes.append(
+            f"{len(thoughtless)} of the {field} answer without reasoning although thinking is on "
+            f"({some(thoughtless)}): they are learnt as answers given without it, and an empty thought is not learnt"
+        )
     by_example: dict[int, list[Document]] = {}
     for document in kept:
         by_example.setdefault(document.source, []).append(document)

@@ -122,7 +122,10 @@ A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         (lambda t: t.__setitem__("base_model.model.lm_head.lora_A.weight", t[A].clone()), "lm_head"),
         (lambda t: t.__setitem__(A.replace("q_proj", "mystery"), t[A].clone()), "mystery"),
         (lambda t: t.__setitem__(A.replace("lora_A", "lora_magnitude_vector"), t[A].clone()), "magnitude"),
-        (lambda t: t.__setitem__(A.replace("model.layers", "model.language_model.layers"), t[A].clone()), "same layer"),
+        (
+            lambda t: t.__setitem__(A.replace("model.layers", "model.language_model.layers"), t[A].clone()),
+            "two classes",
+        ),
         (lambda t: t.pop(A), "q_proj.lora_A.weight is missing"),
         (lambda t: t.__setitem__(A, t[A][:2].clone()), "rank 4"),
         (lambda t: t.__setitem__(A, t[A].to(torch.int32)), "int32"),

@@ -68,4 +68,4 @@ def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path) -> None:
     file.write_text('{"prompt": "2+2"}\n\n{"prompt": "x", "answer": "y"}\n')
     result = temper("train", "submit", "opd", "--data", str(file), "--adapter", "a", url="http://127.0.0.1:9")
     assert result.exit_code == 2
-    assert f"{file}:3: prompts.1: answer" in result.stderr
+    assert f"{file}:3: prompts[1]: unknown field 'answer'" in result.stderr

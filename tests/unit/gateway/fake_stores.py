@@ -139,7 +139,11 @@ class MemoryQueue:
 
     async def list(self, *, limit=50, after=None, state=None, adapter=None) -> list[Job]:
         self._check()
-        found = [job for job in reversed(self.jobs.values()) if state is None or job.state == state]
+        found = [
+            job
+            for job in reversed(self.jobs.values())
+            if (state is None or job.state == state) and (adapter is None or job.adapter == adapter)
+        ]
         return found[:limit]
 
     async def cancel(self, job_id: str) -> Job:

@@ -131,6 +131,22 @@ def test_upload_parts(http: httpx.Client) -> None:
     assert http.post("/v1/adapters", content=b"x", headers={"content-type": "multipart/form-data"}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"adapter_model.bin": b"PK\x03\x04rest", CONFIG: config()},
+        {"adapter_model.pt": b"\x80\x02rest", CONFIG: config()},
+        {WEIGHTS: b"PK\x03\x04rest of a zip file", CONFIG: config()},
+        {WEIGHTS: b"\x80\x02rest of a pickle", CONFIG: config()},
+    ],
+)
+def test_weights_of_torch_save_are_refused_with_the_way_out(http: httpx.Client, files: dict[str, bytes]) -> None:
+    answer = upload(http, files=files)
+    assert answer.status_code == 422, answer.text
+    assert "save_pretrained(DIRECTORY) writes it so" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == next(iter(files))
+
+
 @pytest.mark.parametrize("path", ["..%2F..%2Fetc", "..", "%2e%2e%2fx/versions", "a%5C..%5Cb", "base", "a%00b"])
 def test_path_traversal(running: Running, path: str) -> None:
     # Sent raw: HTTP clients tidy such paths away.

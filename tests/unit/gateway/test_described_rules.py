@@ -33,6 +33,8 @@ CLAUDE_WEB = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5
 CLAUDE_FORM = {"type": "json_schema", "schema": {}}
 ONE, TWO = {"adapter": "a@1"}, {"adapter": "b@0002"}
 SFT = {"adapter": "a", "examples": [{"text": "a"}]}
+TWICE = {"adapter": "a", "examples": [{"text": "a"}, {"text": "b"}]}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 PAIR = {"chosen": "a", "rejected": "b"}
 GOOD, BAD = ({"prompt": "p", "completion": "c", "label": label} for label in (True, False))
 ROLLOUTS = {"adapter": "a", "rollouts": [{"completion_id": "c", "reward": 1}]}
@@ -190,7 +192,12 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             SFT | {"epochs": 2.0},
             _sft(prompt="a", completion="", text=None),
             _sft(messages=[USER, ASSISTANT], tools=[]),
-            SFT | {"eval_fraction": 0.5, "publish_if": {"metric": "eval_loss"}},
+            TWICE | {"eval_fraction": 0.5, "publish_if": {"metric": "eval_loss"}},
+            SFT | {"eval_fraction": 0.5, "eval_examples": [{"text": "b"}]},
+            _sft(messages=[ASSISTANT, USER, ASSISTANT | {"refusal": None, "weight": 1}]),
+            _sft(messages=[PARTS | {"role": "developer"}, PARTS, {"role": "assistant", "reasoning": "hm"}]),
+            SFT | {"lora": {"target_modules": "all-linear"}},
+            SFT | {"lora": {"target_modules": ["q_proj", "layers.3.mlp.up_proj"]}},
             SFT | {"gradient_checkpointing": True, "recompute": "full", "start_from": "base"},
         ],
         [
@@ -200,8 +207,17 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
             _sft(text="a", tools=[]),
             _sft(text="a", messages=[ASSISTANT]),
             _sft(messages=[USER]),
+            _sft(messages=[ASSISTANT]),
+            _sft(messages=[USER, ASSISTANT | {"weight": 0}]),
+            _sft(messages=[USER | {"weight": 1}, ASSISTANT]),
+            _sft(messages=[USER, ASSISTANT | {"refusal": "no"}]),
+            _sft(messages=[USER, ASSISTANT, {"role": "user"}]),
+            _sft(messages=[USER, ASSISTANT, {"role": "assistant", "tool_calls": []}]),
+            SFT | {"eval_fraction": 0.5},
+            SFT | {"lora": {"target_modules": ["qproj"]}},
+            SFT | {"lora": {"target_modules": "q_proj"}},
             SFT | {"publish_if": {"metric": "eval_loss"}},
-            SFT | {"eval_fraction": 0.5, "publish_if": {"metric": "loss"}},
+            TWICE | {"eval_fraction": 0.5, "publish_if": {"metric": "loss"}},
             SFT | {"gradient_checkpointing": True, "recompute": "none"},
             SFT | {"epochs": True},
             SFT | {"epochs": "2"},
@@ -233,6 +249,14 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
         [
             ROLLOUTS,
             {"adapter": "a", "prompt": "p", "completions": ["a"], "rewards": [1]},
+            {
+                "adapter": "a",
+                "prompt": "p",
+                "completions": ["a"],
+                "rewards": [1],
+                "truncated": [True],
+                "temperature": 0,
+            },
             {"adapter": "a", "generate": GENERATE},
             {"adapter": "a", "generate": GENERATE | {"prompts": ["p"], "reward": [REGEX]}},
             _group({"token_ids": [1], "logprobs": [-1.0], "adapter": "base"}, prompt="p"),
@@ -244,6 +268,8 @@ CASES: list[tuple[type[BaseModel], list[dict[str, Any]], list[dict[str, Any]]]] 
         [
             {"adapter": "a"},
             ROLLOUTS | {"prompt": "p", "completions": ["a"], "rewards": [1]},
+            ROLLOUTS | {"truncated": [True]},
+            ROLLOUTS | {"temperature": 1},
             ROLLOUTS | {"generate": GENERATE},
             ROLLOUTS | {"rollouts": []},
             {"adapter": "a", "prompt": "p", "completions": ["a"]},

@@ -56,6 +56,7 @@ def test_the_life_of_a_session(running: Running, http: httpx.Client) -> None:
         ("forward_backward", {"loss": "cross_entropy", "data": DATA}),
         ("forward", {"data": DATA}),
         ("optim_step", {}),
+        ("optim_step", {"learning_rate": 0}),
         ("sample", {"prompts": ["a", [5]], "max_tokens": 4}),
         ("save", {"name": "mine"}),
         ("load", {"checkpoint": "mine"}),

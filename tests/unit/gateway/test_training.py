@@ -11,12 +11,14 @@ import httpx
 import pytest
 
 from services.common.errors import NotFound
+from services.common.job_records import SPEC, spec_json
 from services.common.jobs import GrpoJob
 from services.common.pb import engine_pb2
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 
 SFT = {"adapter": "bot", "examples": [{"prompt": "2+2", "completion": "4"}], "epochs": 2, "learning_rate": 1e-3}
+OPD: dict[str, Any] = {"adapter": "bot", "prompts": ["2+2"], "teacher": "checkpoint", "rounds": 1, "max_tokens": 4}
 GRPO = {"adapter": "bot", "prompt": "2+2", "completions": ["4", "5"], "rewards": [1.0, 0.0], "learning_rate": 1e-4}
 
 
@@ -195,6 +197,175 @@ def test_nan_inside_free_json(http: httpx.Client) -> None:
 def test_sft_refused(http: httpx.Client, change: dict[str, Any], param: str) -> None:
     error = refusal(http.post("/v1/train/sft", json=SFT | change))
     assert error["param"] == param, error
+
+
+USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+TURNS = {"messages": [USER, ASSISTANT]}
+THINKING = {"enable_thinking": True}
+KTO_ROWS = [{"prompt": str(number), "completion": "y", "label": number % 2 == 0} for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, ASSISTANT | {"refusal": None}],
+        [
+            USER,
+            ASSISTANT | {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
+        ],
+        [{"role": "developer", "content": "s"}, USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 1}],
+        [USER | {"content": [{"type": "text", "text": "x"}]}, ASSISTANT | {"content": [{"type": "text", "text": "y"}]}],
+        [ASSISTANT, USER, ASSISTANT],
+        [{"role": "system", "content": "s"}, ASSISTANT, USER, ASSISTANT],
+        [USER | {"name": "ann"}, ASSISTANT | {"name": "bot"}],
+    ],
+)
+def test_conversations_of_the_chat_are_prompts(http: httpx.Client, messages: list[dict[str, Any]]) -> None:
+    """The same messages are a history for /tokenize, and what is before the last turn a prompt of every method; the whole
+    as an example: tests/e2e/test_examples.py."""
+    said = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages]
+    assert http.post("/tokenize", json={"model": MODEL, "messages": [*said, USER]}).status_code == 200
+    for kwargs in ({}, THINKING):
+        example = {"prompt": messages[:-1], "completion": "y"}
+        body = {"adapter": "bot", "examples": [example], "chat_template_kwargs": kwargs}
+        answer = http.post("/v1/train/sft", json=body)
+        assert answer.status_code == 202, answer.text
+    pair = {"adapter": "bot", "examples": [{"messages": messages[:-1], "chosen": "a", "rejected": "b"}]}
+    assert http.post("/v1/train/dpo", json=pair).status_code == 202
+    group = {
+        "adapter": "bot",
+        "prompt": messages[:-1],
+        "completions": ["a", "b"],
+        "rewards": [1, 0],
+        "truncated": [True, False],
+    }
+    assert http.post("/v1/train/grpo", json=group).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "says"),
+    [
+        ("sft", SFT | {"eval_fraction": 0.5}, "eval_fraction", "only one"),
+        (
+            "dpo",
+            {"examples": [{"prompt": "x", "chosen": "a", "rejected": "b"}], "eval_fraction": 0.1},
+            "eval_fraction",
+            "only one",
+        ),
+        ("kto", {"examples": KTO_ROWS, "eval_fraction": 0.2}, "eval_fraction", "holds one example out"),
+        ("kto", {"examples": KTO_ROWS, "eval_fraction": 0.9}, "eval_fraction", "leaves one example"),
+        ("sft", SFT | {"lora": {"target_modules": ["qproj"]}}, "lora.target_modules", "did you mean 'q_proj'"),
+        ("sft", SFT | {"lora": {"target_modules": []}}, "lora.target_modules", "is empty"),
+        ("sft", SFT | {"lora": {"target_modules": "q_proj"}}, "lora.target_modules", "all-linear"),
+        (
+            "sft",
+            {"examples": [{"prompt": [USER, ASSISTANT], "completion": "y"}]},
+            "examples[0]",
+            "must end with the turn",
+        ),
+        ("sft", {"examples": [{"prompt": [], "completion": "y"}]}, "examples[0]", "has none"),
+        ("grpo", GRPO | {"prompt": [USER, ASSISTANT]}, None, "must end with the turn"),
+        (
+            "grpo",
+            {"groups": [{"messages": [USER, ASSISTANT], "completions": [{"text": "a", "reward": 1}]}]},
+            "groups[0]",
+            "must end",
+        ),
+        ("opd", OPD | {"prompts": [{"messages": [USER, ASSISTANT]}]}, "prompts[0]", "must end with the turn"),
+        ("sft", {"examples": [{"messages": [ASSISTANT]}]}, "examples[0]", "no turn to learn"),
+        ("sft", {"examples": [{"messages": [USER, ASSISTANT | {"weight": 0}]}]}, "examples[0]", "no turn to learn"),
+        (
+            "sft",
+            {"examples": [{"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}]},
+            "examples[0]",
+            "enable_thinking",
+        ),
+        (
+            "sft",
+            {"examples": [{"messages": [{"role": "system", "content": "s"}, ASSISTANT]}]},
+            "examples[0]",
+            "no turn to learn",
+        ),
+        (
+            "dpo",
+            {"examples": [{"prompt": "x", "chosen": "a", "rejected": "b"}], "chat_template_kwargs": THINKING},
+            "examples[0]",
+            "never closes",
+        ),
+        ("grpo", GRPO | {"chat_template_kwargs": THINKING}, "completions[0]", "never closes"),
+        (
+            "opd",
+            OPD | {"prompts": [{"prompt": "x", "completion": "y"}], "lmbda": 0, "chat_template_kwargs": THINKING},
+            "prompts[0]",
+            "never closes",
+        ),
+        ("grpo", GRPO | {"completions": ["", "b"], "truncated": [True, False]}, "completions[0]", "has no tokens"),
+        ("grpo", GRPO | {"truncated": [True]}, None, "one each"),
+        ("grpo", GRPO | {"truncated": "no"}, "truncated", "list"),
+        ("sft", SFT | {"learning_rate": 1e-3, "optimizer": {"learning_rate": 5e-6}}, "learning_rate", "same setting"),
+        ("sft", SFT | {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-4}}, "learning_rate", "same setting"),
+        ("opd", OPD | {"teacher": "base"}, "teacher", "nothing to learn"),
+        ("opd", OPD | {"teacher": "base", "start_from": "base"}, "teacher", "nothing to learn"),
+        ("sft", {"examples": [{"promt": "x", "completion": "y"}]}, "examples[0].promt", "did you mean 'prompt'?"),
+        ("sft", SFT | {"epoch": 3}, "epoch", "did you mean 'epochs'?"),
+        ("sft", SFT | {"lora": {"ranks": 3}}, "lora.ranks", "did you mean 'rank'?"),
+        (
+            "sft",
+            {"examples": [{"messages": [USER, {"role": "assistant", "contents": "y"}]}]},
+            "examples[0].messages[1].contents",
+            "did you mean 'content'?",
+        ),
+        (
+            "sft",
+            {"examples": [{"messages": [USER, ASSISTANT | {"refusal": "no"}]}]},
+            "examples[0].messages[1].refusal",
+            "must be null",
+        ),
+    ],
+)
+def test_what_the_body_decides_is_said_at_submission(
+    running: Running, http: httpx.Client, kind: str, body: dict[str, Any], param: str | None, says: str
+) -> None:
+    running.gateway.engines.served.info.teacher = "digest"
+    before = set(running.queue.specs)
+    error = refusal(http.post(f"/v1/train/{kind}", json=body | {"adapter": "fresh"}))
+    assert error["param"] == param, error
+    assert says in error["message"], error
+    for word in ("Value error", "Extra inputs", "pydantic"):
+        assert word not in error["message"]
+    assert set(running.queue.specs) == before
+
+
+def test_rates_that_agree_are_one(running: Running, http: httpx.Client) -> None:
+    answer = http.post("/v1/train/sft", json=SFT | {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-3}})
+    spec = running.queue.specs[answer.json()["id"]]
+    assert SPEC.validate_json(spec_json(spec)) == spec
+    answer = http.post("/v1/train/sft", json=SFT | {"learning_rate": 1e-3, "optimizer": {"schedule": "cosine"}})
+    spec = running.queue.specs[answer.json()["id"]]
+    assert SPEC.validate_json(spec_json(spec)).effective_learning_rate == 1e-3  # type: ignore[union-attr]
+
+
+def test_all_linear_layers_by_pefts_word(http: httpx.Client) -> None:
+    for names in (
+        "all-linear",
+        ["all-linear"],
+        ["All-Linear", "lm_head"],
+        ["layers.3.self_attn.q_proj", "up_proj"],
+        None,
+    ):
+        assert http.post("/v1/train/sft", json=SFT | {"lora": {"target_modules": names}}).status_code == 202, names
+
+
+def test_a_teacher_that_is_the_start(running: Running, http: httpx.Client) -> None:
+    """Unless a job in front of it may publish another start."""
+    files = {"adapter_model.safetensors": b"", "adapter_config.json": b'{"r": 4}'}
+    version = running.registry.publish("pupil", files, base_digest="").ref
+    body = OPD | {"adapter": "pupil", "teacher": str(version)}
+    for more in ({}, {"start_from": "pupil"}, {"start_from": str(version)}):
+        assert refusal(http.post("/v1/train/opd", json=body | more))["param"] == "teacher"
+    assert http.post("/v1/train/opd", json=body | {"start_from": "base"}).status_code == 202
+    assert http.post("/v1/train/opd", json=body).status_code == 202  # behind the other
+    assert refusal(http.post("/v1/train/opd", json=body | {"start_from": str(version)}))["param"] == "teacher"
 
 
 def test_overlong_policies(http: httpx.Client) -> None:

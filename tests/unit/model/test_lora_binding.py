@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -84,7 +85,7 @@ def test_both_key_prefixes_bind() -> None:
         (lambda t: t[KEY].fill_(float("nan")), f"{KEY} has values that are not finite"),
         (lambda t: t[KEY].fill_(float("inf")), f"{KEY} has values that are not finite"),
         (lambda t: t[KEY][0, :2].copy_(torch.tensor([float("inf"), -float("inf")])), f"{KEY} has values that are not"),
-        (lambda t: t.update({KEY.replace("language_model.", ""): torch.zeros(4, 16)}), "bind to the same layer"),
+        (lambda t: t.update({KEY.replace("language_model.", ""): torch.zeros(4, 16)}), "the keys of two classes"),
         (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(1)}), "lm_head"),
         (lambda t: t.update({KEY.replace("layers.1", "layers.2"): torch.zeros(4, 16)}), r"layers\.2"),
         (lambda t: t.update({KEY.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(1)}), "magnitude"),
@@ -122,10 +123,21 @@ def test_a_sum_that_overflows_is_no_fault_of_its_terms() -> None:
         ({"use_rslora": 1}, "use_rslora"),
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"rank_pattern": {"(": 2}}, "malformed pattern"),
-        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern of layers.1.self_attn.q_proj"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern of model.language_model.layers.1.self_attn.q_proj"),
         ({"rank_pattern": {"([a-z_.0-9]+)+!(": 2}}, "malformed pattern"),
         ({"rank_pattern": {f"layer{n}": 2 for n in range(5000)}}, "5000 entries, the limit is 4096"),
-        ({"target_modules": "(?!x)y"}, "malformed pattern"),
+        ({"target_modules": "(?!x)y"}, "matches no linear layer"),
+        ({"target_modules": "(?!x"}, "target_modules has a malformed pattern"),
+        ({"target_modules": "(?<=a*)b"}, "malformed pattern"),
+        ({"target_modules": r"(q|k)_proj\1"}, "a backreference"),
+        ({"exclude_modules": r"(?(1)a|b)"}, "malformed pattern"),
+        ({"exclude_modules": r"(a)?(?(1)b|c)"}, "a condition on a group"),
+        ({"alpha_pattern": {"(?>a)b": 2}}, "the pattern .* of alpha_pattern has an atomic group"),
+        ({"rank_pattern": {"a++": 2}}, "a possessive quantifier"),
+        ({"rank_pattern": {"x" * 2001: 2}}, "over 2000 characters"),
+        ({"layers_to_transform": [1], "layers_pattern": "(a+)+"}, "layers_pattern must be names"),
+        ({"layers_pattern": "layers"}, "layers_pattern needs layers_to_transform"),
+        ({"target_modules": ".*", "layers_to_transform": [1]}, "layers_to_transform needs a list"),
         ({"target_modules": "([a-z_.0-9]+)+!"}, "matches no linear layer"),  # Python's re would take for ever
         ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": ["lm_head"]}, "matches no linear layer"),
@@ -213,9 +225,32 @@ def test_new_adapters_are_seeded_and_add_nothing() -> None:
 
 
 def test_unknown_target_modules() -> None:
-    for names in (["lm_head"], []):
-        with pytest.raises(InvalidRequest, match="target_modules"):
-            LoraParams.create(MODEL, LoraSettings(target_modules=names))
+    for names, says in (
+        (["lm_head"], "'lm_head' is no linear layer"),
+        (["qproj"], "did you mean 'q_proj'"),
+        (["q_proj", "layers.x.mlp.up_proj"], "'layers.x.mlp.up_proj' is no linear layer"),
+        ([], "is empty"),
+        ("q_proj", "target_modules"),
+    ):
+        with pytest.raises(ValidationError, match=says):
+            LoraSettings(target_modules=names)
+    with pytest.raises(InvalidRequest, match=r"layers\.7\.mlp\.up_proj of this model"):
+        LoraParams.create(MODEL, LoraSettings(target_modules=["layers.7.mlp.up_proj"]))
+
+
+def test_target_modules_of_new_adapters() -> None:
+    def made(*names: str | None) -> set[str]:
+        given = None if names == (None,) else list(names)
+        return set(LoraParams.create(MODEL, LoraSettings(target_modules=given)).targets)
+
+    everything = made(None)
+    assert len(everything) == 15
+    assert made("all-linear") == made("lm_head", "All-Linear") == everything
+    assert set(LoraParams.create(MODEL, LoraSettings(target_modules="all-linear")).targets) == everything
+    assert made("q_proj", "layers.0.mlp.up_proj") == {"layers.1.self_attn.q_proj", "layers.0.mlp.up_proj"}
+    some = LoraParams.create(MODEL, LoraSettings(target_modules=["layers.0.mlp.up_proj", "q_proj"]))
+    assert some.target_modules == ("layers.0.mlp.up_proj", "q_proj")
+    assert set(bind_adapter(some.to_files("base"), MODEL, max_rank=16).targets) == set(some.targets)
 
 
 def test_bytes_per_slot_is_what_the_buffers_take() -> None:

@@ -118,12 +118,18 @@ def test_training_raises_the_reward(host: TrainingHost) -> None:
 
 
 def test_the_simple_form(host: TrainingHost) -> None:
-    run = prepared(host, prompt="What is 2 + 2?", completions=TEXTS, rewards=[1.0, 0.8, 0.0, 0.1, 0.0], epochs=3)
+    rewards = [1.0, 0.8, 0.0, 0.1, 0.0]
+    run = prepared(host, prompt="What is 2 + 2?", completions=TEXTS, rewards=rewards, epochs=3)
     assert run.total_steps == 3
     prompt = host.codec.encode_chat([{"role": "user", "content": "What is 2 + 2?"}])
     for document, text in zip(run.batch(0), TEXTS, strict=True):
-        assert list(document.token_ids) == [*prompt, *host.codec.encode_completion(text), host.codec.eos_ids[0]]
+        sampled = host.codec.encode_completion(text) or [host.codec.eos_ids[0]]
+        assert list(document.token_ids) == [*prompt, *sampled]
         assert document.num_trained == document.length - len(prompt)
+    assert any(
+        f"{sum(map(bool, TEXTS))} completions are texts that do not say whether they ended" in note
+        for note in run.notes
+    )
     history = [run.step(index) for index in range(3)]
     assert history[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert history[0]["recomputed_rollouts"] == 5
@@ -205,6 +211,29 @@ def test_resume_at_every_step_is_bitwise(host: TrainingHost, stop: int) -> None:
         assert torch.equal(left, right)
 
 
+def test_no_token_is_learnt_that_may_not_have_been_sampled(host: TrainingHost) -> None:
+    """The end of a text's turn, by what is said of the text; in the simple form and in groups alike."""
+    flags, rewards = [False, True, True, False, False], [1.0, 0.8, 0.0, 0.1, 0.0]
+    simple = prepared(host, prompt="q", completions=TEXTS, rewards=rewards, truncated=flags, temperature=0.5, epochs=1)
+    members = [
+        {"text": text, "reward": reward, "truncated": flag, "temperature": 0.5}
+        for text, reward, flag in zip(TEXTS, rewards, flags, strict=True)
+    ]
+    grouped = prepared(host, groups=[{"prompt": "q", "completions": members}], epochs=1)
+    for run in (simple, grouped):
+        for document, text, cut in zip(run.batch(0), TEXTS, flags, strict=True):
+            sampled = host.codec.encode_completion(text) + ([] if cut else [host.codec.eos_ids[0]])
+            assert list(document.token_ids[-document.num_trained :]) == sampled
+        assert not any("whether they ended" in note for note in run.notes)
+    found = simple.step(0)
+    assert found["truncated_fraction"] == pytest.approx(0.4)
+    assert without_times(found) == without_times(grouped.step(0))
+    empty = prepared(host, prompt="q", completions=["", "a"], rewards=[1.0, 0.0])
+    assert [document.num_trained for document in empty.batch(0)] == [1, len(host.codec.encode_completion("a"))]
+    masked = prepared(host, prompt="q", completions=TEXTS, rewards=rewards, truncated=flags, mask_truncated=True)
+    assert any("2 of 5 rollouts are truncated" in note for note in masked.notes)
+
+
 def test_bad_rollouts_are_named(host: TrainingHost) -> None:
     groups = token_groups(host, None, 2)
     groups[1]["completions"][2]["token_ids"][0] = 10**6
@@ -216,7 +245,7 @@ def test_bad_rollouts_are_named(host: TrainingHost) -> None:
         prepared(host, groups=groups)
     host.max_train_tokens = 512
     empty = {"prompt": "q", "completions": [{"text": "", "truncated": True, "reward": 1}, {"text": "a", "reward": 0}]}
-    with pytest.raises(InvalidRequest, match=r"completions\[0\] has no tokens"):
+    with pytest.raises(InvalidRequest, match=r"completions\[0\]: has no tokens"):
         prepared(host, groups=[empty])
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     with pytest.raises(InvalidRequest, match=r"groups\[0\].completions\[0\]: .*never closes it"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.common.job_records import SPEC
@@ -194,8 +195,10 @@ def test_limits(host: TrainingHost) -> None:
     rated = [{"prompt": "x", "completion": "y" * 300, "label": False}, *(row for row in RATED if row["label"])]
     with pytest.raises(InvalidRequest, match=r"that are left to train on all have label true: KTO needs both"):
         prepared(host, "kto", examples=rated, overlong="drop")
-    with pytest.raises(InvalidRequest, match=r"1 example is held out: KTO evaluates at least 2"):
+    with pytest.raises(ValidationError, match="holds one example out, and evaluations need at least 2"):
         prepared(host, "kto", eval_fraction=0.1)
+    with pytest.raises(ValidationError, match="leaves one example to train on"):
+        prepared(host, "kto", eval_fraction=0.9)
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     with pytest.raises(InvalidRequest, match=r"examples\[0\]: .*never closes it"):
         prepared(host, "dpo", **thinking)

@@ -139,6 +139,18 @@ def test_a_loop_lowers_the_loss(office: Office) -> None:
     assert (described["step"], described["next_seq"], described["pending"]) == (6, 13, 0)
 
 
+def test_a_rate_of_nothing_moves_nothing(office: Office) -> None:
+    """The first rate of many a warm-up: the moments are made, the weights stay."""
+    session = office.open(lora={"rank": 4})
+    before = office.run(session, "forward_backward", 1, loss="cross_entropy", data=DATA)["loss"]
+    done = office.run(session, "optim_step", 2, learning_rate=0)
+    assert (done["step"], done["learning_rate"]) == (1, 0)
+    assert done["grad_norm"] > 0
+    assert office.run(session, "forward_backward", 3, loss="cross_entropy", data=DATA)["loss"] == before
+    office.run(session, "optim_step", 4, learning_rate=1e-2)
+    assert office.run(session, "forward", 5, data=DATA)["loss"] < before
+
+
 def test_results_have_the_places_of_the_lists(office: Office) -> None:
     session = office.open(lora={"rank": 4})
     data = [{"token_ids": [5, 6, 7, 8], "weights": [0, 0, 1, 2]}, {"token_ids": [5], "targets": [9]}]

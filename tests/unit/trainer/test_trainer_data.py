@@ -59,11 +59,110 @@ def test_template_options_reach_the_prompt(codec: TextCodec) -> None:
     assert codec.token_id("</think>") in document.token_ids
 
 
-def test_an_answer_inside_an_open_thinking_block_is_refused(codec: TextCodec) -> None:
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    with pytest.raises(InvalidRequest, match=r"examples\[7\]: .*never closes it"):
-        documents(codec, {"prompt": "q", "completion": "a"}, **thinking)
-    documents(codec, {"prompt": "q", "completion": "a"}, prompt_format="raw", **thinking)
+THINKING: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+USER = {"role": "user", "content": "q"}
+
+
+def test_an_answer_without_a_thought_is_learnt_as_one_that_was_given_without(codec: TextCodec) -> None:
+    [plain] = documents(codec, {"prompt": "q", "completion": "a"})
+    for example in (
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [USER], "completion": "a"},
+        {"messages": [USER, {"role": "assistant", "content": "a"}]},
+        {"messages": [USER, {"role": "assistant", "content": "a", "reasoning": ""}]},
+    ):
+        [document] = documents(codec, example, **THINKING)
+        assert (document.token_ids, document.trained) == (plain.token_ids, plain.trained)
+        assert document.thoughtless
+        assert not plain.thoughtless
+    raw, alike = (
+        documents(codec, {"prompt": "q", "completion": "a"}, prompt_format="raw", **more) for more in ({}, THINKING)
+    )
+    assert raw == alike
+
+
+def test_thoughts_and_turns_without_one_in_a_tool_loop(codec: TextCodec) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "21", "tool_call_id": "1"},
+        {"role": "assistant", "content": "it is 21", "reasoning_content": "aha"},
+    ]
+    [document] = documents(codec, {"messages": messages}, **THINKING)
+    call_text = "<tool_call>\n<function=f>\n</function>\n</tool_call><|im_end|>"
+    assert trained_text(codec, document).lstrip() == call_text + "aha\n</think>\n\nit is 21<|im_end|>"
+    assert document.thoughtless
+
+
+def test_answers_of_the_chat_are_examples(codec: TextCodec) -> None:
+    """What the chat endpoint, openai-python and its fine-tuning files send, token for token as the plain turn."""
+    plain = documents(codec, {"messages": [USER, {"role": "assistant", "content": "a"}]})
+    answer: dict[str, Any] = {"role": "assistant", "content": "a"}
+    for more in (
+        {"refusal": None},
+        {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
+        {"annotations": None, "tool_calls": [], "reasoning": None, "reasoning_content": None, "name": None},
+        {"weight": 1},
+        {"weight": None},
+        {"content": [{"type": "text", "text": "a"}]},
+    ):
+        assert documents(codec, {"messages": [USER, answer | more]}) == plain, more
+    parts = {"role": "user", "content": [{"type": "text", "text": "q"}]}
+    assert documents(codec, {"messages": [parts, answer]}) == plain
+    assert documents(codec, {"prompt": [parts], "completion": "a"}) == plain
+    system = documents(codec, {"messages": [{"role": "system", "content": "s"}, USER, answer]})
+    assert documents(codec, {"messages": [{"role": "developer", "content": "s"}, USER, answer]}) == system
+    thought = documents(codec, {"messages": [USER, answer | {"reasoning_content": "hm"}]}, **THINKING)
+    for more in ({"reasoning": "hm"}, {"reasoning": "hm", "reasoning_content": "hm", "refusal": None}):
+        assert documents(codec, {"messages": [USER, answer | more]}, **THINKING) == thought
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "assistant", "content": "a", "refusal": "no"}, "refusal\n.*must be null"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "audio\n.*reads text"),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f"}}, "function_call\n.*tool_calls"),
+        ({"role": "assistant", "content": "a", "weight": 2}, "weight"),
+        ({"role": "assistant", "content": "a", "weight": True}, "weight"),
+        ({"role": "assistant", "content": "a", "weight": 0.5}, "weight"),
+        ({"role": "assistant"}, "needs content"),
+        ({"role": "user", "content": "a", "weight": 1}, "weight belongs to turns of the assistant"),
+        ({"role": "user", "content": None}, "needs content"),
+        ({"role": "user", "content": []}, "content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url'"),
+        ({"role": "function", "content": "a"}, "role"),
+    ],
+)
+def test_turns_that_would_lose_something_are_refused(message: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        SftExample.model_validate({"messages": [USER, {"role": "assistant", "content": "a"}, message]})
+
+
+def test_weights_choose_the_turns(codec: TextCodec) -> None:
+    def said(*weights: int | None) -> list[str]:
+        messages: list[dict[str, Any]] = []
+        for number, weight in enumerate(weights):
+            messages += [USER, {"role": "assistant", "content": f"a{number}", "weight": weight}]
+        return [trained_text(codec, document) for document in documents(codec, {"messages": messages})]
+
+    assert said(None, 1, None) == ["a0<|im_end|>", "a1<|im_end|>", "a2<|im_end|>"]
+    assert said(0, 1, 0) == ["a1<|im_end|>"]
+    assert said(1, 0, None) == ["a0<|im_end|>", "a2<|im_end|>"]
+    with pytest.raises(ValueError, match="no turn to learn"):
+        said(0, 0)
+
+
+def test_a_greeting_is_context(codec: TextCodec) -> None:
+    greeting = {"role": "assistant", "content": "Welcome!"}
+    for before in ([greeting], [{"role": "system", "content": "s"}, greeting], [greeting, greeting]):
+        [document] = documents(codec, {"messages": [*before, USER, {"role": "assistant", "content": "a"}]})
+        assert trained_text(codec, document) == "a<|im_end|>"
+        assert list(document.token_ids[:-2]) == codec.encode_chat([*before, USER])
+    for messages in ([greeting], [{"role": "system", "content": "s"}, greeting], [greeting, USER]):
+        with pytest.raises(ValueError, match="no turn to learn"):
+            SftExample.model_validate({"messages": messages})
 
 
 def test_raw_prompts_are_used_as_they_are(codec: TextCodec) -> None:
@@ -121,12 +220,18 @@ def test_turns_that_the_template_rewrites_become_documents_of_their_own(codec: T
 
 
 def test_tokens_that_would_merge_at_the_seam_are_split_there(codec: TextCodec) -> None:
-    # The generation prompt ends in "<think>\n", the whole turn has "<think>\n\n</think>".
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    [document] = documents(codec, {"messages": messages}, chat_template_kwargs={"enable_thinking": True})
-    prompt = codec.encode_chat(messages[:1], enable_thinking=True)
+    # The generation prompt ends in "assistant\n", the whole turn has "assistant\n\n".
+    template = (
+        "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    bare = TextCodec({**codec.files, "chat_template.jinja": template.encode()})
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "\n\nhello"}]
+    [document] = documents(bare, {"messages": messages})
+    prompt, whole = bare.encode_chat(messages[:1]), bare.encode_chat(messages, add_generation_prompt=False)
+    assert whole[: len(prompt)] != prompt
     assert list(document.token_ids[: len(prompt)]) == prompt
-    assert trained_text(codec, document) == "\n</think>\n\nhello<|im_end|>"
+    assert trained_text(bare, document) == "\n\nhello<|im_end|>"
 
 
 def test_a_turn_that_cannot_be_generated_is_refused(codec: TextCodec) -> None:
@@ -138,8 +243,6 @@ def test_a_turn_that_cannot_be_generated_is_refused(codec: TextCodec) -> None:
         documents(codec, {"messages": messages})
     [document] = documents(codec, {"messages": messages}, chat_template_kwargs={"enable_thinking": True})
     assert trained_text(codec, document) == "a greeting\n</think>\n\nhello<|im_end|>"
-    with pytest.raises(InvalidRequest, match="first turn"):
-        documents(codec, {"messages": [messages[1]]})
 
 
 def make(length: int, source: int = 0) -> Document:
