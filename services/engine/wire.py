@@ -142,11 +142,13 @@ def _check_ids(message: pb.GenerateRequest, sampling: SamplingParams, vocab_size
         raise InvalidRequest("the prompt has no tokens", param="prompt")
     if max(prompt) >= vocab_size:
         raise InvalidRequest(f"prompt token id {max(prompt)} is outside the vocabulary of {vocab_size}", param="prompt")
-    closing = sampling.thinking.closing if sampling.thinking is not None else ()
+    reasoning = sampling.thinking
+    closing = () if reasoning is None else reasoning.closing
+    call = () if reasoning is None or reasoning.call_token_id is None else (reasoning.call_token_id,)
     for name, ids in (
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
-        ("thinking", closing),
+        ("thinking", (*closing, *call)),
     ):
         wrong = [token for token in ids if token >= vocab_size]
         if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import openai
 import pytest
 
 from tests.stack import Stack
+from tests.unit.gateway.call_checks import check_model
+from tests.unit.gateway.hostile_calls import draw
 
 USER = [{"role": "user", "content": "What is 12 plus 7?"}]
 WILD: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_completion_tokens": 200}
@@ -169,3 +172,9 @@ def test_what_cannot_be_enforced_is_refused(
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=stack.served_model_name, messages=USER, extra_body=field, **WILD)
     assert caught.value.param == param
+
+
+def test_drawn_tools_are_called_as_they_say(stack: Stack) -> None:
+    """Their texts may have the markup of calls in them: what the model writes under the grammar is read as that."""
+    chance = random.Random(5)
+    assert sum(check_model(draw(chance), stack.url, stack.served_model_name, seed) for seed in range(3)) >= 1

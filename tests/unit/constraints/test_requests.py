@@ -79,6 +79,12 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="thinking: token id 100"):
         submission(message, 100)
     assert submission(message, 101).matcher is None
+    message.sampling.thinking.call_token_id = 101
+    with pytest.raises(InvalidRequest, match="thinking: token id 101"):
+        submission(message, 101)
+    thinking = submission(message, 102).sampling.thinking
+    assert thinking is not None
+    assert thinking.call_token_id == 101
 
 
 @pytest.mark.parametrize("field", [{"constraint": constraint("regex", "a")}, {"thinking": Thinking(7, 3)}])

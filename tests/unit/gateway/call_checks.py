@@ -108,10 +108,10 @@ def grammar_of(drawn: Drawn, *, repeat: bool = True) -> LLMatcher:
     return compile_grammar(TOKENS, constraint, GrammarLimits()).prototype
 
 
-def check_model(drawn: Drawn, url: str, seed: int) -> bool:
+def check_model(drawn: Drawn, url: str, model: str, seed: int) -> bool:
     """A model that is let run wild calls these functions as their schemas say; False: it was cut off."""
     body = {
-        "model": "qwen3.5",
+        "model": model,
         "messages": [ASKED],
         "tools": drawn.tools,
         "tool_choice": "required",
@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("count", type=int, help="sets of tools with calls of them")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", help="of a gateway, whose model is to call the tools as well")
+    parser.add_argument("--model", default="qwen3.5", help="its name there")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     calls = allowed = answered = wrong = 0
@@ -148,7 +149,7 @@ def main() -> None:
             check_read(drawn, chance)
             allowed += check_allowed(drawn)
             check_generated(drawn, chance)
-            answered += options.url is not None and check_model(drawn, options.url, number)
+            answered += options.url is not None and check_model(drawn, options.url, options.model, number)
         except AssertionError as error:
             wrong += 1
             print(f"set {number} of seed {options.seed}: {error}", file=sys.stderr)

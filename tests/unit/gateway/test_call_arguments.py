@@ -72,3 +72,15 @@ def test_messages_and_responses(
     answer = http.post("/v1/responses", json={"model": MODEL, "input": "Hi", "tools": tools, "store": False}).json()
     (item,) = answer["output"]
     assert item["arguments"] == json.dumps(wanted)
+
+
+@pytest.mark.parametrize("per_update", [1, 500])
+def test_a_stop_within_markup_that_is_an_argument(running: Running, http: httpx.Client, per_update: int) -> None:
+    """Where the value would have ended is not known when the stop comes."""
+    running.engine.behaviour = says(call(command=TO_TIMEOUT), per_update=per_update)
+    body = {"model": MODEL, "messages": ASKED, "tools": [BASH], "stop": ["rm -r"]}
+    choice = plain(http.post("/v1/chat/completions", json=body).json()["choices"][0])
+    assert whole_of(events(http.post("/v1/chat/completions", json=body | {"stream": True})))[0] == choice
+    told = json.dumps({"command": TO_TIMEOUT[: TO_TIMEOUT.index("rm -r")]}).removesuffix('"}')
+    assert choice["message"]["calls"] == [["bash", told]]
+    assert choice["reason"] == "stop"

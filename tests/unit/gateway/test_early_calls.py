@@ -170,3 +170,15 @@ def test_the_engine_is_told_with_what_a_call_begins(
     assert request.sampling.thinking.HasField("call_token_id") is told
     if told:
         assert request.sampling.thinking.call_token_id == running.engine.codec.token_id("<tool_call>")
+
+
+@pytest.mark.parametrize("per_update", [1, 500])
+def test_a_stop_in_an_argument_counts_and_in_the_reasoning_does_not(
+    running: Running, http: httpx.Client, per_update: int
+) -> None:
+    running.engine.behaviour = says(f"Paris?\n{PARIS}\n{ROME}", per_update=per_update)
+    body = CHAT | {"stop": ["ris"]}
+    choice = plain(http.post("/v1/chat/completions", json=body).json()["choices"][0])
+    assert whole_of(events(http.post("/v1/chat/completions", json=body | {"stream": True})))[0] == choice
+    assert choice["message"] == {"content": "", "reasoning": "Paris?", "calls": [["weather", '{"city": "Pa']]}
+    assert choice["reason"] == "stop"
