@@ -6,7 +6,7 @@ services/common/delivery.py has what every queue's consumer does; here is what o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import ValidationError
@@ -89,6 +89,18 @@ class JobConsumer(Delivery[Job, Spec]):
         data = {**numbers, **progress.model_dump(exclude_none=True)}
         args = [claimed.fence, progress.model_dump_json(), json.dumps(numbers), json.dumps(data)]
         self._owned(scripts.REPORT, claimed, [scripts.events_key(claimed.id)], args)
+
+    def describe(
+        self,
+        claimed: ClaimedJob,
+        settings: Mapping[str, float],
+        notes: Sequence[str],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost."""
+        numbered = {str(number): note for number, note in enumerate(notes)}
+        args = [json.dumps(finite(settings)), json.dumps(numbered), json.dumps(finite(metrics))]
+        self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, *args])
 
     def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any]) -> None:
         """Adds an event. Raises JobLost."""

@@ -34,6 +34,9 @@ FIELDS = (
     "metrics",
     "result_adapter",
     "metadata",
+    "parent",
+    "settings",
+    "notes",
     "schema",
 )
 """What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
@@ -89,6 +92,9 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "metrics": _json(field["metrics"]),
             "result_adapter": field["result_adapter"] or None,
             "metadata": _json(field["metadata"]),
+            "parent": field["parent"] or None,
+            "settings": _json(field["settings"]),
+            "notes": list(_json(field["notes"]).values()),
         }
     )
 
