@@ -99,7 +99,7 @@ class JobConsumer(Delivery[Job, Spec]):
     ) -> None:
         """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost."""
         numbered = {str(number): note for number, note in enumerate(notes)}
-        args = [json.dumps(finite(settings)), json.dumps(numbered), json.dumps(finite(metrics))]
+        args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics))]
         self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, *args])
 
     def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ _LEAST_FALL = {"sft": 0.1, "dpo": 0.03, "kto": 0.02}
 """Share of its value at the start that a loss falls by where something is learnt."""
 _KNOWN = 0.05
 """An sft loss, in nats a token, from which there is little left to fall."""
-_FEW, _NOT_KNOWN = 32, 1.5
+_FEW, _NOT_KNOWN = 32, 1.0
 """So few examples are there to be known by heart; at such an sft loss they are not."""
 
 
@@ -75,21 +75,24 @@ class Lesson:
             before, after = self._found["divergence_before"], self._found["divergence_after"]
         else:
             return None
-        if not self._hardly(before, after):
+        if (verdict := self._verdict(before, after)) is None:
             return None
         return (
-            f"hardly learnt: the {name} was {before:.4g} before and is {after:.4g} after {run.total_steps} steps at "
+            f"{verdict}: the {name} was {before:.4g} before and is {after:.4g} after {run.total_steps} steps at "
             f"learning rate {run.settings['learning_rate']:.3g}; {self._way_out(run)}{attached}"
         )
 
-    def _hardly(self, before: float, after: float) -> bool:
+    def _verdict(self, before: float, after: float) -> str | None:
+        """What the two values say of the lesson; None: it was learnt."""
         spec = self._spec
         if not isinstance(spec, ExampleJob):
-            return after >= before
-        hardly = after > before - _LEAST_FALL[spec.kind] * abs(before)
-        if spec.kind != "sft":
-            return hardly
-        return after > _KNOWN and (hardly or (len(spec.examples) <= _FEW and after > _NOT_KNOWN))
+            return "hardly learnt" if after >= before else None
+        if spec.kind == "sft" and after <= _KNOWN:
+            return None
+        if after > before - _LEAST_FALL[spec.kind] * abs(before):
+            return "hardly learnt"
+        few = spec.kind == "sft" and len(spec.examples) <= _FEW
+        return "not learnt by heart" if few and after > _NOT_KNOWN else None
 
     def _way_out(self, run: JobRun) -> str:
         """Whoever named less than the defaults hears of them."""
