@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RunState:
     """Everything a resumed run needs to continue as if it had never stopped.
 
-    ``tensors`` are detached copies on the CPU (float32 masters, optimizer moments, generator state), so a checkpoint
+    ``tensors`` are detached copies on the CPU (float32 masters, optimizer moments), so a checkpoint
     may be written while the run goes on. ``data`` is JSON (step, data cursor, counters).
     """
 
