@@ -21,7 +21,7 @@ from services.common.job_records import (
     job_from_fields,
     job_id_of_entry,
     spec_json,
-    text_sha,
+    spec_sha,
     versions_needed,
 )
 from services.common.jobs import Job, JobProgress, JobState, Spec
@@ -136,7 +136,7 @@ class JobConsumer(Delivery[Job, Spec]):
         job_id = job_id_of_entry(entry)
         keys = [scripts.STREAM, scripts.INDEX, scripts.job_key(job_id), scripts.events_key(job_id)]
         canonical = spec_json(spec)
-        args = [job_id, canonical, text_sha(canonical), spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        args = [job_id, canonical, spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
         keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
         outcome, existing = self._run(
             scripts.SUBMIT, keys, [*args, "1" if key else "0", entry, fields.get("traceparent", "")]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.job_records import SPEC, spec_json
+from services.common.job_records import SPEC, spec_json, spec_sha, text_sha
 from services.common.jobs import DpoJob, KtoJob, SftJob
 from services.trainer.defaults import Method, epochs, learning_rate
 from services.trainer.jobs import prepare_run
@@ -77,6 +77,14 @@ def test_what_is_open_is_written_nowhere() -> None:
     assert isinstance(again, SftJob)
     assert (again.epochs, again.named_learning_rate) == (3, 1e-4)
     assert json.loads(spec_json(again)) == old
+
+
+def test_an_idempotency_key_knows_a_submission_from_before() -> None:
+    """The first release wrote its defaults into what the key stands for."""
+    before = job(epochs=3, optimizer={"learning_rate": 1e-4})
+    assert spec_sha(job()) == spec_sha(before) == text_sha(spec_json(before))
+    assert spec_sha(job(epochs=4)) != spec_sha(job())
+    assert spec_sha(job(learning_rate=1e-4)) != spec_sha(job())
 
 
 @pytest.mark.parametrize("kind", [DpoJob, KtoJob])
