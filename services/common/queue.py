@@ -99,8 +99,9 @@ class JobQueue(Ledger[Job]):
         ]
         # A large spec takes a second to write out: not on the event loop.
         text = await asyncio.to_thread(spec_json, spec)
-        sha: str = request_sha or await asyncio.to_thread(spec_sha, spec)
-        args = [job_id, text, sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        if request_sha is None:
+            request_sha = await asyncio.to_thread(spec_sha, spec)
+        args = [job_id, text, request_sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
         args += ["0" if idempotency_key is None else "1", "", traceparent]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
