@@ -119,7 +119,17 @@ def conclude(output: Output, job: dict[str, Any]) -> None:
     if output.as_json:
         output.json(job, line=True)
     else:
-        output.out.print(f"[green]{escape(job['id'])} succeeded[/]: {escape(str(job.get('result_adapter')))}")
+        result = f"[green]{escape(job['id'])} succeeded[/]: {escape(str(job.get('result_adapter')))}"
+        output.out.print(result + _learnt(job.get("metrics") or {}), soft_wrap=True)
+        for note in job.get("notes") or ():
+            output.err.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _learnt(metrics: dict[str, float]) -> str:
+    """How its own examples were known before the first step, and are after the last one."""
+    if "loss_before" not in metrics or "loss_after" not in metrics:
+        return ""
+    return f" (loss on its examples {metrics['loss_before']:.3g} → {metrics['loss_after']:.3g})"
 
 
 class _Display:
@@ -162,5 +172,14 @@ class _Display:
                 if not self._live:
                     self._output.err.print(f"step {step}/{total}  {numbers}", soft_wrap=True)
             return
-        details = "  ".join(f"{key} {value}" for key, value in event.data.items() if value not in (None, ""))
+        if event.data.get("note"):
+            return  # said at the end, with the other notes of the job
+        details = "  ".join(
+            _detail(event.kind, key, value) for key, value in event.data.items() if value not in (None, "")
+        )
         self._progress.console.print(f"[dim]{event.kind}[/] {escape(details)}", soft_wrap=True)
+
+
+def _detail(kind: str, key: str, value: object) -> str:
+    """`state running`, `attempt 1`: what an event is called needs saying once."""
+    return str(value) if key in (kind, "message") else f"{key} {value}"

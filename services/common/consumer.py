@@ -6,7 +6,7 @@ services/common/delivery.py has what every queue's consumer does; here is what o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ from services.common.job_records import (
     job_from_fields,
     job_id_of_entry,
     spec_json,
-    text_sha,
+    spec_sha,
     versions_needed,
 )
 from services.common.jobs import Job, JobProgress, JobState, Spec
@@ -90,6 +90,18 @@ class JobConsumer(Delivery[Job, Spec]):
         args = [claimed.fence, progress.model_dump_json(), json.dumps(numbers), json.dumps(data)]
         self._owned(scripts.REPORT, claimed, [scripts.events_key(claimed.id)], args)
 
+    def describe(
+        self,
+        claimed: ClaimedJob,
+        settings: Mapping[str, float],
+        notes: Sequence[str],
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost."""
+        numbered = {str(number): note for number, note in enumerate(notes)}
+        args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics))]
+        self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, *args])
+
     def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any]) -> None:
         """Adds an event. Raises JobLost."""
         args = [claimed.fence, kind, json.dumps(dict(data))]
@@ -124,7 +136,7 @@ class JobConsumer(Delivery[Job, Spec]):
         job_id = job_id_of_entry(entry)
         keys = [scripts.STREAM, scripts.INDEX, scripts.job_key(job_id), scripts.events_key(job_id)]
         canonical = spec_json(spec)
-        args = [job_id, canonical, text_sha(canonical), spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        args = [job_id, canonical, spec_sha(spec), spec.kind, spec.adapter, json.dumps(spec.metadata)]
         keys += [scripts.idempotency_key(key or ""), scripts.line_key(spec.adapter)]
         outcome, existing = self._run(
             scripts.SUBMIT, keys, [*args, "1" if key else "0", entry, fields.get("traceparent", "")]

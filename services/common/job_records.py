@@ -34,10 +34,16 @@ FIELDS = (
     "metrics",
     "result_adapter",
     "metadata",
+    "parent",
+    "settings",
+    "notes",
     "schema",
 )
 """What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
 
+_ONCE_EPOCHS = {"sft": 3, "dpo": 1, "kto": 1}
+_ONCE_LEARNING_RATE = 1e-4
+"""Defaults of the first release, where the trainer chooses now."""
 _REF_LIMIT = 100
 """Characters of "name@n" at most."""
 
@@ -54,12 +60,22 @@ def job_id_of_entry(entry_id: str) -> str:
 
 def spec_json(spec: Spec) -> str:
     """Canonical: equal specs give equal text."""
-    return json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return _canonical(spec.model_dump(mode="json"))
+
+
+def _canonical(document: Any) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def spec_sha(spec: Spec) -> str:
-    """Lower-case hex SHA-256 of the canonical JSON."""
-    return text_sha(spec_json(spec))
+    """What an idempotency key stands for: lower-case hex SHA-256 of the canonical JSON. What the job leaves open is
+    in it as the first release wrote it, in numbers, so that a submission from before an upgrade is known again."""
+    document = spec.model_dump(mode="json")
+    if spec.kind in _ONCE_EPOCHS:
+        document.setdefault("epochs", _ONCE_EPOCHS[spec.kind])
+    if "optimizer" in document:
+        document["optimizer"].setdefault("learning_rate", _ONCE_LEARNING_RATE)
+    return text_sha(_canonical(document))
 
 
 def text_sha(text: str) -> str:
@@ -89,6 +105,9 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "metrics": _json(field["metrics"]),
             "result_adapter": field["result_adapter"] or None,
             "metadata": _json(field["metadata"]),
+            "parent": field["parent"] or None,
+            "settings": _json(field["settings"]),
+            "notes": list(_json(field["notes"]).values()),
         }
     )
 

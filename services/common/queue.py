@@ -21,7 +21,7 @@ from services.common.job_records import (
     job_from_fields,
     new_job_id,
     spec_json,
-    text_sha,
+    spec_sha,
     versions_needed,
 )
 from services.common.jobs import Job, JobEvent, JobState, Spec
@@ -98,8 +98,10 @@ class JobQueue(Ledger[Job]):
             scripts.line_key(spec.adapter),
         ]
         # A large spec takes a second to write out: not on the event loop.
-        text, sha = await asyncio.to_thread(_canonical, spec)
-        args = [job_id, text, request_sha or sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        text = await asyncio.to_thread(spec_json, spec)
+        if request_sha is None:
+            request_sha = await asyncio.to_thread(spec_sha, spec)
+        args = [job_id, text, request_sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
         args += ["0" if idempotency_key is None else "1", "", traceparent]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
@@ -178,11 +180,6 @@ class JobQueue(Ledger[Job]):
         key = scripts.events_key(job_id)
         reply: Any = await call_async(lambda: self._redis.xread({key: position}, count=500, block=block))
         return reply[0][1] if reply else []
-
-
-def _canonical(spec: Spec) -> tuple[str, str]:
-    text = spec_json(spec)
-    return text, text_sha(text)
 
 
 def _checked(key: str) -> str:

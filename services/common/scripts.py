@@ -269,6 +269,18 @@ return 'OK'
 """
 )
 
+DESCRIBE = (
+    _PRELUDE
+    + f"""
+-- KEYS job; ARGV fence settings notes metrics
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
+for name, value in pairs(cjson.decode(ARGV[4])) do metrics[name] = value end
+redis.call('HSET', KEYS[1], 'settings', ARGV[2], 'notes', ARGV[3], 'metrics', cjson.encode(metrics))
+return 'OK'
+"""
+)
+
 EVENT = (
     _PRELUDE
     + f"""

@@ -91,7 +91,6 @@ class Readings:
         """
         check_prompts([len(question.prompt) for question in questions], self._gateway.settings)
         made: dict[int, T] = {}
-        check_prompts([len(question.prompt) for question in questions], self._gateway.settings)
 
         async def one(index: int) -> None:
             reading = await self._read(index, questions[index])

@@ -104,6 +104,16 @@ def _existing(ref: str, registry: AdapterRegistry) -> AdapterVersion:
     return registry.current(name) if number is None else registry.manifest(AdapterVersion(name, number)).ref
 
 
+def continued(spec: Spec, origins: Sequence[Origin]) -> str | None:
+    """What a job says that continues a version without having named it; None: it begins a new adapter, or names it."""
+    if isinstance(spec, MergeJob) or spec.start_from is not None or not origins:
+        return None
+    return (
+        f"goes on from {origins[0].version}, the current version of {spec.adapter}; for a fresh start give another "
+        'adapter name, or start_from "base"'
+    )
+
+
 def sampled_elsewhere(spec: Spec, origins: Sequence[Origin]) -> str | None:
     """What the job's log says of rollouts that another policy sampled than the one it continues; None: nothing, or the
     rollouts do not say who sampled them."""

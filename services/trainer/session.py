@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -100,6 +100,10 @@ class JobSession:
     def report(self, progress: JobProgress, metrics: Mapping[str, float]) -> None:
         copy = dict(metrics)
         self._post(lambda: self._consumer.report(self._claimed, progress, copy))
+
+    def describe(self, settings: Mapping[str, float], notes: Sequence[str], metrics: Mapping[str, float]) -> None:
+        copies = dict(settings), list(notes), dict(metrics)
+        self._post(lambda: self._consumer.describe(self._claimed, *copies))
 
     def event(self, kind: EventKind, data: Mapping[str, Any]) -> None:
         copy = dict(data)

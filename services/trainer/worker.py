@@ -26,15 +26,16 @@ from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.store import ObjectStore
 from services.common.tracing import NO_TRACER, Tracer
-from services.trainer.acceptance import Acceptance
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.claims import JobClaims
 from services.trainer.host import PolicyHost
 from services.trainer.job_trace import JobTrace
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.ledger import MemoryTaken
+from services.trainer.lesson import Lesson
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.origins import Origin, Origins, sampled_elsewhere
+from services.trainer.notes import Notes
+from services.trainer.origins import Origin, Origins, continued, sampled_elsewhere
 from services.trainer.publish import Publisher
 from services.trainer.session import Draining, JobCancelled, JobSession
 from services.trainer.settings import TrainerSettings
@@ -277,28 +278,27 @@ class TrainerWorker:
         with self._trace.part("prepare"):
             origins = self._origins.read(claimed, lambda operation: self._until_back(session, operation))
             run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
-        acceptance = Acceptance(claimed.spec)
-        elsewhere = sampled_elsewhere(claimed.spec, origins)
-        for note in [*run.notes, *([elsewhere] if elsewhere else [])]:
-            session.event("log", {"message": note})
-        sha = claimed.spec_sha
+        lesson = Lesson(claimed.spec)
+        notes = Notes(session, run)
+        notes.tell(*run.notes, continued(claimed.spec, origins), sampled_elsewhere(claimed.spec, origins))
+        notes.record({})
         start = 0
         checkpoint = None
         try:
-            checkpoint = self._until_back(session, lambda: self._checkpoints.newest(claimed.id, sha))
+            checkpoint = self._until_back(session, lambda: self._checkpoints.newest(claimed.id, claimed.spec_sha))
         except NewerSchema as error:
             session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
         if checkpoint is not None:
             try:
-                acceptance.restore(checkpoint.state)
+                lesson.restore(checkpoint.state)
                 start = run.load_state(checkpoint.state)
                 session.event("log", {"message": f"resumed after step {start} of {run.total_steps}"})
             except InvalidRequest as error:
                 self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
                 session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
                 run = self._until_back(session, lambda: self._prepared(claimed.spec, origins))
-                acceptance = Acceptance(claimed.spec)
-        if before := acceptance.begin(run, session.check):
+                lesson = Lesson(claimed.spec)
+        if before := lesson.acceptance.begin(run, session.check):
             session.event("eval", {"step": 0, **before})
 
         def saved(step: int, where: str) -> None:
@@ -308,14 +308,16 @@ class TrainerWorker:
         writer = CheckpointWriter(
             self._checkpoints,
             claimed.id,
-            sha,
+            claimed.spec_sha,
             allowed=lambda: not session.lost,
             saved=saved,
-            stamp=acceptance.stamp,
+            stamp=lesson.stamp,
         )
         try:
-            metrics = self._steps(claimed, session, run, writer, start)
-            metrics |= acceptance.check(run, metrics if start < run.total_steps else None, session.check)
+            metrics = self._steps(claimed, session, run, writer, start, lesson)
+            notes.tell(lesson.note(run, metrics))
+            notes.record(metrics)
+            metrics |= lesson.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
             with self._trace.part("publish"):
                 return self._publish(claimed, session, run, writer, origins, metrics)
         finally:
@@ -327,7 +329,13 @@ class TrainerWorker:
         return self._prepare(spec, self._host, origins[0].files if origins else None)
 
     def _steps(
-        self, claimed: ClaimedJob, session: JobSession, run: JobRun, writer: CheckpointWriter, start: int
+        self,
+        claimed: ClaimedJob,
+        session: JobSession,
+        run: JobRun,
+        writer: CheckpointWriter,
+        start: int,
+        lesson: Lesson,
     ) -> dict[str, float]:
         """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
         total = run.total_steps
@@ -340,6 +348,7 @@ class TrainerWorker:
         self._metrics.progress(claimed.spec.kind, beginning, {})
         pauses = Pauses(session.check, self._side)
         try:
+            lesson.begin(run, pauses)
             for index in range(start, total):
                 session.check()
                 began = time.monotonic()
@@ -350,6 +359,7 @@ class TrainerWorker:
                 seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
                 self._metrics.step_seconds.observe(took)
                 metrics |= newest
+                lesson.saw(newest)
                 progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
                 session.report(progress, {**newest, "step_seconds": round(took, 6)})
                 self._metrics.progress(claimed.spec.kind, progress, newest)
@@ -359,6 +369,7 @@ class TrainerWorker:
                 if done % claimed.spec.checkpoint_every == 0 and done < total:
                     writer.submit(Checkpoint(done, run.state()))
                     saved = done
+            metrics |= lesson.end(run, metrics, pauses)
         except Draining:
             if done > saved:
                 writer.submit(Checkpoint(done, run.state()))

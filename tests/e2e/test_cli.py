@@ -1,10 +1,8 @@
-"""The commands against a whole Temper, and the README's examples as they are written there."""
+"""The commands against a whole Temper."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import uuid
@@ -14,8 +12,6 @@ from typing import Any
 import pytest
 
 from tests.stack import ROOT, Stack, clean_environment
-
-TERMINAL = {"succeeded", "failed", "cancelled"}
 
 
 def temper(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
@@ -128,37 +124,3 @@ def test_corrupt_upload_is_refused(stack: Stack, tmp_path: Path) -> None:
     result = temper(stack, "adapters", "upload", str(tmp_path), "--name", name())
     assert result.returncode == 1
     assert len(result.stderr.strip().splitlines()) == 1
-
-
-EXAMPLE = re.compile(r"<!-- test: (sh|python) -->\n```\1\n(.*?)```", re.DOTALL)
-PAGES = ("README.md", "docs/guides/ci.md", "docs/guides/sessions.md")
-EXAMPLES = [(page, *found) for page in PAGES for found in EXAMPLE.findall((ROOT / page).read_text())]
-
-
-def test_pages_have_examples() -> None:
-    assert [language for _, language, _ in EXAMPLES] == ["sh", "python", "sh", "python", "sh", "sh", "sh"]
-
-
-@pytest.mark.parametrize(
-    ("page", "language", "code"), EXAMPLES, ids=[f"{n}-{page}" for n, (page, *_) in enumerate(EXAMPLES)]
-)
-def test_examples_run_as_written(stack: Stack, tmp_path: Path, page: str, language: str, code: str) -> None:
-    code = code.replace("http://localhost:8420", stack.url)
-    bin_dir = tmp_path / "bin"
-    bin_dir.mkdir()
-    (bin_dir / "temper").write_text(f'#!/bin/sh\nexec {sys.executable} -m cli "$@"\n')
-    (bin_dir / "temper").chmod(0o755)
-    command = ["sh", "-ec", code] if language == "sh" else [sys.executable, "-c", code]
-    env = clean_environment({"TEMPER_URL": stack.url, "PATH": f"{bin_dir}:{os.environ['PATH']}"})
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert '"error"' not in result.stdout
-    wait_for_jobs(stack)
-
-
-def wait_for_jobs(stack: Stack) -> None:
-    """The examples submit jobs that attach; the next test finds nothing attached."""
-    for job in ok(stack, "train", "status")["data"]:
-        if job["state"] not in TERMINAL:
-            temper(stack, "train", "watch", job["id"])
-    ok(stack, "adapters", "detach")

@@ -149,6 +149,9 @@ async def test_a_job_from_submit_to_attached(
     manifest = registry.manifest(AdapterVersion("math", 1))
     assert (manifest.job_id, manifest.parent, manifest.base_digest) == (job.id, None, host.base_digest)
     assert manifest.metrics["loss"] == pytest.approx(done.metrics["loss"])
+    assert done.metrics["loss_after"] == pytest.approx(done.metrics["loss"])
+    assert manifest.metrics["loss_after"] == pytest.approx(done.metrics["loss"])
+    assert done.metrics["loss_before"] > done.metrics["loss_after"]
     assert worker.drain()
     assert not worker.alive
     assert store.list(f"jobs/{job.id}/") == []
@@ -173,6 +176,31 @@ async def test_training_continues_from_versions(
     assert registry.manifest(other).parent == "math@2"
     newest = await run(spec("newest", start_from="math"))
     assert registry.manifest(newest).parent == "math@3"
+
+
+async def test_a_job_says_what_it_did_and_what_it_hardly_learnt(queue: JobQueue, worker: TrainerWorker) -> None:
+    new = await finished(queue, (await queue.submit(spec())).id)
+    assert new.parent is None
+    assert new.settings == {"learning_rate": 0.05, "steps": 12, "epochs": 1}
+    assert new.notes == ["toy data"]
+
+    again = await finished(queue, (await queue.submit(spec(steps=1))).id)
+    assert again.parent == "math@1"
+    data, continues, hardly = again.notes
+    assert data == "toy data"
+    assert continues.startswith("goes on from math@1, the current version of math; ")
+    before, after = again.metrics["loss_before"], again.metrics["loss_after"]
+    assert hardly == (
+        f"hardly learnt: the loss on its own examples was {before:.4g} before and is {after:.4g} after 1 steps at "
+        "learning rate 0.05; leave epochs out, for the default here is epochs 3; it is attached all the same "
+        "(`temper adapters detach`)"
+    )
+    told = [event.data["message"] for event in await events_of(queue, again.id) if event.data.get("note")]
+    assert told == again.notes
+
+    for start_from in ("base", "math@1"):
+        named = await finished(queue, (await queue.submit(spec(start_from=start_from))).id)
+        assert not [note for note in named.notes if note.startswith("goes on from")]
 
 
 async def test_what_cannot_succeed_fails_at_once(

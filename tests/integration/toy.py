@@ -82,7 +82,13 @@ class ToyMerge:
             parents=tuple(LineageParent(version=str(o.version), weight=s.weight, digest=o.digest) for o, s in parents),
         )
 
+    settings: Mapping[str, float] = {}
+    defaults: Mapping[str, float] = {}
+
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        return {}
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         return {}
 
     def step(self, index: int, interrupt: Callable[[], None]) -> dict[str, float]:
@@ -116,6 +122,18 @@ class ToyRun:
         self.notes = ("toy data",)
 
     lineage = None
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        return {"learning_rate": 0.05, "steps": self.total_steps, "epochs": 1}
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        return {"epochs": 3, "learning_rate": 0.05}
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        interrupt()
+        return {"loss": float(self.lora.weights.square().mean())}
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The loss and a score that grows as it falls, if the job holds anything out."""

@@ -1,4 +1,4 @@
-"""Imports point one way (docs/decisions and the README name the layers); the gateway and the CLI never load torch."""
+"""Imports point one way (CONTRIBUTING.md names the layers); the gateway and the CLI never load torch."""
 
 from __future__ import annotations
 

@@ -36,6 +36,11 @@ def _linear_layers(value: Any) -> Any:
     return value
 
 
+def left_open(value: object) -> bool:
+    """Whether a field stays out of a spec's JSON: where the trainer chooses, no number is written down."""
+    return value is None
+
+
 TargetModules = Annotated[
     Literal["all-linear"] | list[str],
     BeforeValidator(_linear_layers, json_schema_input_type=Literal["all-linear"] | list[LinearName]),
@@ -61,7 +66,8 @@ class LoraSettings(SentModel):
 class OptimizerSettings(SentModel):
     """AdamW and its schedule."""
 
-    learning_rate: float = Field(1e-4, gt=0, le=1)
+    learning_rate: float | None = Field(None, gt=0, le=1, exclude_if=left_open)
+    """None: by the method and the model (services/trainer/defaults.py)."""
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up: the rate as it is, or a fall towards 0 at the end of the job."""
@@ -161,5 +167,6 @@ class JobBase(PublishingJob):
         return "full" if self.gradient_checkpointing else self.recompute or "none"
 
     @property
-    def effective_learning_rate(self) -> float:
+    def named_learning_rate(self) -> float | None:
+        """The rate that the job names, in either place; None: it leaves that open."""
         return self.optimizer.learning_rate if self.learning_rate is None else self.learning_rate

@@ -36,7 +36,6 @@ class DpoJob(ExampleJob[DpoExample]):
     json_rules: ClassVar[Rules] = (publish_if_rule(evaluated, EVALUATES),)
 
     kind: Literal["dpo"] = "dpo"
-    epochs: int = Field(1, ge=1, le=1000)
     overlong: Literal["error", "drop"] = "error"
     """What happens to a pair one of whose completions is over the token limit with its prompt."""
     reference: Literal["base", "start"] = "base"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.jobs.acceptance import Better
-from services.common.jobs.base import SAYS, JobBase, Message, SentModel
+from services.common.jobs.base import SAYS, JobBase, Message, SentModel, left_open
 from services.common.jobs.messages import check_asks
 from services.common.json_rules import SOME, Rule, Rules, either, exactly_one, has, if_any
 
@@ -36,11 +36,13 @@ class ExampleJob(JobBase, Generic[E]):
     """Share of the examples held out for evaluation, when eval_examples is not given."""
     eval_every: int | None = Field(None, ge=1)
     """Optimizer steps between evaluations; None: at the end of each epoch."""
-    epochs: int = Field(3, ge=1, le=1000)
+    epochs: int | None = Field(None, ge=1, le=1000, exclude_if=left_open)
+    """Passes over the examples. None: by the method and how many there are (services/trainer/defaults.py)."""
     batch_size: int = Field(8, ge=1)
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
     shuffle: bool = True
 
+    kind: Literal["sft", "dpo", "kto"]
     evaluated: ClassVar[Mapping[str, Better]]
     """Metrics of an evaluation, and which way is better; each method has its own."""
     json_rules: ClassVar[Rules] = (either(HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),)

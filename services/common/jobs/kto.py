@@ -32,7 +32,6 @@ class KtoJob(ExampleJob[KtoExample]):
     )
 
     kind: Literal["kto"] = "kto"
-    epochs: int = Field(1, ge=1, le=1000)
     batch_size: int = Field(8, ge=2)
     """Examples an optimizer step. The reference point is estimated from them, so more than a few."""
     overlong: Literal["error", "drop"] = "error"

@@ -53,6 +53,12 @@ class Job(StrictModel):
     """The newest of each metric."""
     result_adapter: str | None = None
     """"name@n" that the job published."""
+    parent: str | None = None
+    """"name@n" that it continues; of a merge all sources, with commas. null: a new adapter, or not begun yet."""
+    settings: dict[str, int | float] = Field(default_factory=dict)
+    """What it trains with, whether the job named it or left it open: learning_rate, steps, epochs, …"""
+    notes: list[str] = Field(default_factory=list)
+    """What the user should know: of the data, of what is continued, and of a lesson that was hardly learnt."""
     metadata: dict[str, str] = Field(default_factory=dict)
 
 

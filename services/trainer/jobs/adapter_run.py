@@ -6,7 +6,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from services.engine.model.lora_binding import name_targets
 from services.engine.model.lora_targets import target_shapes
 from services.engine.model.training.forward import FrozenForward, TrainableForward
 from services.trainer.data import Document, Microbatch, pack
+from services.trainer.defaults import Method, learning_rate
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.base import RunState
 from services.trainer.ledger import Need
@@ -107,6 +108,8 @@ class AdapterRun(ABC):
         InvalidRequest, AdapterRejected: see `starting_adapter`.
     """
 
+    method: ClassVar[Method]
+
     def __init__(
         self,
         spec: JobBase,
@@ -142,8 +145,12 @@ class AdapterRun(ABC):
         self._total_steps = total_steps
         self._notes = tuple(notes)
         lora.link_gradients()
+        usual = learning_rate(self.method, host.model.config.hidden_size)
+        peak = usual if spec.named_learning_rate is None else spec.named_learning_rate
+        self._settings: dict[str, float] = {"learning_rate": peak, "steps": total_steps, "lora_rank": lora.rank}
+        self._defaults: dict[str, float] = {"learning_rate": usual}
         self._optimizer = AdapterOptimizer(
-            [lora.flat_a, lora.flat_b], spec.optimizer, peak=spec.effective_learning_rate, total_steps=total_steps
+            [lora.flat_a, lora.flat_b], spec.optimizer, peak=peak, total_steps=total_steps
         )
         self._make_forwards()
         self._finished = 0
@@ -164,12 +171,27 @@ class AdapterRun(ABC):
         return self._notes
 
     @property
+    def settings(self) -> Mapping[str, float]:
+        """See JobRun.settings."""
+        return self._settings
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """See JobRun.defaults."""
+        return self._defaults
+
+    @property
     def lineage(self) -> Lineage | None:
         """Its parent says it all."""
         return None
 
     def evaluate(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.evaluate. Nothing is held out unless a job says otherwise."""
+        del interrupt
+        return {}
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine. A job that samples for itself has no examples before."""
         del interrupt
         return {}
 
@@ -250,6 +272,10 @@ class AdapterRun(ABC):
         """Leaves the step's gradients in the parameters; returns its metrics and how many inputs it read: with none the
         adapter stays as it is. What it computes is in parts of ``_watch``."""
 
+    def _examined(self, lengths: Sequence[int], *, least: int = 1) -> list[int]:
+        """Which of the examples of these lengths `examine` looks at: about two microbatches of them."""
+        return evenly(lengths, 2 * microbatch_tokens(self._spec, self._host), least=least)
+
     def _pack(self, documents: Sequence[Document]) -> list[Microbatch]:
         return pack(documents, microbatch_tokens(self._spec, self._host), self._host.model.device)
 
@@ -272,6 +298,13 @@ class AdapterRun(ABC):
             raise ValueError("neither the adapter in training nor the base model")
         hidden = forward(microbatch.token_ids, microbatch.lengths, self._host.gate.give_way)
         return hidden.index_select(0, microbatch.rows)
+
+
+def evenly(lengths: Sequence[int], most: int, *, least: int = 1) -> list[int]:
+    """Indices spread over all of ``lengths`` that sum up to about ``most``, and ``least`` of them in any case."""
+    count = len(lengths)
+    chosen = min(count, max(least, most * count // sum(lengths)))
+    return [place * count // chosen for place in range(chosen)]
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RunState:
     """Everything a resumed run needs to continue as if it had never stopped.
 
-    ``tensors`` are detached copies on the CPU (float32 masters, optimizer moments, generator state), so a checkpoint
+    ``tensors`` are detached copies on the CPU (float32 masters, optimizer moments), so a checkpoint
     may be written while the run goes on. ``data`` is JSON (step, data cursor, counters).
     """
 
@@ -52,6 +52,16 @@ class JobRun(Protocol):
         ...
 
     @property
+    def settings(self) -> Mapping[str, float]:
+        """What it trains with, given or chosen: learning_rate, steps, epochs, …"""
+        ...
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """Those of `settings` that a job may leave open, as they would then be."""
+        ...
+
+    @property
     def lineage(self) -> Lineage | None:
         """What the finished result was made of, if it was made without training."""
         ...
@@ -61,6 +71,11 @@ class JobRun(Protocol):
 
         Of a job that evaluates, the last step evaluates, too.
         """
+        ...
+
+    def examine(self, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:
+        """How well the adapter as it is knows the job's own examples, or a bounded number of them spread evenly: `loss`
+        and what else the method has to say; {} if the job has none of its own. Changes nothing."""
         ...
 
     def step(self, index: int, interrupt: Callable[[], None] = _uninterrupted) -> dict[str, float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from services.common.jobs import DpoJob
 from services.trainer.data import Document, Microbatch
+from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.example_run import split_examples
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
@@ -17,6 +19,8 @@ from services.trainer.losses import dpo_loss
 
 class DpoRun(PreferenceRun):
     """A prepared DPO job; see `prepare`. Each example is two documents, the chosen one first."""
+
+    method: ClassVar[Method] = "dpo"
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class DpoRun(PreferenceRun):
         return cls(spec, host, parent, pairs=[documents for _, documents in found], held_out=held_out, notes=notes)
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:
-        if index == 0 and self._starts_elsewhere:
+        if self._starts_elsewhere and not self._references:
             self._score_start(interrupt)
         pairs = self.chosen(index)
         microbatches = self._pack_together(pairs)
@@ -81,12 +85,14 @@ class DpoRun(PreferenceRun):
         everything = self._pack_together([*self._examples, *self._held_out])
         self._keep_references(self._score(everything, self._lora, interrupt, part="reference"))
 
-    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
-        microbatches = self._pack_together(self._held_out)
+    def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
+        if self._starts_elsewhere and not self._references:
+            self._score_start(interrupt)
+        microbatches = self._pack_together(examples)
         references = self._reference_scores(microbatches, interrupt)
         policy = self._score(microbatches, self._lora, interrupt)
         self._keep_references(references)
-        return self._metrics(policy, references, self._held_out)
+        return self._metrics(policy, references, examples)
 
     def _losses(self, policy: Scores, references: Scores, pairs: Sequence[Sequence[Document]]) -> Tensor:
         chosen, rejected = (

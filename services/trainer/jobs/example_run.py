@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 
 from services.common.jobs import ExampleJob, SentModel
 from services.trainer.data import Document, largest_microbatch, shuffled, split_evaluation
+from services.trainer.defaults import epochs
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 
 E = TypeVar("E", bound=SentModel)
+_EXAMINED = ("loss", "token_accuracy", "accuracy", "margin")
+"""What an evaluation says of how well a job's own examples are known."""
 Numbered = list[tuple[int, E]]
 """Examples with their index in the field of the job they come from."""
 
@@ -56,19 +59,25 @@ class ExampleRun(AdapterRun):
         self._examples = examples
         self._held_out = held_out
         self._order = spec
+        self._smallest_step = smallest_step
         count, size = len(examples), spec.batch_size
         full, rest = divmod(count, size)
         self._steps_per_epoch = max(1, full + (rest >= smallest_step))
         lengths = sorted((document.length for example in examples for document in example), reverse=True)
         documents_a_step = (size + smallest_step - 1) * max(len(example) for example in examples)
+        usual = epochs(self.method, count, self._steps_per_epoch)
+        passes = usual if spec.epochs is None else spec.epochs
         super().__init__(
             spec,
             host,
             parent,
-            total_steps=spec.epochs * self._steps_per_epoch,
+            total_steps=passes * self._steps_per_epoch,
             largest=largest_microbatch(lengths[:documents_a_step], microbatch_tokens(spec, host)),
             notes=notes,
         )
+
+        self._settings |= {"epochs": passes, "batch_size": size}
+        self._defaults = {"epochs": usual, **self._defaults}
 
     def chosen(self, index: int) -> list[Sequence[Document]]:
         """The examples of step ``index``."""
@@ -95,9 +104,15 @@ class ExampleRun(AdapterRun):
         if not self._held_out:
             return {}
         started = time.perf_counter()
-        found = {f"eval_{name}": value for name, value in self._evaluate(interrupt).items()}
+        found = {f"eval_{name}": value for name, value in self._evaluate(self._held_out, interrupt).items()}
         return found | {"eval_seconds": time.perf_counter() - started}
 
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine."""
+        lengths = [sum(document.length for document in example) for example in self._examples]
+        chosen = [self._examples[index] for index in self._examined(lengths, least=self._smallest_step)]
+        return {name: value for name, value in self._evaluate(chosen, interrupt).items() if name in _EXAMINED}
+
     @abstractmethod
-    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Metrics on the held-out examples; computes without gradients."""
+    def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
+        """Metrics on these examples; computes without gradients."""

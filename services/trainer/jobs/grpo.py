@@ -14,6 +14,7 @@ are those of the trainer's forward. See services/trainer/replay.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from services.common.jobs import GrpoJob
 from services.engine.model.lora import LoraParams
 from services.trainer.agreement import ForwardGap
 from services.trainer.data import Document, Microbatch, largest_microbatch
+from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
@@ -39,6 +41,8 @@ from services.trainer.scored_rollouts import ScoredRollouts, scored_rollouts
 
 class GrpoRun(AdapterRun):
     """A prepared GRPO job; see `prepare`."""
+
+    method: ClassVar[Method] = "grpo"
 
     def __init__(
         self,
@@ -153,6 +157,23 @@ class GrpoRun(AdapterRun):
         if self._job.exact_forward and self._members(index):
             self._ask_engine(index, interrupt)
         return metrics
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine. The loss is minus the mean of advantage times log-probability a token, by the trainer's
+        forward: it falls where better completions become likelier and worse ones less likely."""
+        learnt = self._learnt_from
+        chosen = [learnt[at] for at in self._examined([self._rollouts[at].document.length for at in learnt])]
+        total = 0.0
+        for microbatch in self._pack([self._rollouts[at].document for at in chosen]):
+            interrupt()
+            with self._host.gate.training(), torch.no_grad():
+                logprobs = self._logprobs(microbatch, with_adapter=True)
+                means = [part.mean() for part in torch.split(logprobs, _sizes(microbatch))]
+                total -= sum(
+                    self._rollouts[document.source].advantage * float(mean)
+                    for document, mean in zip(microbatch.documents, means, strict=True)
+                )
+        return {"loss": total / len(chosen)}
 
     def _ask_engine(self, index: int, interrupt: Callable[[], None]) -> None:
         """Gets the values that step ``index`` takes from the engine, and before the first one also what later ones need

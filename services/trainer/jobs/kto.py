@@ -7,6 +7,7 @@ computed first, from the whole step, and what is left is a sum, whose gradient d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import KtoExample, KtoJob
 from services.trainer.data import Document, completion_document
+from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.example_run import split_examples
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
@@ -42,6 +44,8 @@ def _part(document: Document, *, trained: bool) -> list[int]:
 
 class KtoRun(PreferenceRun):
     """A prepared KTO job; see `prepare`. Each example is one document."""
+
+    method: ClassVar[Method] = "kto"
 
     def __init__(
         self,
@@ -112,8 +116,8 @@ class KtoRun(PreferenceRun):
         inputs = sum(microbatch.num_tokens for microbatch in microbatches)
         return self._metrics(policy, references, documents, reference_point), inputs
 
-    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
-        documents = [document for example in self._held_out for document in example]
+    def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
+        documents = [document for example in examples for document in example]
         reference_point = self._reference_point(documents, interrupt)
         microbatches = self._pack(documents)
         references = self._reference_scores(microbatches, interrupt)

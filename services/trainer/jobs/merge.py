@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -133,6 +133,21 @@ class MergeRun:
             target_modules=name_targets(targets, self._config),
             module_prefix=self._config.module_prefix,
         )
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """Those of a merge are all in its spec."""
+        return {}
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        """See settings."""
+        return {}
+
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine: nothing is learnt."""
+        del interrupt
+        return {}
 
     @property
     def lineage(self) -> Lineage:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from services.common.jobs import OpdJob
 from services.trainer.agreement import Agreement
 from services.trainer.completion_state import completion_tensors, completions_of
 from services.trainer.data import Document, Microbatch, completion_document, largest_microbatch
+from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
@@ -37,6 +39,8 @@ _ROUND, _HELD_OUT = "round.", "held_out."
 
 class OpdRun(AdapterRun):
     """A prepared distillation job; see `prepare`."""
+
+    method: ClassVar[Method] = "opd"
 
     def __init__(
         self,

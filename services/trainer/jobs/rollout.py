@@ -86,6 +86,11 @@ class RolloutRun(GrpoRun):
             rewards=Rewards(settings.reward, host.webhooks),
         )
 
+    def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """See JobRun.examine: its examples are those that it samples."""
+        del interrupt
+        return {}
+
     # -- steps
 
     def step(self, index: int, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
 from kernels.token_logprobs import TokenScores
 from services.common.jobs import SftExample, SftJob
 from services.trainer.data import Document, Microbatch, apply_limit, example_documents, some
+from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.example_run import ExampleRun, split_examples
 from services.trainer.losses import negative_log_likelihood
@@ -37,6 +39,8 @@ def _documents(
 
 class SftRun(ExampleRun):
     """A prepared SFT job; see `prepare`."""
+
+    method: ClassVar[Method] = "sft"
 
     @classmethod
     def prepare(cls, spec: SftJob, host: PolicyHost, parent: Mapping[str, bytes] | None) -> SftRun:
@@ -76,8 +80,8 @@ class SftRun(ExampleRun):
             inputs += microbatch.num_tokens
         return {"loss": float(loss), "token_accuracy": float(correct) / total}, inputs
 
-    def _evaluate(self, interrupt: Callable[[], None]) -> dict[str, float]:
-        documents = [document for example in self._held_out for document in example]
+    def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:
+        documents = [document for example in examples for document in example]
         total = sum(document.num_trained for document in documents)
         loss = correct = 0.0
         for microbatch in self._pack(documents):

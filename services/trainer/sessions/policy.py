@@ -13,6 +13,7 @@ from services.engine.model.lora import LoraParams
 from services.engine.model.training.arena import GraphMemory
 from services.engine.model.training.forward import TrainableForward
 from services.engine.model.training.recompute import Recompute
+from services.trainer.defaults import learning_rate
 from services.trainer.host import PolicyHost
 from services.trainer.ledger import Need
 from services.trainer.memory import Workload, estimate
@@ -120,10 +121,11 @@ class SessionPolicy:
             )
         if not self._accumulated:
             raise InvalidRequest("there is no gradient to apply: call forward_backward before optim_step")
+        rate = call.learning_rate or learning_rate("session", self._host.model.config.hidden_size)
         with self._host.gate.training():
             try:
                 norm = self.optimizer.apply(
-                    learning_rate=call.learning_rate,
+                    learning_rate=rate,
                     betas=(call.beta1, call.beta2),
                     eps=call.eps,
                     weight_decay=call.weight_decay,
@@ -132,7 +134,7 @@ class SessionPolicy:
             finally:
                 self._forget_gradients()
         self.steps += 1
-        return {"step": self.steps, "grad_norm": norm, "learning_rate": call.learning_rate}
+        return {"step": self.steps, "grad_norm": norm, "learning_rate": rate}
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad()

@@ -374,6 +374,47 @@ def test_watch_shows_steps_and_exits_1_when_the_job_fails() -> None:
     assert "failed: the loss is not finite" in result.stderr
 
 
+def test_what_a_job_has_learnt_is_said_at_its_end() -> None:
+    learnt = {
+        **JOB,
+        "parent": "polite@0",
+        "settings": {"learning_rate": 0.002, "steps": 30, "epochs": 30},
+        "metrics": {"loss": 7.2, "loss_before": 9.16, "loss_after": 7.27},
+        "notes": ["goes on from polite@0", "hardly learnt: give more epochs"],
+    }
+    note = {"message": "hardly learnt: give more epochs", "note": True}
+    events = sse(
+        ("1-0", "state", state("queued")),
+        ("2-0", "log", {"kind": "log", "data": note}),
+        ("3-0", "log", {"kind": "log", "data": {"message": "resumed after step 3"}}),
+        ("4-0", "state", state("succeeded")),
+    )
+    answer = routes(GET_v1_train_jobs_job1_events=events, GET_v1_train_jobs_job1=Reply(learnt))
+    with serving(answer) as (url, _):
+        watched = temper("train", "watch", "job-1", url=url)
+        status = temper("train", "status", "job-1", url=url)
+    assert watched.exit_code == 0, watched.stderr
+    assert watched.stdout == "job-1 succeeded: polite@1 (loss on its examples 9.16 → 7.27)\n"
+    told = watched.stderr.splitlines()
+    assert told[-2:] == ["note: goes on from polite@0", "note: hardly learnt: give more epochs"]
+    assert told[:-2] == ["state queued", "log resumed after step 3", "state succeeded"]
+    for line in ("settings  learning_rate 0.002  steps 30  epochs 30", "from      polite@0", "note      hardly learnt"):
+        assert line in status.stdout
+
+
+def test_help_tells_the_defaults_of_training() -> None:
+    told = " ".join(temper("train", "submit", "--help").stdout.replace("│", " ").split())
+    assert "at 4B: sft 2e-4, dpo and kto 2e-5, grpo 4e-5, opd 1e-4; higher for smaller models" in told
+    assert "sft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps" in told
+
+
+def test_a_misspelt_kind_is_named(tmp_path: Path) -> None:
+    result = temper("train", "submit", "sftt", "--data", examples(tmp_path), "--adapter", "polite")
+    assert result.exit_code == 2
+    assert "sft, dpo, kto, grpo, opd" in result.stderr
+    assert "'sftt' is none" in result.stderr
+
+
 def test_wait_times_out_with_4() -> None:
     answer = routes(
         GET_v1_train_jobs_job1_events=sse(("1-0", "progress", progress(1, 0.9))),

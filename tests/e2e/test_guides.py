@@ -1,0 +1,32 @@
+"""The guides against a default `temper up`: every block of a page, one after another, as it is written there, and the
+answers that the page promises. tests/guides/blocks.py has the comments by which a block is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.guides.blocks import Block, pages, read
+from tests.guides.reader import Reader
+from tests.stack import ROOT, Stack
+
+PAGES = {str(page.relative_to(ROOT)): [block for block in read(page) if block.runs] for page in pages()}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """What a newcomer has: no settings, no data, the default name."""
+    with Stack(tmp_path_factory.mktemp("guides") / "data") as running:
+        yield running
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=page) for page, blocks in PAGES.items() if blocks])
+def test_page_runs_as_written(stack: Stack, blocks: list[Block], tmp_path: Path) -> None:
+    with Reader(stack, tmp_path) as reader:
+        for block in blocks:
+            reader.run(block)
+    if attached := httpx.get(f"{stack.url}/v1/adapters").json()["attached"]:
+        httpx.post(f"{stack.url}/v1/adapters/{attached.partition('@')[0]}/detach").raise_for_status()
