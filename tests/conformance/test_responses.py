@@ -160,7 +160,7 @@ def test_errors(client: openai.OpenAI, model: str) -> None:
 
 def test_the_guide_runs(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     text = "\n".join(blocks).replace("http://127.0.0.1:8420", stack.url).replace("qwen3.5", stack.served_model_name)
     exec(compile(text, str(GUIDE), "exec"), {})
     printed = capsys.readouterr().out
