@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -35,6 +36,11 @@ def test_each_key_sees_its_own(tmp_path: Path, start: Starter) -> None:
         theirs.responses.input_items.list(made.id)
     with pytest.raises(openai.NotFoundError):
         theirs.responses.create(model=MODEL, input="go on", previous_response_id=made.id)
+    item = {"type": "item_reference", "id": made.output[0].id}
+    turns: Any = [{"role": "user", "content": "hi"}, item, {"role": "user", "content": "go on"}]
+    assert mine.responses.create(model=MODEL, input=turns).output_text
+    with pytest.raises(openai.NotFoundError, match=item["id"]):
+        theirs.responses.create(model=MODEL, input=turns)
     mine.responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         mine.responses.retrieve(made.id)
