@@ -52,7 +52,7 @@ def example(recorded: ChatRequest, rng: random.Random, keep: float) -> dict[str,
         recorded: of a loop whose call has been answered.
         keep: share of the paragraphs of long texts, and of the tools, that stay.
     """
-    turns = [turn for turn in copy.deepcopy(recorded.turns())]
+    turns = copy.deepcopy(recorded.turns())
     chosen = rng.choice((word, invented))(rng)
     called: set[str] = set()
     for turn in turns:

@@ -18,8 +18,8 @@ SECONDS = 280.0
 
 
 def greedily(path: str, body: dict[str, Any]) -> None:
-    """The one thing that is changed in what an agent sends: none sets a temperature, and at that of the API, which is 1,
-    a model of six million parameters mistypes a letter now and then."""
+    """The one thing that is changed in what an agent sends: it sets no temperature, and at that of the APIs, which is
+    1, a model of six million parameters mistypes a letter now and then."""
     if path.startswith(("/v1/messages", "/v1/responses", "/v1/chat/completions")):
         body.setdefault("temperature", 0)
 

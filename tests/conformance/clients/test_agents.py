@@ -1,8 +1,8 @@
 """Coding agents on the tiny model: a task, a call of the agent's shell, its result, and a final answer.
 
-The model has learnt the loop by adapters that are trained on the agents' own requests (teach.py), with other words than
-those here: it copies the word of the task, and no answer is written down anywhere. Qwen Code sends two prompts of
-31,000 and 14,000 tokens, which is over a minute of a CPU: `python -m tests.conformance.clients` runs it with the others.
+The model has learnt the loop by adapters that are trained on the agents' own requests (teach.py), with hundreds of
+words: it copies that of the task, and no answer is written down anywhere. Qwen Code sends two prompts of 31,000 and
+14,000 tokens, which is over a minute of a CPU: `python -m tests.conformance.clients` runs it with the others.
 """
 
 from __future__ import annotations

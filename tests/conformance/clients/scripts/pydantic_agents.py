@@ -1,0 +1,34 @@
+"""pydantic-ai by all three APIs: a tool loop to its end, and a second turn. Prints a JSON object."""
+
+import json
+import sys
+from pathlib import Path
+
+from pydantic_ai import Agent
+from pydantic_ai.models.anthropic import AnthropicModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.anthropic import AnthropicProvider
+from pydantic_ai.providers.openai import OpenAIProvider
+
+url, name, file = sys.argv[1:]
+openai = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+models = {
+    "chat": OpenAIChatModel(name, provider=openai),
+    "responses": OpenAIResponsesModel(name, provider=openai),
+    "anthropic": AnthropicModel(name, provider=AnthropicProvider(base_url=url, api_key="none")),
+}
+found = {}
+for way, model in models.items():
+    agent = Agent(model, model_settings={"temperature": 0})
+
+    @agent.tool_plain
+    def set_timer(minutes: int) -> str:
+        """Set a timer."""
+        with Path(file).open("a") as kept:
+            kept.write(f"{minutes}\n")
+        return '{"ok": true}'
+
+    first = agent.run_sync("Set a timer for 7 minutes.")
+    second = agent.run_sync("What is 12 plus 7?", message_history=first.all_messages())
+    found[way] = {"text": first.output, "second": second.output}
+print(json.dumps(found))
