@@ -4,10 +4,14 @@ import { HumanMessage } from "@langchain/core/messages";
 import { tool } from "@langchain/core/tools";
 import { ChatAnthropic } from "@langchain/anthropic";
 import { ChatOpenAI } from "@langchain/openai";
-import { z } from "zod";
 
 const [url, model, file] = process.argv.slice(2);
 const openai = { model, temperature: 0, maxRetries: 0, apiKey: "none", configuration: { baseURL: `${url}/v1` } };
+const SCHEMA = {
+  type: "object",
+  properties: { minutes: { type: "integer" } },
+  required: ["minutes"],
+};
 const models = {
   chat: new ChatOpenAI(openai),
   responses: new ChatOpenAI({ ...openai, useResponsesApi: true }),
@@ -18,12 +22,12 @@ const set_timer = tool(
     appendFileSync(file, `${minutes}\n`);
     return '{"ok": true}';
   },
-  { name: "set_timer", description: "Set a timer.", schema: z.object({ minutes: z.number().int() }) },
+  { name: "set_timer", description: "Set a timer.", schema: SCHEMA },
 );
 const found = {};
 for (const [way, model] of Object.entries(models)) {
   const bound = model.bindTools([set_timer]);
-  const messages = [new HumanMessage("Set a timer for 7 minutes.")];
+  const messages = [new HumanMessage("Set a timer for 89 minutes.")];
   let answer = await bound.invoke(messages);
   for (let step = 0; answer.tool_calls.length > 0 && step < 4; step++) {
     messages.push(answer);

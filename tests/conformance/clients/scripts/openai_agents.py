@@ -7,12 +7,12 @@ from pathlib import Path
 
 from agents import (
     Agent,
+    FunctionTool,
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
     Runner,
     SQLiteSession,
-    function_tool,
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
@@ -21,12 +21,14 @@ url, name, file = sys.argv[1:]
 set_tracing_disabled(True)
 
 
-@function_tool
-def set_timer(minutes: int) -> str:
-    """Set a timer."""
+async def set_it(_: object, arguments: str) -> str:
     with Path(file).open("a") as kept:
-        kept.write(f"{minutes}\n")
+        kept.write(f"{json.loads(arguments)['minutes']}\n")
     return '{"ok": true}'
+
+
+SCHEMA = {"type": "object", "properties": {"minutes": {"type": "integer"}}, "required": ["minutes"]}
+set_timer = FunctionTool("set_timer", "Set a timer.", SCHEMA, set_it, strict_json_schema=False)
 
 
 async def main() -> None:
@@ -36,9 +38,9 @@ async def main() -> None:
     for way, model in models.items():
         agent = Agent("timer", model=model, tools=[set_timer], model_settings=ModelSettings(temperature=0))
         session = SQLiteSession(way)
-        first = await Runner.run(agent, "Set a timer for 7 minutes.", max_turns=4, session=session)
+        first = await Runner.run(agent, "Set a timer for 89 minutes.", max_turns=4, session=session)
         second = await Runner.run(agent.clone(tools=[]), "What is 12 plus 7?", session=session)
-        streamed = Runner.run_streamed(agent, "Set a timer for 7 minutes.", max_turns=4)
+        streamed = Runner.run_streamed(agent, "Set a timer for 89 minutes.", max_turns=4)
         async for _ in streamed.stream_events():
             pass
         found[way] = {"text": first.final_output, "streamed": streamed.final_output, "second": second.final_output}

@@ -17,7 +17,7 @@ const set_timer = {
     },
   },
 };
-const messages = [{ role: "user", content: "Set a timer for 7 minutes." }];
+const messages = [{ role: "user", content: "Set a timer for 89 minutes." }];
 const asked = { model, temperature: 0, messages, tools: [set_timer] };
 const text = await client.chat.completions.runTools(asked).finalContent();
 const streamed = await client.chat.completions.runTools({ ...asked, stream: true }).finalContent();
