@@ -26,7 +26,7 @@ def main() -> int:
             "| agent | version | requests | longest prompt | seconds | refused | result |", "|---" * 7 + "|", sep="\n"
         )
         for name in options.agents:
-            loop = run_loop(name, options.word, stack.url, Path(scratch, name))
+            loop = run_loop(name, options.word, stack.url, Path(scratch, name), seconds=1800)
             right = loop.status == 0 and loop.written == f"{options.word}\n" and not loop.refusals
             wrong += not right
             told = "to its end" if right else f"status {loop.status}, wrote {loop.written!r}: {loop.output[-500:]}"

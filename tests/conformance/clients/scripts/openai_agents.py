@@ -21,9 +21,13 @@ url, name, file = sys.argv[1:]
 set_tracing_disabled(True)
 
 
-async def set_it(_: object, arguments: str) -> str:
+def keep(minutes: int) -> None:
     with Path(file).open("a") as kept:
-        kept.write(f"{json.loads(arguments)['minutes']}\n")
+        kept.write(f"{minutes}\n")
+
+
+async def set_it(_: object, arguments: str) -> str:
+    keep(**json.loads(arguments))
     return '{"ok": true}'
 
 

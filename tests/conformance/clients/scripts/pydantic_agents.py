@@ -32,6 +32,6 @@ found = {}
 for way, model in models.items():
     agent = Agent(model, model_settings={"temperature": 0}, tools=[set_timer])
     first = agent.run_sync("Set a timer for 89 minutes.")
-    second = agent.run_sync("What is 12 plus 7?", message_history=first.all_messages())
+    second = Agent(model).run_sync("What is 12 plus 7?", message_history=first.all_messages())
     found[way] = {"text": first.output, "second": second.output}
 print(json.dumps(found))
