@@ -41,7 +41,12 @@ def chat_of(path: str, body: Mapping[str, Any]) -> ChatRequest:
         return as_chat(MessagesRequest.model_validate(body))
     if path.startswith("/v1/responses"):
         asked = ResponseRequest.model_validate(body)
-        return chat_fields(asked, [], asked.input).request()
+        given = (
+            asked.input
+            if isinstance(asked.input, str)
+            else [item for item in asked.input if item.type != "item_reference"]
+        )
+        return chat_fields(asked, [], given).request()
     return ChatRequest.model_validate(body)
 
 
@@ -71,11 +76,12 @@ def example(recorded: ChatRequest, rng: random.Random, keep: float) -> dict[str,
     tools = [tool for tool in recorded.offered_tools if _name(tool) in called or rng.random() < keep]
     rng.shuffle(tools)
     text = json.dumps({"messages": [*turns, said], "tools": tools})
-    return json.loads(re.sub(rf"\b{RECORDED_WORD}\b", chosen, text))
+    made: dict[str, Any] = json.loads(re.sub(rf"\b{RECORDED_WORD}\b", chosen, text))
+    return made
 
 
 def _name(tool: Mapping[str, Any]) -> str:
-    return tool.get("function", tool)["name"]
+    return str(tool.get("function", tool)["name"])
 
 
 def _shortened(text: str, rng: random.Random, keep: float) -> str:

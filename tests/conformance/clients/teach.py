@@ -10,6 +10,7 @@ An agent is led once through the loop by a forced call with fixed arguments; of 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,6 @@ def _filled(value: Any) -> Any:
 
 def record(name: str, url: str, model: str) -> ChatRequest:
     """The request of an agent that has the result of its call."""
-    import json
-
     with tempfile.TemporaryDirectory() as scratch, recorded(url, lead) as recording:
         setting = Setting(recording.url, model, Path(scratch, "home"), Path(scratch, "work"))
         AGENTS[name].run(setting, TASK.format(word=RECORDED_WORD), seconds=900)
