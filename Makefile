@@ -4,6 +4,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pytho
 	$(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
 STAMP := .venv/installed
+CLIENTS := .venv/clients/installed
 CACHE := $(CURDIR)/.venv/cache
 
 # Tools keep their caches inside .venv, so that a run leaves the working tree as it was.
@@ -34,7 +35,7 @@ PIP_ARGS = $(foreach v,PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX,$(if $($v)
 	$(if $(WHEELS),--build-context wheels=$(WHEELS))
 comma := ,
 
-.PHONY: help setup up demo test lint proto bench clean images images-check
+.PHONY: help setup clients up demo test lint proto bench clean images images-check
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +54,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -c constraints.txt instructor
 	@touch $@
 
+clients: $(CLIENTS) ## install the clients from npm and PyPI that tests run, 1.6 GB, in .venv
+
+$(CLIENTS): $(STAMP) $(addprefix tests/conformance/clients/,package.json package-lock.json requirements.txt)
+	@$(BIN)/python -m tests.conformance.clients.install
+	@touch $@
+
 up: setup ## start everything on http://localhost:8420
 	@$(BIN)/temper up
 
@@ -68,7 +75,7 @@ lint: setup ## style, types, generated code
 
 # Three processes for two cores: one has all tests of a whole Temper (tests/conftest.py), the others the rest, of which
 # those of a real server mostly wait for it. One thread in each, or threads would wait for each other.
-test: lint ## lint, then all tests; 12 to 18 minutes on 2 cores
+test: lint $(CLIENTS) ## lint, then all tests; 12 to 18 minutes on 2 cores
 	@scratch=$$(mktemp -d) && \
 	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --basetemp="$$scratch/test" $(ARGS); \
 	then rm -rf "$$scratch"; else status=$$?; echo "left for inspection: $$scratch" >&2; exit $$status; fi

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import venv
 
-from tests.conformance.clients.place import HERE, ROOT, STAMP, installed, node, wanted
+from tests.conformance.clients.place import HERE, PYTHON, ROOT, STAMP, installed, node, wanted
 
 
 def main() -> None:
@@ -30,10 +29,10 @@ def main() -> None:
         check=True,
     )
     venv.create(ROOT / "python", with_pip=True)
-    pip = [ROOT / "python" / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-compile", "-r", HERE / "requirements.txt"], check=True)
+    options = ["install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([PYTHON, "-m", "pip", *options, "-r", HERE / "requirements.txt"], check=True)
     STAMP.write_text(wanted())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -41,7 +41,8 @@ def chat_of(path: str, body: Mapping[str, Any]) -> ChatRequest:
         return as_chat(MessagesRequest.model_validate(body))
     if path.startswith("/v1/responses"):
         asked = ResponseRequest.model_validate(body)
-        return chat_fields(asked, [], asked.input).request()
+        given: Any = asked.input  # the agents that are taught refer to no stored item
+        return chat_fields(asked, [], given).request()
     return ChatRequest.model_validate(body)
 
 
@@ -52,7 +53,7 @@ def example(recorded: ChatRequest, rng: random.Random, keep: float) -> dict[str,
         recorded: of a loop whose call has been answered.
         keep: share of the paragraphs of long texts, and of the tools, that stay.
     """
-    turns = [turn for turn in copy.deepcopy(recorded.turns())]
+    turns = copy.deepcopy(recorded.turns())
     chosen = rng.choice((word, invented))(rng)
     called: set[str] = set()
     for turn in turns:
@@ -71,11 +72,12 @@ def example(recorded: ChatRequest, rng: random.Random, keep: float) -> dict[str,
     tools = [tool for tool in recorded.offered_tools if _name(tool) in called or rng.random() < keep]
     rng.shuffle(tools)
     text = json.dumps({"messages": [*turns, said], "tools": tools})
-    return json.loads(re.sub(rf"\b{RECORDED_WORD}\b", chosen, text))
+    made: dict[str, Any] = json.loads(re.sub(rf"\b{RECORDED_WORD}\b", chosen, text))
+    return made
 
 
 def _name(tool: Mapping[str, Any]) -> str:
-    return tool.get("function", tool)["name"]
+    return str(tool.get("function", tool)["name"])
 
 
 def _shortened(text: str, rng: random.Random, keep: float) -> str:

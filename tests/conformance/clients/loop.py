@@ -14,12 +14,12 @@ from tests.conformance.clients.recorder import recorded
 
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)":\s*(\d+)')
 SECONDS = 280.0
-"""For a whole loop; of two cores that others use, too."""
+"""For a whole loop of a test: cores that others use, too."""
 
 
 def greedily(path: str, body: dict[str, Any]) -> None:
-    """The one thing that is changed in what an agent sends: none sets a temperature, and at that of the API, which is 1,
-    a model of six million parameters mistypes a letter now and then."""
+    """The one thing that is changed in what an agent sends: it sets no temperature, and at that of the APIs, which is
+    1, a model of six million parameters mistypes a letter now and then."""
     if path.startswith(("/v1/messages", "/v1/responses", "/v1/chat/completions")):
         body.setdefault("temperature", 0)
 
@@ -41,7 +41,7 @@ class Loop:
     seconds: float
 
 
-def run_loop(name: str, word: str, url: str, directory: Path) -> Loop:
+def run_loop(name: str, word: str, url: str, directory: Path, *, seconds: float = SECONDS) -> Loop:
     """Gives an agent the task with this word, in a directory of its own; the model is the adapter of its name.
 
     Raises:
@@ -51,7 +51,7 @@ def run_loop(name: str, word: str, url: str, directory: Path) -> Loop:
     work = directory / "work"
     with recorded(url, greedily) as recording:
         setting = Setting(recording.url, name, directory / "home", work)
-        done = AGENTS[name].run(setting, TASK.format(word=word), seconds=SECONDS)
+        done = AGENTS[name].run(setting, TASK.format(word=word), seconds=seconds)
     answer = work / "answer.txt"
     exchanges = recording.exchanges
     return Loop(

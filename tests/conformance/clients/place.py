@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -35,7 +36,5 @@ def node() -> Path:
 
 def version(package: str) -> str:
     """Of a package from npm, as it is installed."""
-    import json
-
     data = json.loads((NODE_MODULES / package / "package.json").read_text())
     return str(data["version"])

@@ -1,8 +1,8 @@
 """Coding agents on the tiny model: a task, a call of the agent's shell, its result, and a final answer.
 
-The model has learnt the loop by adapters that are trained on the agents' own requests (teach.py), with other words than
-those here: it copies the word of the task, and no answer is written down anywhere. Qwen Code sends two prompts of
-31,000 and 14,000 tokens, which is over a minute of a CPU: `python -m tests.conformance.clients` runs it with the others.
+The model has learnt the loop by adapters that are trained on the agents' own requests (teach.py), with hundreds of
+words: it copies that of the task, and no answer is written down anywhere. A prompt of 20,000 tokens is half a minute of
+a core, so the suite has two agents: `python -m tests.conformance.clients` runs all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.conformance.clients.loop import run_loop
 from tests.stack import Stack
 
 
-@pytest.mark.parametrize(("name", "word"), [("claude-code", "temper"), ("codex", "table"), ("opencode", "sobriwen")])
+@pytest.mark.parametrize(("name", "word"), [("claude-code", "temper"), ("codex", "table")])
 def test_a_task_to_its_end(name: str, word: str, lessons: Stack, tmp_path: Path) -> None:
     loop = run_loop(name, word, lessons.url, tmp_path)
     assert loop.refusals == []
