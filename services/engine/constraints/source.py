@@ -69,7 +69,8 @@ def _string(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise Refused("a choice has a lone surrogate, which no output can have") from None
-    return json.dumps(text, ensure_ascii=False)
+    # The one control character that JSON leaves as it is and Lark does not take.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check_lark(text: str, reserved: Mapping[str, int]) -> None:

@@ -220,7 +220,7 @@ def _value(chance: random.Random, schema: dict[str, Any], inside: bool = False) 
         case "integer":
             return chance.choice((0, -1, 7, 10**30, -(2**63), 2**53 + 1, 1000))
         case "number":
-            return chance.choice((0.5, -3.25, 1e300, 5e-324, 7, 12345678901234567890, 0.1))
+            return chance.choice((0.5, -3.25, 1e16, 1e-7, 7, 12345678901234567890, 0.1))
         case "boolean":
             return chance.random() < 0.5
         case "null":
