@@ -59,7 +59,7 @@ def takes(wanted: Constraint, text: str) -> bool:
         (constraint("regex", r"cost: \$[0-9]+\.[0-9]{2}$"), ["cost: $1.25"], ["cost: 1.25"]),
         (constraint("regex", "a/b\nc"), ["a/b\nc"], ["a/b c"]),
         (constraint("choices", "yes", "yes sir", 'a"b\\c\n', "日本😀", "</think>", "a\x7fb"),
-         ["yes", "yes sir", 'a"b\\c\n', "日本😀", "</think>"], ["", "no", "yes s"]),
+         ["yes", "yes sir", 'a"b\\c\n', "日本😀", "</think>", "a\x7fb"], ["", "no", "yes s"]),
         (constraint("lark", 'start: "x" NUMBER ("," NUMBER)*\nNUMBER: /[0-9]{1,3}/'), ["x1", "x1,22"], ["x", "x1,"]),
         (schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
                  "additionalProperties": False}),
