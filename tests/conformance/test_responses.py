@@ -167,3 +167,5 @@ def test_the_guide_runs(stack: Stack, capsys: pytest.CaptureFixture[str]) -> Non
     assert "19" in printed
     assert "completed 34" in printed
     assert "['reasoning', 'message']" in printed
+    assert "[('files', 'list')]" in printed
+    assert re.search(r"\['line \d{1,3}: [a-z ]{1,20}'\]", printed)
