@@ -43,7 +43,9 @@ def left_open(value: object) -> bool:
 
 TargetModules = Annotated[
     Literal["all-linear"] | list[str],
-    BeforeValidator(_linear_layers, json_schema_input_type=Literal["all-linear"] | list[LinearName]),
+    BeforeValidator(
+        _linear_layers, json_schema_input_type=Literal["all-linear"] | Annotated[list[LinearName], Field(min_length=1)]
+    ),
 ]
 
 

@@ -133,7 +133,9 @@ def test_life_of_a_batch(batches: Batches) -> None:
 def test_text_completions_and_empty_lines(batches: Batches) -> None:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 8}
     url = "/v1/completions"
-    batch = batches.run(line("a", body, url=url), b"\n", b"  \r\n", line("b", body, url=url), endpoint=url)
+    mark = b"\xef\xbb\xbf"  # an editor of Windows begins a file with it
+    other = json.dumps(line("b", body | {"prompt": "h\u2028i\x85"}, url=url), ensure_ascii=False).encode() + b"\n"
+    batch = batches.run(mark, line("a", body, url=url), b"\n", b"  \r\n", other, endpoint=url)
     output = batches.read(batch.output_file_id)
     assert {key: entry["response"]["body"]["choices"][0]["text"] for key, entry in output.items()} == {
         "a": "Hello",

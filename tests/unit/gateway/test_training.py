@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -221,8 +222,8 @@ KTO_ROWS = [{"prompt": str(number), "completion": "y", "label": number % 2 == 0}
     ],
 )
 def test_conversations_of_the_chat_are_prompts(http: httpx.Client, messages: list[dict[str, Any]]) -> None:
-    """The same messages are a history for /tokenize, and what is before the last turn a prompt of every method; the whole
-    as an example: tests/e2e/test_examples.py."""
+    """A history for /tokenize, and what is before the last turn a prompt of every method. tests/e2e/test_examples.py
+    has the whole as an example."""
     said = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages]
     assert http.post("/tokenize", json={"model": MODEL, "messages": [*said, USER]}).status_code == 200
     for kwargs in ({}, THINKING):
@@ -240,6 +241,15 @@ def test_conversations_of_the_chat_are_prompts(http: httpx.Client, messages: lis
         "truncated": [True, False],
     }
     assert http.post("/v1/train/grpo", json=group).status_code == 202
+
+
+@pytest.fixture
+def second_model(running: Running) -> Iterator[None]:
+    """The engines have one loaded."""
+    info = running.gateway.engines.served.info
+    before, info.teacher = info.teacher, "digest"
+    yield
+    info.teacher = before
 
 
 @pytest.mark.parametrize(
@@ -324,9 +334,14 @@ def test_conversations_of_the_chat_are_prompts(http: httpx.Client, messages: lis
     ],
 )
 def test_what_the_body_decides_is_said_at_submission(
-    running: Running, http: httpx.Client, kind: str, body: dict[str, Any], param: str | None, says: str
+    running: Running,
+    http: httpx.Client,
+    second_model: None,
+    kind: str,
+    body: dict[str, Any],
+    param: str | None,
+    says: str,
 ) -> None:
-    running.gateway.engines.served.info.teacher = "digest"
     before = set(running.queue.specs)
     error = refusal(http.post(f"/v1/train/{kind}", json=body | {"adapter": "fresh"}))
     assert error["param"] == param, error

@@ -98,19 +98,18 @@ def test_what_re2_reads_otherwise_or_not_at_all(pattern: str) -> None:
 )
 def test_no_pattern_takes_long(pattern: str) -> None:
     matches, started = whole(pattern, Effort()), time.perf_counter()
-    try:
-        assert not any(matches(name) for name in NAMES[:20]) or pattern.endswith(")*")
-    except PatternRefused as error:
-        assert "takes too long" in str(error)
+    found = [name for name in NAMES[:20] if matches(name)]
+    assert found == ([] if pattern.endswith("!") else NAMES[:20])
     assert time.perf_counter() - started < 20
 
 
 def test_effort_is_of_a_whole_configuration() -> None:
     effort = Effort(40)
     one, other = whole("(?!y).*a", effort), tail("(?!y)b", effort)
+    assert (one("aa"), other("a.b")) == (True, True)
+    assert one("aaa")
     with pytest.raises(PatternRefused, match="takes too long to match"):
-        for _ in range(20):
-            assert (one("aa"), other("a.b")) == (True, True)
+        any(other("a.b") and not one("aa") for _ in range(20))
 
 
 def test_brackets_that_do_not_close_are_malformed() -> None:
