@@ -16,6 +16,9 @@ from tests.conformance.clients.agents import OFFLINE
 from tests.conformance.clients.place import HERE, NODE_MODULES, PYTHON, node
 from tests.conformance.clients.recorder import Recording
 
+THREADS, NO_THREAD = "anthropic_sdk.mjs", "thread_unsupported_request"
+"""Its tool runner asks first whether the server keeps a thread of messages, and goes on without one where this error
+says no. To accept the field and ignore it would lose the messages that it then does not send again."""
 SET = "The timer is set for 89 minutes."
 
 
@@ -56,7 +59,8 @@ def run(script: str, recording: Recording, model: str, directory: Path) -> tuple
 )
 def test_a_tool_loop_to_its_end(script: str, ways: set[str], recording: Recording, stack: Any, tmp_path: Path) -> None:
     found, timers = run(script, recording, stack.served_model_name, tmp_path)
-    assert recording.refusals == []
+    refusals = [refusal for refusal in recording.refusals if not (script == THREADS and NO_THREAD in refusal)]
+    assert refusals == []
     assert set(found) == ways
     assert {text for said in found.values() for text in (said["text"], said.get("streamed", SET))} == {SET}
     loops = sum(1 + ("streamed" in said and script != "langchain.mjs") for said in found.values())
