@@ -92,7 +92,7 @@ def compile_grammar(vocabulary: Vocabulary, constraint: Constraint, limits: Gram
     """
     if constraint.size > limits.max_bytes:
         raise Refused(f"it has {constraint.size} bytes, the limit is {limits.max_bytes} (TEMPER_CONSTRAINT_MAX_BYTES)")
-    lark = lark_of(constraint, vocabulary.reserved)
+    lark = lark_of(constraint, vocabulary.reserved, vocabulary.probe)
     matcher = LLMatcher(vocabulary.tokenizer, lark, log_level=0, limits=limits.of_parser())
     if matcher.is_error():
         raise Refused(reason_of(matcher.get_error(), constraint.kind))

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from llguidance import LLMatcher
 
-from services.engine.constraints import json_schema
 from services.engine.constraints.refusal import Refused
+from services.engine.constraints.schema.compiling import grammar_of, parsed
+from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import NO_FORCING
 
@@ -31,26 +32,28 @@ _EXCERPT = re.compile(r"\n\s*\d+ \| |<state>|\n?<non-verbose/>")
 _PLACE = re.compile(r"(?:\bat )?(\d+)\((\d+)\): ")
 _WHERE = re.compile(r"^line \d+, column \d+: ")
 _LONGEST_REASON = 300
+_SCHEMA_RULE = "temper-schema-"
 
 
-def lark_of(constraint: Constraint, reserved: Mapping[str, int]) -> str:
+def lark_of(constraint: Constraint, reserved: Mapping[str, int], probe: Probe) -> str:
     """The grammar of a constraint.
 
     Args:
         reserved: added tokens that no grammar may name.
+        probe: of terminals.
 
     Raises:
         Refused: it asks for what cannot be enforced.
     """
     text = constraint.source[0]
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        return f"{NO_FORCING}start: %json {json_schema.prepared(text)}"
+        return grammar_of(parsed(text), probe)
     if constraint.kind is ConstraintKind.REGEX:
         return NO_FORCING + _regex(text)
     if constraint.kind is ConstraintKind.CHOICES:
         return f"{NO_FORCING}start: {' | '.join(_string(choice) for choice in constraint.source)}"
     check_lark(text, reserved)
-    return NO_FORCING + _with_schemas(text)
+    return NO_FORCING + _with_schemas(text, probe)
 
 
 def _regex(text: str) -> str:
@@ -93,20 +96,23 @@ def check_lark(text: str, reserved: Mapping[str, int]) -> None:
             raise Refused(f"the attribute {unheard.group(0)} has no effect on what is generated; leave it out")
 
 
-def _with_schemas(text: str) -> str:
+def _with_schemas(text: str, probe: Probe) -> str:
     """The grammar with each schema in it (``%json {…}``) as one that stands alone is compiled."""
     parts: list[str] = []
+    schemas: list[str] = []
     done = at = 0
     while (found := _LITERAL_OR_JSON.search(text, at)) is not None:
         at = found.end()
         if found.group(0).startswith("%json"):
             try:
-                schema, end = _DECODER.raw_decode(text, at)
+                _, end = _DECODER.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
                 raise Refused(f"%json is not followed by a JSON schema: {error}") from None
-            parts += (text[done:at], json_schema.prepared(json.dumps(schema)))
+            name = f"{_SCHEMA_RULE}{len(schemas)}"
+            parts += (text[done : found.start()], name)
+            schemas.append(f"{name}: %lark {{\n{grammar_of(parsed(text[at:end]), probe)}}}\n")
             done = at = end
-    return "".join([*parts, text[done:]])
+    return "".join([*parts, text[done:], *(["\n", *schemas] if schemas else [])])
 
 
 def reason_of(message: str, kind: ConstraintKind) -> str:

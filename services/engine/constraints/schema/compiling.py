@@ -1,0 +1,34 @@
+"""The grammar of a schema as a request sends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.engine.constraints.refusal import Refused
+from services.engine.constraints.schema.document import Document, parsed
+from services.engine.constraints.schema.lowering import lark
+from services.engine.constraints.schema.probe import Probe
+from services.engine.constraints.schema.shapes import Demands
+
+__all__ = ["grammar_of", "parsed"]
+
+
+def grammar_of(schema: Any, probe: Probe) -> str:
+    """A grammar in Lark of what is valid under a schema.
+
+    Args:
+        schema: as ``parsed`` gives it.
+
+    Raises:
+        Refused: it would not be enforced; the message has the place in the schema and the keyword.
+    """
+    if schema is False:
+        raise Refused("no output can fulfil it: false allows nothing")
+    if not isinstance(schema, dict | bool):
+        raise Refused("the schema must be an object")
+    document = Document(schema)
+    demands: Demands = (document.root,)
+    try:
+        return lark(document, demands, probe)
+    except RecursionError:
+        raise Refused("the schema is nested too deeply") from None
