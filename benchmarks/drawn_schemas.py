@@ -15,8 +15,9 @@ _GAPS = [0, 0, 0.5, 1, 1, 2, 3, 0.1, 10, 1000]
 _STEPS = [1, 2, 3, 5, 7, 10, 60, 100, 0.5, 0.25, 0.1, 0.01, 2.5, 1.5, 1000]
 _NAMES = ["a", "b", "name", "a b", 'q"uote', "back\\slash", "new\nline", "é", "日本", "", "a/b", "~", "score", "x1"]
 _PATTERNS = ["^[a-c]{1,4}$", "x", "^\\d+$", "^[^\\s]{2}$", "^\\S+$", "[^a]", "^a|b$", "^(ab|cd)*$", "^\\w+-\\w+$", "^$",
-             "^[\\u0000-\\u001f\"\\\\]{1,2}$", "^.{2,3}$", "^(?!a)[a-z]{2}$", "^(?=.*\\d)[a-z\\d]{3}$", "^\\p{Lu}\\p{Ll}*$",
-             "^[\\w.-]+@[\\w.-]+$", "^\\s[\\S]$", "\\bab\\b", "^[^\"]*$", "^(?:a{2,3}|[^a-y]z){1,2}$"]  # fmt: skip
+             "^[\\u0000-\\u001f\"\\\\]{1,2}$", "^.{2,3}$", "^(?!a)[a-z]{2}$", "^(?=.*\\d)[a-z\\d]{3}$",
+             "^\\p{Lu}\\p{Ll}*$", "^[\\w.-]+@[\\w.-]+$", "^\\s[\\S]$", "\\bab\\b",
+             "^[^\"]*$", "^(?:a{2,3}|[^a-y]z){1,2}$"]  # fmt: skip
 _NAME_PATTERNS = ["^a", "^[ab]$", "b$", "^score$", "^x\\d$", "^[^a]*$", "", "^[a-z]{1,3}$", "^(a|b|c)?$"]
 _FORMATS = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "json-pointer",
             "uri-reference", "idn-email", "regex", "relative-json-pointer", "iri"]  # fmt: skip
@@ -41,7 +42,9 @@ class Draw:
             definitions["t"] = self._schema(2)
         schema = self._schema(0)
         if definitions:
-            schema = {"$defs": definitions, "allOf": [schema]} if "$defs" in schema else {**schema, "$defs": definitions}
+            schema = (
+                {"$defs": definitions, "allOf": [schema]} if "$defs" in schema else {**schema, "$defs": definitions}
+            )
             if chance.random() < 0.7:
                 schema = self._one({"$ref": "#/$defs/t"}) | {"$defs": definitions}
         return schema

@@ -2,8 +2,8 @@
 
 For every schema the engine's loop samples some answers at a high temperature, under the masks of its grammar. Each that
 ends by itself must be valid for jsonschema_rs, which shares no code with ours. Values near an answer are tried too: a
-text that the grammar takes must be valid (of those that are valid some are not generated: that is counted). A schema may
-be refused, before anything is generated; a request that fails afterwards counts as a fault.
+text that the grammar takes must be valid (of those that are valid some are not generated: that is counted). A schema
+may be refused, before anything is generated; a request that fails afterwards counts as a fault.
 
     --schemas 5000 --answers 5
 
@@ -47,6 +47,7 @@ class Outcome:
     """What came of it."""
 
     schemas: int = 0
+    """That were accepted."""
     refused: int = 0
     answers: int = 0
     """That ended by themselves."""
@@ -105,12 +106,11 @@ class Campaign:
         self._engine.stop()
 
     def run(self, schemas: int) -> Outcome:
-        """Draws so many schemas more, in batches."""
+        """Draws until so many schemas more are accepted, and asks under them in batches."""
         batch: list[_Asked] = []
-        for _ in range(schemas):
-            number = self.outcome.schemas
-            self.outcome.schemas += 1
-            schema = Draw(f"{self._seed}/{number}").schema()
+        wanted = self.outcome.schemas + schemas
+        while self.outcome.schemas < wanted:
+            schema = Draw(f"{self._seed}/{self.outcome.schemas}/{self.outcome.refused}").schema()
             constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(schema),), "schema")
             try:
                 grammar = compile_grammar(self._vocabulary, constraint, GrammarLimits())
@@ -118,6 +118,7 @@ class Campaign:
                 self.outcome.refused += 1
                 self.outcome.reasons[str(error).partition(": ")[2][:60] or str(error)[:60]] += 1
                 continue
+            self.outcome.schemas += 1
             batch += [_Asked(schema, grammar) for _ in range(self._answers)]
             if len(batch) >= 2 * _AT_ONCE:
                 self._ask(batch)

@@ -28,8 +28,8 @@ _SCRIPT = re.compile(r"(?:sc|scx|Script|Script_Extensions)=\w+", re.ASCII)
 _WITH_CONTROLS = frozenset({"C", "Other", "Cc", "Control", "cntrl"})
 _WITH_PUNCTUATION = frozenset({"P", "Punctuation", "punct", "Po", "Other_Punctuation"})
 _WITH_ALL = frozenset({"Any", "ASCII", "Assigned"})
-_WITH_NONE = frozenset(
-    """L Letter LC Cased_Letter Lu Uppercase_Letter Ll Lowercase_Letter Lt Titlecase_Letter Lm Modifier_Letter Lo
+_NAMES_WITH_NONE = """
+    L Letter LC Cased_Letter Lu Uppercase_Letter Ll Lowercase_Letter Lt Titlecase_Letter Lm Modifier_Letter Lo
     Other_Letter M Mark Combining_Mark Mn Nonspacing_Mark Mc Spacing_Mark Me Enclosing_Mark N Number Nd Decimal_Number
     digit Nl Letter_Number No Other_Number Pc Connector_Punctuation Pd Dash_Punctuation Ps Open_Punctuation Pe
     Close_Punctuation Pi Initial_Punctuation Pf Final_Punctuation S Symbol Sm Math_Symbol Sc Currency_Symbol Sk
@@ -37,8 +37,9 @@ _WITH_NONE = frozenset(
     Private_Use Alphabetic Alpha Lowercase Lower Uppercase Upper ASCII_Hex_Digit AHex Hex_Digit Hex ID_Start IDS
     ID_Continue IDC XID_Start XIDS XID_Continue XIDC Ideographic Ideo Math Emoji Emoji_Component EComp Emoji_Modifier
     EMod Emoji_Modifier_Base EBase Emoji_Presentation EPres Extended_Pictographic ExtPict Variation_Selector VS
-    Regional_Indicator RI""".split()
-)
+    Regional_Indicator RI
+"""
+_WITH_NONE = frozenset(_NAMES_WITH_NONE.split())
 
 
 class UnknownProperty(ValueError):

@@ -8,6 +8,7 @@ reader, but not all that is valid is generated.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _DATE = (
     r"(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -40,7 +41,9 @@ _HEX = "[0-9a-fA-F]"
 _PLAIN = r"[A-Za-z0-9\-._~!$&'()*+,;=:@]|%[0-9A-Fa-f]{2}"
 _PATH = f"(?:/(?:{_PLAIN})*)*"
 _TAIL = rf"(?:\?(?:{_PLAIN}|[/?])*)?(?:#(?:{_PLAIN}|[/?])*)?"
-_AUTHORITY = rf"(?:(?:[A-Za-z0-9\-._~]){{1,32}}(?::[A-Za-z0-9]{{0,32}})?@)?(?:{_HOST}|localhost|{_IPV4})(?::[0-9]{{1,4}})?"
+_AUTHORITY = (
+    rf"(?:(?:[A-Za-z0-9\-._~]){{1,32}}(?::[A-Za-z0-9]{{0,32}})?@)?(?:{_HOST}|localhost|{_IPV4})(?::[0-9]{{1,4}})?"
+)
 _URI = rf"(?:(?:https?|ftp|wss?)://{_AUTHORITY}{_PATH}{_TAIL}|(?:urn:[a-z][a-z0-9-]{{1,30}}|mailto|tel|data):(?:{_PLAIN})+)"
 _HTTP = rf"https?://{_AUTHORITY}{_PATH}{_TAIL}"
 _RELATIVE = rf"(?:{_PATH}{_TAIL}|[A-Za-z0-9\-._~]+{_PATH}{_TAIL})"
@@ -51,9 +54,14 @@ _IPV4_NETWORK = (
     rf"(?:{_IPV4}/32|{_BYTE}\.{_BYTE}\.{_BYTE}\.0/24|{_BYTE}\.{_BYTE}\.0\.0/16|{_BYTE}\.0\.0\.0/8|0\.0\.0\.0/0)"
 )
 _IPV6_NETWORK = f"(?:{_IPV6}/128|{_H}(?::{_H}){{3}}::/64|{_H}(?::{_H}){{2}}::/48|::/0)"
+_PERSON = r"[A-Za-z]{1,20}(?: [A-Za-z]{1,20}){0,3}"
+_NAME_EMAIL = rf"{_PERSON} <[a-zA-Z0-9_+-]{{1,20}}(?:\.[a-zA-Z0-9_+-]{{1,20}}){{0,2}}@{_HOST}>"
+_UUID_HEAD = f"{_HEX}{{8}}-{_HEX}{{4}}"
 _UUID_TAIL = f"[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
 # A part of ECMA-262's expressions that every dialect has: pieces that are repeated or not, with alternatives.
-_REGEX_PIECE = r"(?:[A-Za-z0-9_ ,;:@%&=<>~#!\"'\-]|\.|\\[dwsDWS.*+?()|[\]{}^$/\\]|\[\^?(?:[A-Za-z0-9_ .]|a-z|A-Z|0-9)+\])"
+_REGEX_PIECE = (
+    r"(?:[A-Za-z0-9_ ,;:@%&=<>~#!\"'\-]|\.|\\[dwsDWS.*+?()|[\]{}^$/\\]|\[\^?(?:[A-Za-z0-9_ .]|a-z|A-Z|0-9)+\])"
+)
 _REGEX_RUN = rf"(?:{_REGEX_PIECE}[*+?]?|\((?:{_REGEX_PIECE}[*+?]?)+(?:\|(?:{_REGEX_PIECE}[*+?]?)+)*\)[*+?]?)+"
 _REGEX = rf"\^?{_REGEX_RUN}(?:\|{_REGEX_RUN})*\$?"
 _INT64 = "(?:-?(?:0|[1-9][0-9]{0,17}))"
@@ -68,7 +76,7 @@ _TEXTS: Mapping[str, str] = {
     "idn-hostname": _HOST,
     "email": rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}",
     "idn-email": rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_HOST}",
-    "name-email": rf"[A-Za-z]{{1,20}}(?: [A-Za-z]{{1,20}}){{0,3}} <[a-zA-Z0-9_+-]{{1,20}}(?:\.[a-zA-Z0-9_+-]{{1,20}}){{0,2}}@{_HOST}>",
+    "name-email": _NAME_EMAIL,
     "ipv4": _IPV4,
     "ipv6": _IPV6,
     "ipv4network": _IPV4_NETWORK,
@@ -81,11 +89,13 @@ _TEXTS: Mapping[str, str] = {
     "cidrv4": f"{_IPV4}/(?:3[0-2]|[12]?[0-9])",
     "cidrv6": f"{_IPV6}/(?:12[0-8]|1[01][0-9]|[1-9]?[0-9])",
     "uuid": f"{_HEX}{{8}}-(?:{_HEX}{{4}}-){{3}}{_HEX}{{12}}",
-    **{f"uuid{version}": f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-{_UUID_TAIL}" for version in (1, 3, 4, 5, 6, 7, 8)},
+    **{f"uuid{version}": f"{_UUID_HEAD}-{version}{_HEX}{{3}}-{_UUID_TAIL}" for version in (1, 3, 4, 5, 6, 7, 8)},
     "uri": _URI,
     "url": _URI,
     "iri": _URI,
     "http-url": _HTTP,
+    "multi-host-uri": rf"[a-z][a-z0-9]{{1,15}}(?:\+[a-z0-9]{{1,15}})?://{_AUTHORITY}(?:/[A-Za-z0-9_-]*)?",
+    "fraction": "-?[0-9]{1,9}(?:/[1-9][0-9]{0,8})?",
     "uri-reference": f"(?:{_URI}|{_RELATIVE})",
     "iri-reference": f"(?:{_URI}|{_RELATIVE})",
     "uri-template": rf"(?:{_URI}|{_PATH}(?:/\{{[A-Za-z][A-Za-z0-9_]{{0,31}}\}})*)",
@@ -95,11 +105,25 @@ _TEXTS: Mapping[str, str] = {
     "base64": _BASE64,
     "byte": _BASE64,
     "base64url": _BASE64URL,
+    # Its header says {"alg":"HS256"}, with or without a type: not any text is one.
+    "jwt": r"eyJhbGciOiJIUzI1NiI(?:sInR5cCI6IkpXVCJ9|n0)\.eyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+",
     "int64": _INT64,
     "uint64": _UINT64,
 }  # fmt: skip
 ANNOTATIONS = frozenset(
-    {"unknown", "binary", "password", "path", "file-path", "directory-path", "text", "string", "html", "markdown", "char"}
+    {
+        "unknown",
+        "binary",
+        "password",
+        "path",
+        "file-path",
+        "directory-path",
+        "text",
+        "string",
+        "html",
+        "markdown",
+        "char",
+    }
 )
 """Formats of texts that say what a text is for; every text is valid."""
 _WHOLE: Mapping[str, tuple[int, int]] = {
@@ -119,6 +143,14 @@ def pattern_of(shape: str) -> str | None:
 def bounds_of(shape: str) -> tuple[int, int] | None:
     """The least and the largest integer of a format of integers; None if it is none."""
     return _WHOLE.get(shape)
+
+
+def says_nothing(shape: str, schema: Mapping[Any, Any]) -> bool:
+    """Whether a format that has no pattern is but an annotation of a text: by its name, or for a pattern beside it."""
+    members = schema.get("allOf")
+    beside = [schema, *(members if isinstance(members, list) else ())]
+    described = any(isinstance(each, Mapping) and each.keys() & {"pattern", "enum", "const"} for each in beside)
+    return described or shape in ANNOTATIONS or shape in _WHOLE or shape in ("float", "double")
 
 
 def known() -> list[str]:

@@ -95,7 +95,21 @@ class Numbers:
     def texts(self) -> list[str] | None:
         """How its members are written, if they are few; None otherwise."""
         listed = self.listed
-        return None if listed is None else list(map(_text, listed))
+        return None if listed is None else list(map(written, listed))
+
+    def multiples(self) -> tuple[Fraction, Fraction | None, Fraction | None] | None:
+        """Its step, its least and its largest member, if it is all multiples of a step in between; None otherwise."""
+        step = self._whole_step if self.is_whole else self.step
+        if step is None or self.values is not None:
+            return None
+        low = high = None
+        if self.low is not None:
+            low = _ceil(self.low / step) * step
+            low += step if self.low_open and low == self.low else 0
+        if self.high is not None:
+            high = _floor(self.high / step) * step
+            high -= step if self.high_open and high == self.high else 0
+        return step, low, high
 
     @property
     def is_whole(self) -> bool:
@@ -125,7 +139,7 @@ class Numbers:
                 raise NumbersError(f"a bound has more than {_MOST_DIGITS} digits")
         listed = self.listed
         if listed is not None:
-            return "|".join(map(_text, listed)).replace(".", r"\.") if listed else None
+            return "|".join(map(written, listed)).replace(".", r"\.") if listed else None
         if self.low is None and self.high is None and self.step is None:
             return _INTEGER if self.whole else rf"{_INTEGER}(?:\.[0-9]+)?(?:{_EXPONENT})?"
         parts = self._whole_parts() if self.is_whole else self._decimal_parts()
@@ -138,8 +152,8 @@ class Numbers:
         digits = next((digits for digits in range(41) if 10**digits % step == 0), None)
         if digits is None or 10**digits // step > _MOST_ENDINGS:
             raise NumbersError(
-                f"'multipleOf' {step} cannot be enforced without a minimum and a maximum at most {_MOST_LISTED} "
-                "multiples apart: give both, or leave it out"
+                f"'multipleOf' {step} cannot be enforced here: give a minimum and a maximum at most {_MOST_LISTED} "
+                "multiples apart, or leave it out"
             )
         endings = range(0, 10**digits, step)
 
@@ -195,8 +209,8 @@ class Numbers:
             unit = 0 if places is None else (self.step * 10**places).numerator
             if places is None or 10**places % unit or 10**places // unit > _MOST_ENDINGS:
                 raise NumbersError(
-                    f"'multipleOf' {float(self.step)} cannot be enforced without a minimum and a maximum at most "
-                    f"{_MOST_LISTED} multiples apart: give both, or leave it out"
+                    f"'multipleOf' {float(self.step)} cannot be enforced here: give a minimum and a maximum at most "
+                    f"{_MOST_LISTED} multiples apart, or leave it out"
                 )
             return places, list(range(0, 10**places, unit))
         wanted = [_decimals(bound) for bound in (self.low, self.high) if bound is not None]
@@ -216,9 +230,7 @@ def _beyond(bound: Fraction, towards: float) -> Fraction:
     return max(bound, middle) if towards > 0 else min(bound, middle)
 
 
-def _signed(
-    low: int | None, high: int | None, magnitudes: Callable[[int, int | None], Iterator[str]]
-) -> Iterator[str]:
+def _signed(low: int | None, high: int | None, magnitudes: Callable[[int, int | None], Iterator[str]]) -> Iterator[str]:
     """The texts of a range: those of its negative numbers and of the others.
 
     Args:
@@ -235,9 +247,7 @@ def _signed(
             yield from magnitudes(least, high)
 
 
-def _with_fraction(
-    heads: list[str], low: int, high: int, places: int, endings: list[int] | None
-) -> Iterator[str]:
+def _with_fraction(heads: list[str], low: int, high: int, places: int, endings: list[int] | None) -> Iterator[str]:
     """Numbers with one of some integer parts and a fraction of a range, which may be left out where it is 0."""
     if endings is None:
         tails = list(_fractions(f"{low:0{places}}", f"{high:0{places}}")) if places else []
@@ -343,7 +353,7 @@ def _decimals(value: Fraction) -> int:
     return max(twos, fives)
 
 
-def _text(value: Fraction) -> str:
+def written(value: Fraction) -> str:
     """A decimal as it is written."""
     if value.denominator == 1 and abs(value.numerator) < 10**_MOST_DIGITS:
         return str(value.numerator)

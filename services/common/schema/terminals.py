@@ -1,7 +1,7 @@
 """Patterns written as terminals of llguidance's variant of Lark, which can be intersected and negated.
 
-A text is matched as it stands, or (``quoted``) as it stands in a string of JSON without the quotes, where every character
-has one spelling: so lengths, intersections and complements of what is written are those of the texts.
+A text is matched as it stands, or (``quoted``) as it stands in a string of JSON without the quotes, where every
+character has one spelling: so lengths, intersections and complements of what is written are those of the texts.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ _OPEN, _CLOSE, COMMA = Literal("["), Literal("]"), Literal(",")
 _MOST_PLACES = 64
 
 
-
 def array(
     arrays: Arrays, value: Callable[[Demands], Expression], listed: Callable[[Demands], list[str] | None]
 ) -> Expression:
@@ -55,9 +54,7 @@ def _items(arrays: Arrays, value: Callable[[Demands], Expression]) -> Expression
     count = len(prefix)
     tail: Expression = Chain()
     if most is None or most > count:
-        tail = Times(
-            chain(COMMA, value(arrays.rest)), max(0, least - count), None if most is None else most - count
-        )
+        tail = Times(chain(COMMA, value(arrays.rest)), max(0, least - count), None if most is None else most - count)
     for place in range(count - 1, 0, -1):
         here = chain(COMMA, value(prefix[place]), tail)
         tail = here if place < least else maybe(here)
@@ -112,5 +109,3 @@ def _different(arrays: Arrays, listed: Callable[[Demands], list[str] | None]) ->
     if not most:
         return Chain()
     return Permutation(tuple(map(Literal, texts)), COMMA, arrays.least, most)
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.common.schema.origin import Origin, origin_of
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.document import Document, parsed
 from services.engine.constraints.schema.lowering import lark
@@ -26,9 +27,20 @@ def grammar_of(schema: Any, probe: Probe) -> str:
         raise Refused("no output can fulfil it: false allows nothing")
     if not isinstance(schema, dict | bool):
         raise Refused("the schema must be an object")
-    document = Document(schema)
-    demands: Demands = (document.root,)
+    schema, origin = origin_of(schema) if isinstance(schema, dict) else (schema, None)
     try:
-        return lark(document, demands, probe)
+        return _lark(schema, origin or Origin(""), probe)
     except RecursionError:
         raise Refused("the schema is nested too deeply") from None
+    except Refused as error:
+        if origin is None:
+            raise
+        raise Refused(origin.refusal(str(error)), origin.field) from None
+
+
+def _lark(schema: Any, origin: Origin, probe: Probe) -> str:
+    document = Document(schema, f"#{origin.path}")
+    demands: Demands = (document.root,)
+    if origin.types:
+        demands += (document.derived(document.root, "types", lambda: {"type": list(origin.types)}),)
+    return lark(document, demands, probe)

@@ -13,6 +13,7 @@ from services.engine.constraints.refusal import Refused
 
 _LARGEST_EXPONENT = 400
 _LONGEST_QUOTE = 80
+_DATA = frozenset({"enum", "const", "default", "examples"})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,7 +43,6 @@ class Document:
     Args:
         root: parsed by ``parsed``.
         path: of the root.
-        home: what pointers start from, if not the root.
     """
 
     def __init__(self, root: Any, path: str = "#") -> None:
@@ -66,7 +66,9 @@ class Document:
             # Pointers start from the nearest schema around that has an identifier.
             own = node.schema.get("$id") if isinstance(node.schema, dict) else None
             base = node if isinstance(own, str) and not own.startswith("#") else node.base or self.root
-            found = self._parts[node.number, keys] = self._node(schema, node.path + _pointer(keys), base)
+            # Definitions stand at the root of what was sent, wherever the schema itself stood in it.
+            path = "#" if node is self.root and keys[0] in ("$defs", "definitions") else node.path
+            found = self._parts[node.number, keys] = self._node(schema, path + _pointer(keys), base)
         return found
 
     def derived(self, node: Node, key: str, schema: Callable[[], Any]) -> Node:
@@ -93,11 +95,12 @@ class Document:
         own = node.schema.get("$id")
         base = node if isinstance(own, str) and node is not self.root else node.base or self.root
         if self._named is None:
-            self._named = {}
-            self._name(self.root, "", 0)
+            self._named = self._all_named()
         address, fragment = urldefrag(urljoin(self._address(base), reference))
-        start = base if address == self._address(base) else self._named.get(address) or self._named.get(
-            urldefrag(reference)[0]
+        start = (
+            base
+            if address == self._address(base)
+            else self._named.get(address) or self._named.get(urldefrag(reference)[0])
         )
         if start is None:
             return None
@@ -113,7 +116,7 @@ class Document:
         return urldefrag(found)[0] if isinstance(found, str) else ""
 
     def _walk(self, start: Node, pointer: str) -> Node | None:
-        node, keys = start, []
+        keys: list[str | int] = []
         value = start.schema
         for piece in pointer.split("/")[1:]:
             key: str | int = piece.replace("~1", "/").replace("~0", "~")
@@ -123,30 +126,27 @@ class Document:
                 return None
             value = value[key]
             keys.append(key)
-        return self.part(node, *keys) if keys else node
+        return self.part(start, *keys) if keys else start
 
-    def _name(self, node: Node, address: str, depth: int) -> None:
-        """Finds what has an identifier or an anchor."""
-        waiting = [(node.schema, (), address)]
-        named = self._named
-        assert named is not None
+    def _all_named(self) -> dict[str, Node]:
+        """What has an identifier or an anchor."""
+        named: dict[str, Node] = {}
+        waiting: list[tuple[Any, tuple[str | int, ...], str]] = [(self.root.schema, (), "")]
         while waiting:
             value, keys, address = waiting.pop()
             if isinstance(value, list):
                 waiting += [(each, (*keys, place), address) for place, each in enumerate(value)]
             if not isinstance(value, dict):
                 continue
-            own = value.get("$id")
-            place = self.part(node, *keys) if keys else node
-            if isinstance(own, str):
+            place = self.part(self.root, *keys) if keys else self.root
+            if isinstance(own := value.get("$id"), str):
                 address = urldefrag(urljoin(address, own))[0]
                 named.setdefault(address, place)
                 named.setdefault(own, place)
             if isinstance(anchor := value.get("$anchor"), str):
                 named.setdefault(f"{address}#{anchor}", place)
-            waiting += [
-                (each, (*keys, key), address) for key, each in value.items() if key not in ("enum", "const", "default")
-            ]
+            waiting += [(each, (*keys, key), address) for key, each in value.items() if key not in _DATA]
+        return named
 
 
 def parsed(text: str) -> Any:

@@ -11,23 +11,25 @@ from services.engine.constraints.schema.document import Node
 from services.engine.constraints.schema.shapes import exact
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_READ = frozenset(
-    """type enum const properties required additionalProperties patternProperties propertyNames minProperties
+_READ_NAMES = """
+    type enum const properties required additionalProperties patternProperties propertyNames minProperties
     maxProperties dependentRequired dependentSchemas dependencies prefixItems items additionalItems contains minContains
     maxContains minItems maxItems uniqueItems minLength maxLength pattern format minimum maximum exclusiveMinimum
     exclusiveMaximum multipleOf allOf anyOf oneOf not if then else $ref unevaluatedProperties
-    unevaluatedItems""".split()
-)
-_SAY_NOTHING = frozenset(
-    """$schema $id id $anchor $dynamicAnchor $recursiveAnchor $comment $defs definitions $vocabulary title description
+    unevaluatedItems
+"""
+_ANNOTATION_NAMES = """
+    $schema $id id $anchor $dynamicAnchor $recursiveAnchor $comment $defs definitions $vocabulary title description
     default examples example deprecated readOnly writeOnly contentEncoding contentMediaType contentSchema discriminator
-    xml externalDocs x-guidance""".split()
-)
+    xml externalDocs x-guidance
+"""
+_READ = frozenset(_READ_NAMES.split())
+_SAY_NOTHING = frozenset(_ANNOTATION_NAMES.split())
 """Annotations, also OpenAPI's and those that generators write; where definitions stand."""
 _REFUSED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
-    "nullable": "say \"type\": [\"…\", \"null\"]",
+    "nullable": 'say "type": ["…", "null"]',
     "divisibleBy": "use multipleOf",
     "disallow": "use not",
     "extends": "use allOf",

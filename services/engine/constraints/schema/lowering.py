@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from fractions import Fraction
 
-from services.common.schema.numbers import Numbers, NumbersError
+from services.common.schema.numbers import Numbers, NumbersError, written
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.arrays import array
 from services.engine.constraints.schema.document import Document
@@ -13,16 +15,19 @@ from services.engine.constraints.schema.members import MembersOf
 from services.engine.constraints.schema.objects import ObjectRules
 from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.schema.reading import Reader
-from services.engine.constraints.schema.rules import Expression, Literal, OneOf, Rule, Terminal, Writer
+from services.engine.constraints.schema.rules import Expression, Literal, OneOf, Rule, Schema, Terminal, Writer
 from services.engine.constraints.schema.shapes import Demands, Shape
 from services.engine.constraints.schema.strings import StringsOf, spelled
 
 _MOST_RULES = 50_000
 _MOST_LISTED = 64
-_HEAD = r"""%llguidance {"no_forcing": true, "ignore_once": true}
-%ignore /\n[ \t]{0,64}| {1,2}/
+_EXACT_DIGITS = 9
+"""Of numbers that llguidance computes with."""
+_BLANKS = r"\n[ \t]{0,64}| {1,2}"
+_HEAD = f"""%llguidance {{"no_forcing": true, "ignore_once": true}}
+%ignore /{_BLANKS}/
 """
-"""At most one of these blanks stands between two tokens of JSON: with any number, a model can go on with them for ever."""
+"""At most one of these blanks stands between two tokens of JSON: with any number, a model can go on for ever."""
 
 
 def lark(document: Document, demands: Demands, probe: Probe) -> str:
@@ -43,25 +48,31 @@ class _Lowering:
         self._objects = ObjectRules(self._value, self._define)
         self._rules: dict[str, Expression] = {}
         self._names: dict[frozenset[int], str] = {}
+        self._places: dict[str, str] = {}
         self._waiting: deque[tuple[str, Demands]] = deque()
 
     def lark(self, demands: Demands) -> str:
         first = self._value(demands)
-        assert isinstance(first, Rule)
         while self._waiting:
             name, wanted = self._waiting.popleft()
             self._rules[name] = self._alternatives(wanted)
-        written = Writer(self._rules).lark(first.name)
-        if written is None:
-            raise Refused("no output can fulfil it: its demands contradict each other")
-        return _HEAD + written
+        grammar = Writer(self._rules).lark(first.name)
+        if grammar is None:
+            raise self._contradiction()
+        return _HEAD + grammar
 
-    def _value(self, demands: Demands) -> Expression:
+    def _contradiction(self) -> Refused:
+        """Names the first schema that nothing fulfils by itself, if there is one."""
+        place = next((place for name, place in self._places.items() if self._rules[name] == OneOf()), None)
+        return Refused(f"{place or '#'}: no output can fulfil it: its demands contradict each other")
+
+    def _value(self, demands: Demands) -> Rule:
         """The rule of a value; what it is comes later, for schemas may refer to themselves."""
         key = frozenset(node.number for node in demands)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = f"v{len(self._names)}"
+            self._places[name] = demands[0].path if demands else "#"
             self._waiting.append((name, demands))
             self._count(demands)
         return Rule(name)
@@ -131,5 +142,30 @@ class _Lowering:
 
 
 def _number(numbers: Numbers) -> list[Expression]:
-    expression = numbers.expression()
+    try:
+        expression = numbers.expression()
+    except NumbersError:
+        multiples = _multiples(numbers)
+        if multiples is None:
+            raise
+        return [multiples]
     return [] if expression is None else [Terminal(f"/{expression}/")]
+
+
+def _multiples(numbers: Numbers) -> Schema | None:
+    """Multiples of what divides no power of ten, which llguidance counts while it reads the digits; None where it is not
+    exact."""
+    found = numbers.multiples()
+    if found is None:
+        return None
+    step, low, high = found
+    bounds = {"multipleOf": step, "minimum": low, "maximum": high}
+    if any(value is not None and _digits(value) > _EXACT_DIGITS for value in bounds.values()):
+        return None
+    keywords = "".join(f'"{key}": {written(value)}, ' for key, value in bounds.items() if value is not None)
+    kind = "integer" if numbers.is_whole else "number"
+    return Schema(f'{{"type": "{kind}", {keywords}"x-guidance": {json.dumps({"whitespace_pattern": _BLANKS})}}}')
+
+
+def _digits(value: Fraction) -> int:
+    return len(written(value).strip("-").replace(".", ""))

@@ -76,7 +76,8 @@ class MembersOf:
         patterns = list(dict.fromkeys(pattern for layer in objects.layers for pattern, _ in layer.patterns))
         if len(patterns) > _MOST_PATTERNS:
             raise patterns[0].at.refuse(
-                "patternProperties", f"of {len(patterns)} patterns at once is not enforced: the limit is {_MOST_PATTERNS}"
+                "patternProperties",
+                f"of {len(patterns)} patterns at once is not enforced: the limit is {_MOST_PATTERNS}",
             )
         # Names that are described but cannot be stand among the others no more than those that can.
         named = dict.fromkeys(name for layer in objects.layers for name in layer.properties)
@@ -124,7 +125,9 @@ class MembersOf:
         for layer in objects.layers:
             matched = {pattern for pattern, _ in layer.patterns if self._matches(pattern, name)}
             if name in layer.properties:
-                found.append((layer.properties[name], *(node for pattern, node in layer.patterns if pattern in matched)))
+                found.append(
+                    (layer.properties[name], *(node for pattern, node in layer.patterns if pattern in matched))
+                )
             else:
                 found.append(_layer_value(layer, matched))
         value = joined(*found)

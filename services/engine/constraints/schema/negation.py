@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from services.engine.constraints.schema import keywords
@@ -56,10 +57,7 @@ class _Negation:
         if self._depth > 64:
             raise self._at.refuse(self._keyword, "cannot be enforced: it is too large")
         schema = keywords.check(node)
-        if "$ref" in schema:
-            options = [self.of(self._document.target(node))]
-        else:
-            options = []
+        options = [self.of(self._document.target(node))] if "$ref" in schema else []
         options += [option for keyword in schema for option in self._each(node, schema, keyword)]
         return {"anyOf": options} if options else False
 
@@ -97,7 +95,9 @@ class _Negation:
                     for name in keywords.mapping(node, keyword)
                 ]
             case "anyOf":
-                return [{"allOf": [self.of(part(node, keyword, i)) for i in range(len(keywords.members(node, keyword)))]}]
+                return [
+                    {"allOf": [self.of(part(node, keyword, i)) for i in range(len(keywords.members(node, keyword)))]}
+                ]
             case "allOf":
                 return [self.of(part(node, keyword, i)) for i in range(len(keywords.members(node, keyword)))]
             case "not":
@@ -112,7 +112,9 @@ class _Negation:
 
     def _other_types(self, types: frozenset[str]) -> list[Any]:
         if "integer" in types and "number" not in types:
-            raise self._at.refuse(self._keyword, "cannot be enforced with type 'integer' in it: say what is valid instead")
+            raise self._at.refuse(
+                self._keyword, "cannot be enforced with type 'integer' in it: say what is valid instead"
+            )
         implied = types | ({"integer"} if "number" in types else set())
         others = [kind for kind in keywords.TYPES if kind not in implied and kind != "integer"]
         return [{"type": others}] if others else []
@@ -130,7 +132,7 @@ class _Negation:
             found.append({"enum": booleans})
         found.append({"type": "string", EXCLUDED: texts})
         edges = [None, *numbers, None]
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in pairwise(edges):
             piece: _Any = {"type": "number"}
             if low is not None:
                 piece["exclusiveMinimum"] = low

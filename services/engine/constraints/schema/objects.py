@@ -114,5 +114,3 @@ class ObjectRules:
         if room is None or room > 0:
             options.append(some)
         return self._define(OneOf(tuple(options)))
-
-

@@ -28,13 +28,16 @@ class Probe:
     def __init__(self) -> None:
         self._tokenizer = LLTokenizer("byte")
 
-    def empty(self, terminal: str) -> bool:
+    def empty(self, terminal: str, others: str = "") -> bool:
         """Whether a terminal has no text.
+
+        Args:
+            others: definitions of the terminals that it refers to, one a line.
 
         Raises:
             Refused: it is malformed or too complex.
         """
-        matcher = self._matcher(terminal)
+        matcher = self._matcher(terminal, others)
         if matcher is None:
             return True
         matcher.compute_bitmask()
@@ -50,7 +53,7 @@ class Probe:
         Raises:
             Refused: the terminal is malformed or too complex.
         """
-        matcher = self._matcher(terminal)
+        matcher = self._matcher(terminal, "")
         if matcher is None:
             return False
         for byte in text.encode():
@@ -58,8 +61,9 @@ class Probe:
                 return False
         return bool(matcher.is_accepting())
 
-    def _matcher(self, terminal: str) -> LLMatcher | None:
-        matcher = LLMatcher(self._tokenizer, f"{_HEAD}start: T\nT: {terminal}\n", log_level=0, limits=_LIMITS)
+    def _matcher(self, terminal: str, others: str) -> LLMatcher | None:
+        grammar = f"{_HEAD}start: PROBED\nPROBED: {terminal}\n{others}"
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             return matcher
         error = matcher.get_error()

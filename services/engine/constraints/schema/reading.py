@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from services.common.schema import formats
@@ -107,9 +108,13 @@ class Reader:
             for place in range(len(keywords.members(node, "allOf"))):
                 yield self._of(document.part(node, "allOf", place))
         if "anyOf" in schema:
-            yield self._any(node, [document.part(node, "anyOf", i) for i in range(len(keywords.members(node, "anyOf")))])
+            yield self._any(
+                node, [document.part(node, "anyOf", i) for i in range(len(keywords.members(node, "anyOf")))]
+            )
         if "oneOf" in schema:
-            yield self._one(node, [document.part(node, "oneOf", i) for i in range(len(keywords.members(node, "oneOf")))])
+            yield self._one(
+                node, [document.part(node, "oneOf", i) for i in range(len(keywords.members(node, "oneOf")))]
+            )
         if "not" in schema:
             yield self._of(negated(document, node, document.part(node, "not"), "not"))
         if "if" in schema and schema.keys() & {"then", "else"}:
@@ -139,12 +144,26 @@ class Reader:
         for place, part in enumerate(parts):
             for other in range(place):
                 if any(self._overlap(a, b) for a in part for b in parts[other]):
-                    raise node.refuse(
-                        "oneOf",
-                        f"cannot be enforced: a value may be valid under {other} and {place} of it at once: use anyOf, "
-                        "or make them exclude each other",
-                    )
+                    return self._only_one(node, members, f"{other} and {place}")
         return self._any_of(node, parts)
+
+    def _only_one(self, node: Node, members: list[Node], overlapping: str) -> list[Shape]:
+        """Each without what is valid under another."""
+        found: list[Shape] = []
+        try:
+            for member in members:
+                alone = self._of(member)
+                for other in members:
+                    if other is not member:
+                        alone = self._both(alone, self._of(negated(self.document, other, other, "oneOf")), node)
+                found = self._any_of(node, [found, alone])
+        except Refused:
+            raise node.refuse(
+                "oneOf",
+                f"cannot be enforced: a value may be valid under {overlapping} of it at once: use anyOf, or make them "
+                "exclude each other",
+            ) from None
+        return found
 
     def _dependent(self, node: Node, keyword: str, name: str, needed: Any) -> list[Shape]:
         """The member is not there, or what depends on it is fulfilled."""
@@ -173,7 +192,7 @@ class Reader:
                 case str():
                     strings.append(value)
                 case list() | dict():
-                    found += self._of(self.document.derived(node, f"{keyword} {place}", lambda v=value: _constant(v)))
+                    found += self._of(self.document.derived(node, f"{keyword} {place}", partial(_constant, value)))
                 case _:
                     numbers.add(exact(value))
         scalars = Shape(
@@ -233,8 +252,10 @@ class Reader:
             found = formats.pattern_of(shape)
             if found is not None:
                 patterns.append(Pattern(found, node, "format"))
-            elif pattern is None and shape not in formats.ANNOTATIONS and formats.bounds_of(shape) is None:
-                raise node.refuse("format", f"{shape[:80]!r} is not known and would say nothing: describe it by a pattern")
+            elif not formats.says_nothing(shape, node.schema):
+                raise node.refuse(
+                    "format", f"{shape[:80]!r} is not known and would say nothing: describe it by a pattern"
+                )
         return Strings(
             keywords.count(node, "minLength") or 0,
             keywords.count(node, "maxLength"),
@@ -246,7 +267,9 @@ class Reader:
         schema, part = node.schema, self.document.part
         prefix: tuple[Demands, ...] = ()
         rest: Demands = ()
-        listed = "prefixItems" if "prefixItems" in schema else "items" if isinstance(schema.get("items"), list) else None
+        listed = (
+            "prefixItems" if "prefixItems" in schema else "items" if isinstance(schema.get("items"), list) else None
+        )
         if listed is not None:
             prefix = tuple((part(node, listed, place),) for place in range(len(keywords.members(node, listed))))
         if "items" in schema and listed != "items":

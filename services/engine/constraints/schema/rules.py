@@ -22,6 +22,13 @@ class Terminal:
 
 
 @dataclass(frozen=True, slots=True)
+class Schema:
+    """Numbers that only llguidance's own lowering of a schema can write, as JSON; there are some."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Another rule, by its name."""
 
@@ -61,7 +68,7 @@ class Permutation:
     most: int
 
 
-Expression = Literal | Terminal | Rule | Chain | OneOf | Times | Permutation
+Expression = Literal | Terminal | Schema | Rule | Chain | OneOf | Times | Permutation
 NOTHING = OneOf()
 MOST_PERMUTED = 32
 
@@ -152,6 +159,8 @@ class Writer:
                 return json.dumps(expression.text, ensure_ascii=False)
             case Terminal():
                 return self._terminal(expression.text)
+            case Schema():
+                return f"%json {expression.text}"
             case Rule():
                 return expression.name
             case Chain():

@@ -144,8 +144,10 @@ class Shape:
     @property
     def nothing(self) -> bool:
         """Whether no type is left."""
-        return not self.null and not self.booleans and not any(
-            each is not None for each in (self.numbers, self.strings, self.arrays, self.objects)
+        return (
+            not self.null
+            and not self.booleans
+            and not any(each is not None for each in (self.numbers, self.strings, self.arrays, self.objects))
         )
 
     def only(self, types: frozenset[str]) -> Shape:

@@ -58,14 +58,20 @@ class StringsOf:
             return self._of_length(strings)
         parts = self._parts(strings, strings.patterns)
         if self._empty(strings, parts):
-            # A format is an annotation first: beside a pattern that contradicts it, the pattern holds.
-            patterns = tuple(each for each in strings.patterns if each.keyword != "format")
-            if len(patterns) == len(strings.patterns) or not patterns:
+            # A format is an annotation first: where the pattern beside it contradicts it, the pattern holds.
+            patterns = tuple(each for each in strings.patterns if not self._contradicted(each))
+            if len(patterns) == len(strings.patterns):
                 return None
             parts = self._parts(strings, patterns)
             if self._empty(strings, parts):
                 return None
         return f'(/"/ {every(parts)} /"/)'
+
+    def _contradicted(self, pattern: Pattern) -> bool:
+        beside = pattern.at.schema.get("pattern")
+        if pattern.keyword != "format" or beside is None:
+            return False
+        return self._probe.empty(every([self.found(pattern), self.found(Pattern(beside, pattern.at))]))
 
     def _of_length(self, strings: Strings) -> str:
         if (strings.least, strings.most) == (0, None):
