@@ -153,7 +153,7 @@ def _number(numbers: Numbers) -> list[Expression]:
 
 
 def _multiples(numbers: Numbers) -> Schema | None:
-    """Multiples of what divides no power of ten, which llguidance counts while it reads the digits; None where it is not
+    """Multiples of what divides no power of ten, which llguidance counts as it reads the digits; None where it is not
     exact."""
     found = numbers.multiples()
     if found is None:

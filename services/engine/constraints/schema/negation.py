@@ -111,12 +111,9 @@ class _Negation:
         )
 
     def _other_types(self, types: frozenset[str]) -> list[Any]:
-        if "integer" in types and "number" not in types:
-            raise self._at.refuse(
-                self._keyword, "cannot be enforced with type 'integer' in it: say what is valid instead"
-            )
-        implied = types | ({"integer"} if "number" in types else set())
-        others = [kind for kind in keywords.TYPES if kind not in implied and kind != "integer"]
+        # Numbers that are no integers cannot be said: less than what is valid is left, as elsewhere.
+        named = types | ({"integer", "number"} if types & {"integer", "number"} else set())
+        others = [kind for kind in keywords.TYPES if kind not in named and kind != "integer"]
         return [{"type": others}] if others else []
 
     def _other_values(self, values: list[Any]) -> list[Any]:
