@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -150,20 +151,21 @@ class Reader:
     def _only_one(self, node: Node, members: list[Node], overlapping: str) -> list[Shape]:
         """Each without what is valid under another."""
         found: list[Shape] = []
-        try:
+        # Where less can be said than what is valid, it may be nothing.
+        with contextlib.suppress(Refused):
             for member in members:
                 alone = self._of(member)
                 for other in members:
                     if other is not member:
                         alone = self._both(alone, self._of(negated(self.document, other, other, "oneOf")), node)
                 found = self._any_of(node, [found, alone])
-        except Refused:
-            raise node.refuse(
-                "oneOf",
-                f"cannot be enforced: a value may be valid under {overlapping} of it at once: use anyOf, or make them "
-                "exclude each other",
-            ) from None
-        return found
+            if found:
+                return found
+        raise node.refuse(
+            "oneOf",
+            f"cannot be enforced: a value may be valid under {overlapping} of it at once: use anyOf, or make them "
+            "exclude each other",
+        )
 
     def _dependent(self, node: Node, keyword: str, name: str, needed: Any) -> list[Shape]:
         """The member is not there, or what depends on it is fulfilled."""
