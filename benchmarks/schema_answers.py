@@ -13,23 +13,16 @@ One JSON line; the exit status is 1 if something did not hold. `tests/unit/bench
 from __future__ import annotations
 
 import argparse
-import collections
 import json
+import queue
 import sys
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import jsonschema_rs
-
-from benchmarks.drawn_schemas import Draw, Schema, spelled
+from benchmarks.drawn_schemas import Schema
 from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
-from services.engine.constraints.bits import allows
-from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
-from services.engine.constraints.refusal import Refused
-from services.engine.constraints.spec import Constraint, ConstraintKind
-from services.engine.constraints.vocabulary import Vocabulary
+from benchmarks.schema_judge import Judge, Outcome
+from services.engine.constraints.grammars import CompiledGrammar
 from services.engine.ports import Submission
 from services.engine.request import FinishReason, SamplingParams
 from services.engine.updates import SequenceUpdate
@@ -37,35 +30,8 @@ from services.engine.wire import AdapterChoice
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 _PROMPT = "Give me JSON."
-_MAX_TOKENS = 160
+_MAX_TOKENS = 120
 _AT_ONCE = 64
-_NEAR = 4
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of it."""
-
-    schemas: int = 0
-    """That were accepted."""
-    refused: int = 0
-    answers: int = 0
-    """That ended by themselves."""
-    cut: int = 0
-    near: int = 0
-    """Values near an answer."""
-    taken: int = 0
-    """Of those, that the grammar takes."""
-    missed: int = 0
-    """Valid ones that it does not take: that is allowed."""
-    problems: list[str] = field(default_factory=list)
-    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "schemas": self.schemas, "refused": self.refused, "answers": self.answers, "cut": self.cut,
-            "near": self.near, "taken": self.taken, "missed": self.missed, "problems": len(self.problems),
-        }  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -86,125 +52,59 @@ class Campaign:
     """
 
     def __init__(self, model: Path = TINY, *, seed: int = 0, answers: int = 5, temperature: float = 1.5) -> None:
-        self.outcome = Outcome()
-        self._seed = seed
         self._answers = answers
         self._temperature = temperature
         self._engine = InProcessEngine(
             settings_for(
-                model, "cpu", max_num_seqs=_AT_ONCE, token_budget=2048, num_blocks=2049, max_model_len=512,
+                model, "cpu", max_num_seqs=_AT_ONCE, token_budget=2048, num_blocks=2049, max_model_len=256,
                 torch_threads=1,
             )
         )  # fmt: skip
-        self._codec = self._engine.engine.codec
-        self._vocabulary: Vocabulary = self._engine.engine.constraints.vocabulary
-        self._prompt = tuple(self._codec.encode_plain(_PROMPT))
-        self._bytes = self._single_bytes()
+        codec = self._engine.engine.codec
+        self._judge = Judge(codec, self._engine.engine.constraints.vocabulary, seed)
+        self._prompt = tuple(codec.encode_plain(_PROMPT))
+        self._running: dict[str, _Asked] = {}
+        self._ended: queue.Queue[SequenceUpdate] = queue.Queue()
 
     def stop(self) -> None:
         """Ends the engine."""
         self._engine.stop()
 
     def run(self, schemas: int) -> Outcome:
-        """Draws until so many schemas more are accepted, and asks under them in batches."""
-        batch: list[_Asked] = []
-        wanted = self.outcome.schemas + schemas
-        while self.outcome.schemas < wanted:
-            schema = Draw(f"{self._seed}/{self.outcome.schemas}/{self.outcome.refused}").schema()
-            constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(schema),), "schema")
-            try:
-                grammar = compile_grammar(self._vocabulary, constraint, GrammarLimits())
-            except Refused as error:
-                self.outcome.refused += 1
-                self.outcome.reasons[str(error).partition(": ")[2][:60] or str(error)[:60]] += 1
-                continue
-            self.outcome.schemas += 1
-            batch += [_Asked(schema, grammar) for _ in range(self._answers)]
-            if len(batch) >= 2 * _AT_ONCE:
-                self._ask(batch)
-                batch = []
-        if batch:
-            self._ask(batch)
-        return self.outcome
+        """Draws until so many schemas more are accepted; answers under the next ones run beside those of the last."""
+        for _ in range(schemas):
+            schema, constraint, grammar = self._judge.next_schema()
+            for number in range(self._answers):
+                sampling = SamplingParams(
+                    temperature=self._temperature, max_tokens=_MAX_TOKENS, seed=number, constraint=constraint
+                )
+                name = f"{self._judge.outcome.schemas}-{number}"
+                self._running[name] = _Asked(schema, grammar)
+                submission = Submission(
+                    name, self._prompt, sampling, AdapterChoice(), matcher=grammar.matcher(sampling)
+                )
+                self._engine.engine.loop.submit(submission, self._take)
+            while len(self._running) >= 2 * _AT_ONCE:
+                self._end(self._ended.get())
+        while self._running:
+            self._end(self._ended.get())
+        return self._judge.outcome
 
-    def _ask(self, batch: list[_Asked]) -> None:
-        done = threading.Event()
-        asked = {f"{self.outcome.schemas}-{place}": each for place, each in enumerate(batch)}
-        left = len(batch)
-        ends: list[tuple[str, SequenceUpdate]] = []
+    def _take(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            if update.token is not None:
+                self._running[update.request_id].tokens.append(update.token.token_id)
+            if update.finish_reason is not None:
+                self._ended.put(update)
 
-        def sink(updates: list[SequenceUpdate]) -> None:
-            nonlocal left
-            for update in updates:
-                if update.token is not None:
-                    asked[update.request_id].tokens.append(update.token.token_id)
-                if update.finish_reason is not None:
-                    ends.append((update.request_id, update))
-                    left -= 1
-            if left == 0:
-                done.set()
-
-        for place, (name, each) in enumerate(asked.items()):
-            constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(each.schema),), "schema")
-            sampling = SamplingParams(
-                temperature=self._temperature, max_tokens=_MAX_TOKENS, seed=place, constraint=constraint
-            )
-            matcher = each.grammar.matcher(sampling)
-            self._engine.engine.loop.submit(
-                Submission(name, self._prompt, sampling, AdapterChoice(), matcher=matcher), sink
-            )
-        done.wait()
-        for name, update in ends:
-            self._judge(name, asked[name], update)
-
-    def _judge(self, name: str, asked: _Asked, update: SequenceUpdate) -> None:
-        outcome, schema = self.outcome, json.dumps(asked.schema)
-        tokens = [token for token in asked.tokens if token not in self._codec.eos_ids]
-        text = b"".join(self._codec.token_bytes(token) for token in tokens).decode(errors="replace")
-        if update.finish_reason is FinishReason.LENGTH:
-            outcome.cut += 1
-            return
-        if update.finish_reason is not FinishReason.STOP:
-            outcome.problems.append(f"failed: {update.error} after {text!r} under {schema}")
-            return
-        outcome.answers += 1
-        try:
-            value = json.loads(text)
-        except ValueError:
-            outcome.problems.append(f"no JSON: {text!r} under {schema}")
-            return
-        validator = jsonschema_rs.validator_for(asked.schema, validate_formats=True)
-        if not validator.is_valid(value):
-            outcome.problems.append(f"invalid: {text!r} under {schema}")
-            return
-        draw = Draw(f"{name}/{text}")
-        for _ in range(_NEAR):
-            near = draw.near(value)
-            written = spelled(near, draw.chance)
-            taken, valid = self._takes(asked.grammar, written), validator.is_valid(near)
-            outcome.near += 1
-            outcome.taken += taken
-            outcome.missed += valid and not taken
-            if taken and not valid:
-                outcome.problems.append(f"takes {written!r} under {schema}")
-
-    def _takes(self, grammar: CompiledGrammar, text: str) -> bool:
-        """Whether the masks let a text through, byte by byte."""
-        matcher = grammar.prototype.deep_copy()
-        for byte in text.encode():
-            if matcher.is_stopped() or not matcher.consume_token(self._bytes[byte]):
-                return False
-        return bool(matcher.is_accepting())
-
-    def _single_bytes(self) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for token in range(self._vocabulary.size):
-            if token in self._codec.added_ids.values():
-                continue
-            raw = self._codec.token_bytes(token) if allows(self._vocabulary.nameable, token) else b""
-            if len(raw) == 1:
-                found.setdefault(raw[0], token)
-        return found
+    def _end(self, update: SequenceUpdate) -> None:
+        asked = self._running.pop(update.request_id)
+        if update.finish_reason is FinishReason.STOP:
+            self._judge.answer(asked.schema, asked.grammar, asked.tokens)
+        elif update.finish_reason is FinishReason.LENGTH:
+            self._judge.outcome.cut += 1
+        else:
+            self._judge.failed(asked.schema, update.error)
 
 
 def main() -> None:
