@@ -32,6 +32,8 @@ TINY = Path(__file__).parents[1] / "models" / "tiny"
 _PROMPT = "Give me JSON."
 _MAX_TOKENS = 120
 _AT_ONCE = 64
+_SHOWN = 200
+"""Schemas after which the figures so far go to standard error."""
 
 
 @dataclass(slots=True)
@@ -117,7 +119,10 @@ def main() -> None:
     only_warnings()
     campaign = Campaign(seed=options.seed, answers=options.answers, temperature=options.temperature)
     try:
-        outcome = campaign.run(options.schemas)
+        outcome = campaign.run(0)
+        while outcome.schemas < options.schemas:
+            outcome = campaign.run(min(_SHOWN, options.schemas - outcome.schemas))
+            print(json.dumps(outcome.summary()), file=sys.stderr, flush=True)
     finally:
         campaign.stop()
     for problem in outcome.problems[:20]:

@@ -1,7 +1,8 @@
 """Sets of numbers that a JSON schema allows, exact at any size, and the regular expressions of their texts.
 
-A bounded number is written without an exponent. A reader that takes it for a double finds it on the same side of every
-bound: rounding keeps the order of numbers, and what would be rounded to an exclusive bound is left out.
+A bounded number is written without an exponent, and beyond 2**53 without a fraction. A reader that takes a fraction for a
+double finds it on the same side of every bound: rounding keeps the order of numbers, and what would be rounded to an
+exclusive bound is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _INTEGER = "-?(?:0|[1-9][0-9]*)"
 _EXPONENT = "[eE][+-]?[0-9]{1,2}"
 _PLACES = 15
 """Digits of a fraction that is bounded: as many as a double keeps."""
+_EDGE = Fraction(2**53)
 _MOST_PLACES = 400
 """Where a bound has more than that."""
 _MOST_DIGITS = 4000
@@ -177,6 +179,15 @@ class Numbers:
         return list(_signed(low, high, magnitudes))
 
     def _decimal_parts(self) -> list[str]:
+        """Beyond what a double has fractions for, integers only: their readers compare them exactly."""
+        parts = (self & Numbers(low=-_EDGE, high=_EDGE))._scaled_parts()
+        if self.high is None or self.high > _EDGE:
+            parts += (self & Numbers(whole=True, low=_EDGE, low_open=True))._whole_parts()
+        if self.low is None or self.low < -_EDGE:
+            parts += (self & Numbers(whole=True, high=-_EDGE, high_open=True))._whole_parts()
+        return parts
+
+    def _scaled_parts(self) -> list[str]:
         places, endings = self._places()
         scale = 10**places
         low = None if self.low is None else _ceil(self.low * scale)

@@ -16,7 +16,7 @@ _DISTANCES = "0 1 -1 0.5 -0.5 0.1 -0.1 0.01 -0.01 1e-7 -1e-7 0.3 7 -7 60 10 2 5 
 _POOL = [
     *map(Fraction, _DECIMALS.split()),
     *map(Fraction, (2**53 + 1, -(2**63), 2**63 - 1, 2**64 - 1, 10**40, 1 - 10**40)),
-]  # fmt: skip
+]
 _STEPS = [None, None, *map(Fraction, _MULTIPLES.split())]
 _AROUND = list(map(Fraction, _DISTANCES.split()))
 
@@ -29,7 +29,11 @@ def takes(numbers: Numbers, text: str) -> bool:
 @pytest.mark.parametrize(
     ("numbers", "good", "bad"),
     [
-        (Numbers(low=Fraction(0), low_open=True, high=Fraction("0.5")), ["0.5", "0.1", "0.50"], ["0", "0.0", "0.51", "-1"]),
+        (
+            Numbers(low=Fraction(0), low_open=True, high=Fraction("0.5")),
+            ["0.5", "0.1", "0.50"],
+            ["0", "0.0", "0.51", "-1"],
+        ),
         (Numbers(low=Fraction(5), low_open=True, high=Fraction("5.5")), ["5.05", "5.5"], ["5", "5.0", "5.51"]),
         (Numbers(low=Fraction("-1.5"), high=Fraction(-1), high_open=True), ["-1.5", "-1.01"], ["-1", "-1.0", "-1.51"]),
         (Numbers(whole=True, low=Fraction(2**53 + 1), high=Fraction(2**53 + 1)), [str(2**53 + 1)], [str(2**53)]),
@@ -43,7 +47,7 @@ def takes(numbers: Numbers, text: str) -> bool:
         (Numbers(low=Fraction("0.1"), low_open=True), ["0.100000000000001"], ["0.1", "0.10000000000000000001"]),
         (Numbers(), ["1e5", "-0.5E-3", "12"], ["01", "1e999", ".5", "5."]),
     ],
-)  # fmt: skip
+)
 def test_edges(numbers: Numbers, good: list[str], bad: list[str]) -> None:
     assert [text for text in good if not takes(numbers, text)] == []
     assert [text for text in bad if takes(numbers, text)] == []
@@ -64,17 +68,20 @@ def test_drawn_sets_take_what_is_meant() -> None:
         is_open = [chance.random() < 0.5 for _ in range(2)]
         numbers = Numbers(chance.random() < 0.5, low, is_open[0], high, is_open[1], chance.choice(_STEPS))
         try:
-            numbers.expression()
-        except NumbersError as error:
-            assert "multipleOf" in str(error)
+            expression = numbers.expression()
+        except NumbersError:  # which the next test is about
             continue
+        taken = re.compile(expression or "(?!)")
         bases = [*(each for each in (low, high) if each is not None), Fraction(chance.randrange(-200, 200))]
         for base in bases:
             for value in (base + around for around in _AROUND):
                 meant, text = value in numbers, written(value)
-                if meant and (len(text.partition(".")[2]) > 15 or _rounds_to_a_bound(numbers, value)):
+                # Beyond 2**53 a double has no fractions.
+                if meant and (
+                    abs(value) > 2**53 or len(text.partition(".")[2]) > 15 or _rounds_to_a_bound(numbers, value)
+                ):
                     continue
-                assert takes(numbers, text) == meant, (numbers, text)
+                assert (taken.fullmatch(text) is not None) == meant, (numbers, text)
                 checked += meant
     assert checked > 1000
 
