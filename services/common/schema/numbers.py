@@ -1,7 +1,7 @@
 """Sets of numbers that a JSON schema allows, exact at any size, and the regular expressions of their texts.
 
-A bounded number is written without an exponent, and beyond 2**53 without a fraction. A reader that takes a fraction for a
-double finds it on the same side of every bound: rounding keeps the order of numbers, and what would be rounded to an
+A bounded number is written without an exponent, and beyond 2**53 without a fraction. A reader that takes a fraction for
+a double finds it on the same side of every bound: rounding keeps the order of numbers, and what would be rounded to an
 exclusive bound is left out.
 """
 
