@@ -164,7 +164,8 @@ class _Writer:
         try:
             parts = [head, *self._parameters(function), literal(f"{END_FUNCTION}\n")]
         except InvalidRequest as error:
-            raise InvalidRequest(f"function {function.name!r}: {error.message}", param=error.param) from None
+            why = error.message.removeprefix(f"{error.param}: ")
+            raise InvalidRequest(f"{error.param}: function {function.name!r}: {why}", param=error.param) from None
         self._rule(f"{name}: {' '.join(parts)}")
         return name
 
