@@ -92,7 +92,8 @@ class Numbers:
         first, last = _ceil(self.low / step), _floor(self.high / step)
         if last - first >= _MOST_LISTED:
             return None
-        return [value for count in range(first, last + 1) if (value := count * step) in self]
+        members = (count * step for count in range(first, last + 1))
+        return [value for value in members if value in self and (value.denominator == 1 or abs(value) < _EDGE)]
 
     def texts(self) -> list[str] | None:
         """How its members are written, if they are few; None otherwise."""

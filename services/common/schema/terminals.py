@@ -6,6 +6,7 @@ character has one spelling: so lengths, intersections and complements of what is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import product
 
@@ -26,6 +27,12 @@ from services.common.schema.patterns import (
 
 _MOST_BRANCHES = 256
 _Items = tuple[Tree, ...]
+
+
+def literal(text: str) -> str:
+    """A terminal that is this text."""
+    # The one control character that JSON leaves as it is and Lark does not take.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def found_in(pattern: str, *, quoted: bool) -> str:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
 ANY = "(?s:.*)"
 _CONTROL = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/#&~\-]")
-
-
-def literal(text: str) -> str:
-    """A terminal that is this text."""
-    # The one control character that JSON leaves as it is and Lark does not take.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def one_of(texts: list[str]) -> str:
-    """A terminal that is one of these."""
-    return f"({' | '.join(map(literal, texts))})"
 
 
 def quote(text: str) -> str:

@@ -23,7 +23,8 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.schema.origin import Origin, marked, needed
-from services.gateway.text.lark import contains, expression, literal, quote
+from services.common.schema.terminals import literal
+from services.gateway.text.lark import contains, expression, quote
 from services.gateway.text.nesting import terminals
 from services.gateway.text.parameters import CONTAINERS, definitions_for, resolve, types_of
 from services.gateway.text.text_schema import is_free, leaves, looks_like, scalar_terminal, text_terminal

@@ -43,6 +43,13 @@ def takes(numbers: Numbers, text: str) -> bool:
         (Numbers(step=Fraction("0.25")), ["0.25", "-3.5", "7"], ["0.3", "1.1"]),
         (Numbers(step=Fraction(3), low=Fraction(0), high=Fraction(9)), ["0", "3", "9"], ["1", "12", "3.5"]),
         (Numbers(values=frozenset({Fraction(1), Fraction("2.5")}), low=Fraction(2)), ["2.5"], ["1", "2"]),
+        # Beyond 2**53 a double has no fractions.
+        (
+            Numbers(low=Fraction(2**64 - 1), high=Fraction(2**64 + 1), step=Fraction("0.5")),
+            [str(2**64)],
+            [f"{2**64}.5"],
+        ),
+        (Numbers(low=Fraction(-(2**63)), high=Fraction(1)), ["-0.5", str(1 - 2**63)], [f"{1 - 2**63}.5"]),
         # Less than a reader's double can tell from the bound is left out.
         (Numbers(low=Fraction("0.1"), low_open=True), ["0.100000000000001"], ["0.1", "0.10000000000000000001"]),
         (Numbers(), ["1e5", "-0.5E-3", "12"], ["01", "1e999", ".5", "5."]),

@@ -56,6 +56,8 @@ NUMBERS: list[Case] = [
     ({"type": ["integer", "null"], "format": "int32"}, ["null", "2147483647"], ["2147483648"]),
 ]
 STRINGS: list[Case] = [
+    ({"enum": ["\x7f", "\x00\x1f\u2028"]}, ['"\x7f"', '"\\u0000\\u001f\u2028"'], ['""']),
+    ({"type": "object", "properties": {"\x7f": {"type": "null"}}}, ['{"\x7f":null}'], ['{"\x7f":1}']),
     ({"type": "string"}, ['"\\/"', '"\\u0041"', '"\\ud83d\\ude00"'], ['"\\ud800"', '"\\udc00"', '"\n"']),
     ({"type": "string", "maxLength": 1}, ['"😀"', '"\\ud83d\\ude00"', '"\\n"', '""'], ['"ab"', '"\\ud83d"']),
     ({"type": "string", "pattern": "^[^\\s]{2}$"}, ['"ab"'], ['":\u00a0"', '": "', '"a\\n"']),

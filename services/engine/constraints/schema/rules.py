@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from services.common.schema.terminals import literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Writer:
     def _written(self, expression: Expression) -> str:
         match expression:
             case Literal():
-                return json.dumps(expression.text, ensure_ascii=False)
+                return literal(expression.text)
             case Terminal():
                 return self._terminal(expression.text)
             case Schema():

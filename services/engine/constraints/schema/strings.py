@@ -148,9 +148,9 @@ def spelled(text: str) -> str:
 
 def literal(text: str) -> str:
     """A terminal of a text as a string of JSON."""
-    return json.dumps(spelled(text), ensure_ascii=False)
+    return terminals.literal(spelled(text))
 
 
 def inner(text: str) -> str:
     """The same without the quotes."""
-    return json.dumps(_spelled(text), ensure_ascii=False)
+    return terminals.literal(_spelled(text))
