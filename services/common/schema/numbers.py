@@ -14,7 +14,8 @@ from fractions import Fraction
 from itertools import groupby
 
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
-_EXPONENT = "[eE][+-]?[0-9]{1,2}"
+_EXPONENT = r"[eE](?:\+?(?:[0-9]{1,2}|[12][0-9]{2}|30[0-8])|-[0-3]?[0-9]{1,2})"
+"""About those of doubles."""
 _PLACES = 15
 """Digits of a fraction that is bounded: as many as a double keeps."""
 _EDGE = Fraction(2**53)

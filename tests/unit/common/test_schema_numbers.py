@@ -52,7 +52,7 @@ def takes(numbers: Numbers, text: str) -> bool:
         (Numbers(low=Fraction(-(2**63)), high=Fraction(1)), ["-0.5", str(1 - 2**63)], [f"{1 - 2**63}.5"]),
         # Less than a reader's double can tell from the bound is left out.
         (Numbers(low=Fraction("0.1"), low_open=True), ["0.100000000000001"], ["0.1", "0.10000000000000000001"]),
-        (Numbers(), ["1e5", "-0.5E-3", "12"], ["01", "1e999", ".5", "5."]),
+        (Numbers(), ["1e5", "-0.5E-3", "12", "5e-324", "1.7976931348623157e+308"], ["01", "1e309", ".5", "5."]),
     ],
 )
 def test_edges(numbers: Numbers, good: list[str], bad: list[str]) -> None:
