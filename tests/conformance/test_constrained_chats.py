@@ -230,7 +230,7 @@ def test_a_constrained_answer_behind_reasoning(client: openai.OpenAI, stack: Sta
                 ],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters.properties.a",
         ),
     ],
 )
