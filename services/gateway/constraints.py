@@ -139,6 +139,6 @@ def chat_constraint(
     if not functions or not bound:
         return None if wanted is None else constraint_of(wanted)
     document: Mapping[str, Any] | None = None if wanted is None or forced else wanted.value
-    form = Form(forced, body.may_repeat_calls, document)
+    form = Form(forced, body.may_repeat_calls, document, "response_format" if wanted is None else wanted.param)
     grammar = tool_grammar(functions, form, vocabulary.markup, limit=settings.max_grammar_bytes)
     return engine_pb2.Constraint(lark=grammar, param="tools")

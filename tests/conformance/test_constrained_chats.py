@@ -107,6 +107,74 @@ def test_forced_calls(client: openai.OpenAI, stack: Stack, choice: Any, stream: 
             assert call.function.name == "add"
 
 
+EDGES: list[dict[str, Any]] = [
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+    {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1},
+    {"type": "integer", "minimum": 2**64 - 2, "maximum": 2**64 - 1},
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    {"type": "integer", "minimum": 10**40, "maximum": 10**40 + 9},
+    {
+        "type": "object",
+        "patternProperties": {"^[ab]$": {"type": "integer"}},
+        "additionalProperties": False,
+        "minProperties": 2,
+    },
+    {
+        "type": "object",
+        "properties": {"score": {"type": "integer", "maximum": 9}},
+        "required": ["score"],
+        "additionalProperties": False,
+        "patternProperties": {"^score$": {"minimum": 0}},
+    },
+    {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": {"type": "boolean"},
+        "required": ["b"],
+    },
+    {"type": "string", "format": "starts_with", "pattern": "^ab.{0,3}$"},
+    {"type": "array", "items": {"enum": ["x", "y", "z"]}, "uniqueItems": True, "minItems": 2},
+]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: json.dumps(edge)[:60])
+def test_the_edges_of_schemas(client: openai.OpenAI, stack: Stack, edge: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"v": edge}, "required": ["v"], "additionalProperties": False}
+    options: dict[str, Any] = {"model": stack.served_model_name, "messages": USER, **WILD}
+    form = {"type": "json_schema", "json_schema": {"name": "edge", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "edge", "parameters": schema}}
+    answer = client.chat.completions.create(**options, response_format=form, n=2)
+    called = client.chat.completions.create(**options, tools=[NOW, tool], tool_choice=FORCED_EDGE)
+    texts = [choice.message.content for choice in answer.choices]
+    texts += [call.function.arguments for choice in called.choices for call in choice.message.tool_calls]
+    assert len(texts) == 3
+    for text in texts:
+        jsonschema_rs.validate(schema, json.loads(text))
+
+
+FORCED_EDGE: dict[str, Any] = {"type": "function", "function": {"name": "edge"}}
+
+
+def test_refusals_name_the_function_the_place_and_the_keyword(client: openai.OpenAI, stack: Stack) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"values": {"type": "array", "items": {"type": "array", "uniqueItems": True}}},
+    }
+    tool = {"type": "function", "function": {"name": "set_many", "parameters": parameters}}
+    schema = parameters["properties"]["values"]  # type: ignore[index]
+    form = {"type": "json_schema", "json_schema": {"name": "many", "schema": schema}}
+    options: dict[str, Any] = {"model": stack.served_model_name, "messages": USER}
+    with pytest.raises(openai.BadRequestError) as called:
+        client.chat.completions.create(**options, tools=[NOW, tool], tool_choice="required")
+    with pytest.raises(openai.BadRequestError) as formed:
+        client.chat.completions.create(**options, response_format=form)
+    assert called.value.param == "tools[1].function.parameters"
+    assert "function 'set_many': #/properties/values/items: 'uniqueItems'" in called.value.message
+    assert formed.value.param == "response_format.json_schema.schema"
+    assert "#/items: 'uniqueItems'" in formed.value.message
+    assert "line" not in called.value.message + formed.value.message
+
+
 def test_calls_of_strict_functions(client: openai.OpenAI, stack: Stack) -> None:
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}  # type: ignore[operator]
     answer = client.chat.completions.create(
@@ -162,7 +230,7 @@ def test_a_constrained_answer_behind_reasoning(client: openai.OpenAI, stack: Sta
                 ],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters.properties.a",
         ),
     ],
 )

@@ -124,7 +124,8 @@ class ConstraintCompiler:
             compiled = await self._wait(job)
         except Refused as error:
             self._observer.grammar_done("refused", time.monotonic() - began)
-            raise InvalidRequest(f"{constraint.param}: {error}", param=constraint.param) from None
+            param = error.field or constraint.param
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
         except Overloaded:
             self._observer.grammar_done("overloaded", time.monotonic() - began)
             raise

@@ -92,14 +92,14 @@ def compile_grammar(vocabulary: Vocabulary, constraint: Constraint, limits: Gram
     """
     if constraint.size > limits.max_bytes:
         raise Refused(f"it has {constraint.size} bytes, the limit is {limits.max_bytes} (TEMPER_CONSTRAINT_MAX_BYTES)")
-    lark = lark_of(constraint, vocabulary.reserved)
+    lark = lark_of(constraint, vocabulary.reserved, vocabulary.probe)
     matcher = LLMatcher(vocabulary.tokenizer, lark, log_level=0, limits=limits.of_parser())
     if matcher.is_error():
-        raise Refused(reason_of(matcher.get_error(), constraint.kind))
+        raise Refused(reason_of(matcher.get_error(), constraint))
     first = matcher.deep_copy()
     masks = np.zeros((1, vocabulary.words), dtype=np.int32)
     vocabulary.fill([(first, 0)], masks)
-    reason = reason_of(first.get_error(), constraint.kind)
+    reason = reason_of(first.get_error(), constraint)
     if first.is_error() and reason != _NOTHING_FOLLOWS:
         raise Refused(f"it is too complex: {reason}")
     if first.is_error() or not masks.any():

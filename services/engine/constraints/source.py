@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 from llguidance import LLMatcher
 
-from services.engine.constraints import json_schema
+from services.common.schema.origin import all_needed
 from services.engine.constraints.refusal import Refused
+from services.engine.constraints.schema.compiling import grammar_of, parsed
+from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import NO_FORCING
 
@@ -30,27 +32,33 @@ _UNHEARD = re.compile(r"\b(temperature|capture)\b")
 _EXCERPT = re.compile(r"\n\s*\d+ \| |<state>|\n?<non-verbose/>")
 _PLACE = re.compile(r"(?:\bat )?(\d+)\((\d+)\): ")
 _WHERE = re.compile(r"^line \d+, column \d+: ")
+_TERMINAL = re.compile(r"[A-Z]\w*: ")
 _LONGEST_REASON = 300
+_SCHEMA_RULE = "temper-schema-"
+_OF_TOOLS = "tools"
+"""The field of grammars that a gateway writes."""
 
 
-def lark_of(constraint: Constraint, reserved: Mapping[str, int]) -> str:
+def lark_of(constraint: Constraint, reserved: Mapping[str, int], probe: Probe) -> str:
     """The grammar of a constraint.
 
     Args:
         reserved: added tokens that no grammar may name.
+        probe: of terminals.
 
     Raises:
         Refused: it asks for what cannot be enforced.
     """
     text = constraint.source[0]
     if constraint.kind is ConstraintKind.JSON_SCHEMA:
-        return f"{NO_FORCING}start: %json {json_schema.prepared(text)}"
+        return grammar_of(parsed(text), probe)
     if constraint.kind is ConstraintKind.REGEX:
         return NO_FORCING + _regex(text)
     if constraint.kind is ConstraintKind.CHOICES:
         return f"{NO_FORCING}start: {' | '.join(_string(choice) for choice in constraint.source)}"
     check_lark(text, reserved)
-    return NO_FORCING + _with_schemas(text)
+    _check_needed(text, probe)
+    return NO_FORCING + _with_schemas(text, probe)
 
 
 def _regex(text: str) -> str:
@@ -94,28 +102,44 @@ def check_lark(text: str, reserved: Mapping[str, int]) -> None:
             raise Refused(f"the attribute {unheard.group(0)} has no effect on what is generated; leave it out")
 
 
-def _with_schemas(text: str) -> str:
+def _check_needed(text: str, probe: Probe) -> None:
+    """What a gateway says must have a text."""
+    terminals = "\n".join(line for line in text.split("\n") if _TERMINAL.match(line))
+    for name, origin in all_needed(text):
+        try:
+            empty = probe.empty(name, terminals)
+        except Refused as error:
+            raise Refused(origin.refusal(f"#{origin.path}: {error}"), origin.field) from None
+        if empty:
+            why = f"#{origin.path}: no text can fulfil it: its demands contradict each other"
+            raise Refused(origin.refusal(why), origin.field)
+
+
+def _with_schemas(text: str, probe: Probe) -> str:
     """The grammar with each schema in it (``%json {…}``) as one that stands alone is compiled."""
     parts: list[str] = []
+    schemas: list[str] = []
     done = at = 0
     while (found := _LITERAL_OR_JSON.search(text, at)) is not None:
         at = found.end()
         if found.group(0).startswith("%json"):
             try:
-                schema, end = _DECODER.raw_decode(text, at)
+                _, end = _DECODER.raw_decode(text, at)
             except (ValueError, RecursionError) as error:
                 raise Refused(f"%json is not followed by a JSON schema: {error}") from None
-            parts += (text[done:at], json_schema.prepared(json.dumps(schema)))
+            name = f"{_SCHEMA_RULE}{len(schemas)}"
+            parts += (text[done : found.start()], name)
+            schemas.append(f"{name}: %lark {{\n{grammar_of(parsed(text[at:end]), probe)}}}\n")
             done = at = end
-    return "".join([*parts, text[done:]])
+    return "".join([*parts, text[done:], *(["\n", *schemas] if schemas else [])])
 
 
-def reason_of(message: str, kind: ConstraintKind) -> str:
-    """What llguidance says of a grammar, in one line, without the excerpt of a source that is ours."""
+def reason_of(message: str, constraint: Constraint) -> str:
+    """What llguidance says of a grammar, in one line, without the excerpt of a source that is ours, and without its
+    lines if the client has not written them."""
     text = _EXCERPT.split(message, maxsplit=1)[0]
     text = _PLACE.sub(lambda found: f"line {max(int(found[1]) - 1, 1)}, column {found[2]}: ", text)
-    if kind is not ConstraintKind.LARK:
+    if constraint.kind is not ConstraintKind.LARK or constraint.param == _OF_TOOLS:
         text = _WHERE.sub("", text)
-    text = text.replace("failed to compile JSON schema: ", "")
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "…"

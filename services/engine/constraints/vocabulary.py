@@ -13,6 +13,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 from services.common.errors import CheckpointRejected
 from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.bits import Bits, allow
+from services.engine.constraints.schema.probe import Probe
 
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """First line of every grammar. Without it llguidance tokenizes text that must follow with the checkpoint's tokenizer,
@@ -57,6 +58,8 @@ class Vocabulary:
         self._executor = LLExecutor(threads or max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
         self.nameable = ~self.bits(set(self.reserved.values()) - self.eos_ids)
         """Mask of all tokens but the reserved ones; those that end an answer are let through."""
+        self.probe = Probe()
+        """Answers what schemas are compiled by."""
         self.newlines = self._newlines()
         """Mask of the tokens that are newlines and nothing else."""
 

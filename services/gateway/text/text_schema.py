@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.gateway.text.lark import expression, literal, search
+from services.common.schema import formats
+from services.common.schema.numbers import Numbers, NumbersError
+from services.common.schema.patterns import PatternError
+from services.common.schema.terminals import found_in, literal
+from services.gateway.text.lark import expression
 from services.gateway.text.nesting import stands
 from services.gateway.text.parameters import kind_of, resolve
 
 _MOST_LEAVES = 256
 _MOST_SCHEMAS = 1024
 _DEEPEST = 32
-_UNENFORCEABLE = ("not", "if", "then", "else", "$dynamicRef", "contentEncoding")
-_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_UNENFORCEABLE = ("not", "if", "then", "else", "$dynamicRef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Leaf:
         patterns: to be found in a text.
         shortest: fewest characters.
         longest: most characters; None: any number.
-        bounded: a number's size is restricted.
+        numbers: which numbers.
     """
 
     kinds: frozenset[str] | None = None
@@ -37,7 +41,7 @@ class Leaf:
     patterns: tuple[str, ...] = ()
     shortest: int = 0
     longest: int | None = None
-    bounded: bool = False
+    numbers: Numbers = field(default_factory=Numbers)
 
     def __and__(self, other: Leaf) -> Leaf:
         kinds = self.kinds if other.kinds is None else other.kinds if self.kinds is None else self.kinds & other.kinds
@@ -52,7 +56,7 @@ class Leaf:
             tuple(dict.fromkeys(self.patterns + other.patterns)),
             max(self.shortest, other.shortest),
             min(longest) if longest else None,
-            self.bounded or other.bounded,
+            self.numbers & other.numbers,
         )
 
     def of_kind(self, kind: str) -> Leaf | None:
@@ -63,8 +67,24 @@ class Leaf:
             return None
         if self.values is None:
             return self
-        values = tuple(value for value in self.values if kind_of(value) in wanted)
+        values = tuple(value for value in self.values if kind_of(value) in wanted and self._fits(value))
         return replace(self, values=values) if values else None
+
+    def _fits(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return len(value) >= self.shortest and (self.longest is None or len(value) <= self.longest)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return Fraction(str(value)) in self.numbers
+        return True
+
+    def excludes(self, other: Leaf) -> bool:
+        """Whether no text or scalar is valid under both, as far as that is soon seen."""
+        both = self & other
+        kinds = {kind for kind in (*_SCALARS, "string") if both.of_kind(kind) is not None}
+        if both.values is not None:
+            return not kinds
+        too_short = both.longest is not None and both.longest < both.shortest
+        return not (kinds - ({"string"} if too_short else set()))
 
 
 def _key(value: Any) -> str:
@@ -91,8 +111,10 @@ def _leaves(schema: Any, root: Any, param: str, budget: Iterator[int], depth: in
         return []
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{param}: {json.dumps(schema)[:80]} is not a JSON schema", param=param)
+    if "not" in schema and schema["not"] in (True, {}):
+        return []
     for keyword in _UNENFORCEABLE:
-        if keyword in schema:
+        if keyword in schema and not (keyword == "not" and schema["not"] is False):
             raise InvalidRequest(
                 f"{param}: {keyword!r} cannot be enforced for a text: leave it out, or do not force the call",
                 param=param,
@@ -105,10 +127,10 @@ def _leaves(schema: Any, root: Any, param: str, budget: Iterator[int], depth: in
         found = _both(found, _leaves(target, root, param, budget, depth + 1), param)
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            members = [
-                leaf for member in _list(schema[union]) for leaf in _leaves(member, root, param, budget, depth + 1)
-            ]
-            found = _both(found, members, param)
+            parts = [_leaves(member, root, param, budget, depth + 1) for member in _list(schema[union])]
+            if union == "oneOf":
+                _check_exclusive(parts, param)
+            found = _both(found, [leaf for part in parts for leaf in part], param)
     for member in _list(schema.get("allOf", [])):
         found = _both(found, _leaves(member, root, param, budget, depth + 1), param)
     return found
@@ -118,6 +140,17 @@ def _both(left: list[Leaf], right: list[Leaf], param: str) -> list[Leaf]:
     if len(left) * len(right) > _MOST_LEAVES:
         raise InvalidRequest(f"{param}: it has more than {_MOST_LEAVES} alternatives", param=param)
     return [a & b for a in left for b in right]
+
+
+def _check_exclusive(parts: list[list[Leaf]], param: str) -> None:
+    for place, part in enumerate(parts):
+        for other in range(place):
+            if not all(a.excludes(b) for a in part for b in parts[other]):
+                raise InvalidRequest(
+                    f"{param}: 'oneOf' cannot be enforced: a value may be valid under {other} and {place} of it at "
+                    "once: use anyOf, or make them exclude each other",
+                    param=param,
+                )
 
 
 def _list(value: Any) -> list[Any]:
@@ -138,14 +171,49 @@ def _own(schema: Mapping[str, Any], param: str) -> Leaf:
         or not isinstance(longest, int | None)
     ):
         raise InvalidRequest(f"{param}: pattern must be a text, minLength and maxLength whole numbers", param=param)
+    named = None if kinds is None else frozenset(kind for kind in _list(kinds) if isinstance(kind, str))
+    patterns = [] if pattern is None else [pattern]
+    shape = schema.get("format")
+    if isinstance(shape, str) and (named is None or "string" in named):
+        of_format = formats.pattern_of(shape)
+        if of_format is not None:
+            patterns.append(of_format)
+        elif not formats.says_nothing(shape, schema):
+            raise InvalidRequest(
+                f"{param}: 'format' {shape[:80]!r} is not known and would say nothing: describe it by a pattern",
+                param=param,
+            )
     return Leaf(
-        None if kinds is None else frozenset(kind for kind in _list(kinds) if isinstance(kind, str)),
+        named,
         None if values is None else tuple(values),
-        () if pattern is None else (pattern,),
+        tuple(patterns),
         max(0, shortest or 0),
         longest,
-        any(keyword in schema for keyword in _NUMERIC),
+        _numbers(schema, param),
     )
+
+
+def _numbers(schema: Mapping[str, Any], param: str) -> Numbers:
+    found = Numbers()
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        value = schema.get(keyword)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value in (float("inf"), float("-inf")):
+            raise InvalidRequest(f"{param}: '{keyword}' must be a number", param=param)
+        bound, is_open = Fraction(str(value)), keyword.startswith("exclusive")
+        if keyword == "multipleOf":
+            if bound <= 0:
+                raise InvalidRequest(f"{param}: 'multipleOf' must be more than 0", param=param)
+            found &= Numbers(step=bound)
+        elif keyword.endswith("inimum"):
+            found &= Numbers(low=bound, low_open=is_open)
+        else:
+            found &= Numbers(high=bound, high_open=is_open)
+    bounds = formats.bounds_of(str(schema.get("format"))) if "integer" in _list(schema.get("type")) else None
+    if bounds is not None and "number" not in _list(schema.get("type")):
+        found &= Numbers(low=Fraction(bounds[0]), high=Fraction(bounds[1]))
+    return found
 
 
 def is_free(leaf: Leaf) -> bool:
@@ -167,7 +235,7 @@ def text_terminal(leaf: Leaf, exclude: str, param: str) -> str | None:
         return None
     parts = []
     if leaf.values is not None:
-        texts = [value for value in leaf.values if isinstance(value, str) and _fits(value, leaf)]
+        texts = [value for value in leaf.values if isinstance(value, str)]
         for text in texts:
             ended = any(text.startswith(f"{other}\n</parameter>\n") for other in texts)
             if ended or not stands(text):
@@ -187,38 +255,40 @@ def text_terminal(leaf: Leaf, exclude: str, param: str) -> str | None:
         bounds = f"{{{leaf.shortest},{'' if leaf.longest is None else leaf.longest}}}"
         if bounds != "{0,}":
             parts.append(expression(f"(?s:.{bounds})"))
-    parts += [expression(search(pattern)) for pattern in leaf.patterns]
+    for pattern in leaf.patterns:
+        try:
+            parts.append(found_in(pattern, quoted=False))
+        except PatternError as error:
+            raise InvalidRequest(
+                f"{param}: 'pattern' {pattern[:80]!r} cannot be enforced: {error}", param=param
+            ) from None
     if exclude:
         parts.append(f"~({exclude})")
     return f"({' & '.join(parts)})"
 
 
-def _fits(text: str, leaf: Leaf) -> bool:
-    return len(text) >= leaf.shortest and (leaf.longest is None or len(text) <= leaf.longest)
+_SCALARS: Mapping[str, str] = {"integer": "", "number": "", "boolean": '("true" | "false")', "null": '"null"'}
+"""Terminals of those that have no bounds."""
 
 
-_SCALARS: Mapping[str, str] = {
-    "integer": expression("-?(0|[1-9][0-9]*)"),
-    "number": expression(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"),
-    "boolean": '("true" | "false")',
-    "null": '"null"',
-}
+def scalar_terminal(leaf: Leaf, kind: str, param: str) -> str | None:
+    """A terminal of the scalars that a leaf allows beside texts; None if there is none.
 
-
-def scalar_terminal(leaf: Leaf, kind: str, param: str) -> str:
-    """A terminal of the scalars that a leaf allows beside texts.
+    Args:
+        leaf: ``of_kind(kind)``.
 
     Raises:
-        InvalidRequest: numbers are bounded.
+        InvalidRequest: its numbers cannot be written.
     """
     if leaf.values is not None:
         return f"({' | '.join(literal(json.dumps(value)) for value in leaf.values)})"
-    if leaf.bounded and kind in ("integer", "number"):
-        raise InvalidRequest(
-            f"{param}: it may be a text or a number, and bounds of the number cannot be enforced then: leave them out",
-            param=param,
-        )
-    return _SCALARS[kind]
+    if kind not in ("integer", "number"):
+        return _SCALARS[kind]
+    try:
+        written = replace(leaf.numbers, whole=leaf.numbers.whole or kind == "integer").expression()
+    except NumbersError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+    return None if written is None else expression(written)
 
 
 _LOOKS_LIKE: Mapping[str, str] = {

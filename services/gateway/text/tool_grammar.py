@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.gateway.text.lark import contains, expression, literal, quote
+from services.common.schema.origin import Origin, marked, needed
+from services.common.schema.terminals import literal
+from services.gateway.text.lark import contains, expression, quote
 from services.gateway.text.nesting import terminals
 from services.gateway.text.parameters import CONTAINERS, definitions_for, resolve, types_of
 from services.gateway.text.text_schema import is_free, leaves, looks_like, scalar_terminal, text_terminal
@@ -31,11 +33,15 @@ from services.gateway.text.tools import CLOSE, END_FUNCTION, END_PARAMETER, FUNC
 _END_VALUE = f"\n{END_PARAMETER}\n"
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _LONGEST_KEY = 256
-_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$ref"})
-_SAYS_TYPE = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
-_NOTES = frozenset(
-    {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated", "strict", "$anchor"}
+_KEYWORDS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "propertyNames", "$defs", "definitions", "$ref"}
 )
+_SAYS_TYPE = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
+_NOTE_NAMES = """
+    title description $schema $id id $comment default examples example deprecated readOnly writeOnly strict $anchor
+    discriminator xml externalDocs
+"""
+_NOTES = frozenset(_NOTE_NAMES.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +69,13 @@ class Form:
         forced: there is at least one call and no text.
         repeat: more than one call may follow.
         document: JSON schema of what may be written instead of calls; None: any text, unless forced.
+        param: the request field of that schema.
     """
 
     forced: bool
     repeat: bool
     document: Mapping[str, Any] | None = None
+    param: str = "response_format"
 
 
 def tool_grammar(functions: Sequence[CallForm], form: Form, tokens: Collection[str], *, limit: int) -> str:
@@ -135,7 +143,8 @@ class _Writer:
         if form.forced:
             return ["start: calls", calls, call, separator]
         if form.document is not None:
-            return ["start: calls | document", calls, call, separator, f"document: %json {_json(form.document)}"]
+            document = _json(marked(form.document, Origin(form.param)))
+            return ["start: calls | document", calls, call, separator, f"document: %json {document}"]
         # Text runs on until it has an opening tag in it: spelled out, which ends the lexeme, or as the token.
         token = f" | TEXT {OPEN} body close" if OPEN in self._tokens else ""
         return [
@@ -153,7 +162,11 @@ class _Writer:
             self._loosely()
             self._rule(f"{name}: {head} any_parameter* {literal(f'{END_FUNCTION}{chr(10)}')}")
             return name
-        parts = [head, *self._parameters(function), literal(f"{END_FUNCTION}\n")]
+        try:
+            parts = [head, *self._parameters(function), literal(f"{END_FUNCTION}\n")]
+        except InvalidRequest as error:
+            why = error.message.removeprefix(f"{error.param}: ")
+            raise InvalidRequest(f"{error.param}: function {function.name!r}: {why}", param=error.param) from None
         self._rule(f"{name}: {' '.join(parts)}")
         return name
 
@@ -179,46 +192,73 @@ class _Writer:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or not isinstance(required, list):
             raise InvalidRequest(f"{where}: properties must be an object and required a list", param=where)
-        missing = [key for key in required if not isinstance(key, str) or key not in properties]
-        if missing:
-            raise InvalidRequest(
-                f"{where}: required names {str(missing[0])[:80]!r}, which properties does not describe", param=where
-            )
+        extra = schema.get("additionalProperties", False)
+        described = dict(properties)
+        for key in required:
+            if not isinstance(key, str) or (key not in described and extra is False):
+                raise InvalidRequest(
+                    f"{where}: required names {str(key)[:80]!r}, which properties does not describe", param=where
+                )
+            described.setdefault(key, extra)
+        names = self._names(schema, where)
+        if names is not None:
+            described = {**described, **{name: extra for name in names if name not in described and extra is not False}}
+            described = {key: value if key in names else False for key, value in described.items()}
+            extra = False
         parts = []
-        for key, value in properties.items():
-            written = self._parameter(key, value, root, where)
+        for key, value in described.items():
+            place = f"/properties/{_escaped(key)}" if key in properties else "/additionalProperties"
+            written = self._parameter(key, value, root, function, place)
             if written is None and key in required:
                 raise InvalidRequest(f"{where}: no value is valid for the parameter {key[:80]!r}", param=where)
             if written is not None:
                 parts.append(written if key in required else f"({written})?")
-        extra = schema.get("additionalProperties", False)
         if extra is not False:
-            value = self._value(extra, root, f"{where}.additionalProperties")
+            value = self._value(extra, root, f"{where}.additionalProperties", function, "/additionalProperties")
             self._number += 1
-            known = "|".join(map(quote, properties))
+            known = "|".join(map(quote, described))
             self._rule(f"KEY{self._number}: /{_KEY}/" + (f" & ~{expression(known)}" if known else ""))
             if value is not None:
                 parts.append(f"({literal(PARAMETER)} KEY{self._number} {literal(f'>{chr(10)}')} {value})*")
         return parts
 
-    def _parameter(self, key: str, schema: Any, root: Any, where: str) -> str | None:
+    def _names(self, schema: Mapping[str, Any], where: str) -> list[str] | None:
+        """All names that there may be; None: any."""
+        wanted = schema.get("propertyNames", True)
+        said = wanted.keys() - _NOTES if isinstance(wanted, Mapping) else set()
+        if wanted is True or (
+            isinstance(wanted, Mapping) and wanted.get("type", "string") == "string" and said <= {"type"}
+        ):
+            return None
+        names = wanted.get("enum") if isinstance(wanted, Mapping) and said <= {"type", "enum"} else None
+        if not isinstance(names, list):
+            raise InvalidRequest(
+                f"{where}: 'propertyNames' of the parameters of a function is enforced as an enum only: list the "
+                "names, or leave it out",
+                param=where,
+            )
+        return [name for name in names if isinstance(name, str)]
+
+    def _parameter(self, key: str, schema: Any, root: Any, function: CallForm, place: str) -> str | None:
+        where = function.param
         if not key or key != key.strip() or len(key) > _LONGEST_KEY or any(character in key for character in "<>\n"):
             raise InvalidRequest(
                 f"{where}: the parameter name {key[:80]!r} cannot be written in a call: no '<', '>' or line break, no "
                 f"white space around it, at most {_LONGEST_KEY} characters",
                 param=where,
             )
-        value = self._value(schema, root, f"{where}.properties.{key[:64]}")
+        value = self._value(schema, root, f"{where}.properties.{key[:64]}", function, place)
         return None if value is None else f"{literal(f'{PARAMETER}{key}>{chr(10)}')} {value}"
 
-    def _value(self, schema: Any, root: Any, where: str) -> str | None:
+    def _value(self, schema: Any, root: Any, where: str, function: CallForm, place: str) -> str | None:
         """A value up to and with its closing tag; None if the schema allows none."""
         if schema is False:
             return None
         types = types_of(schema, root)
         if types and "string" not in types:
-            return f"{self._json_rule(schema, root, types, where)} {literal(_END_VALUE)}"
+            return f"{self._json_rule(schema, root, types, function, place)} {literal(_END_VALUE)}"
         others = types - {"string"}
+        containers = others & CONTAINERS
         found = []
         free = False
         for leaf in leaves(schema, root, where):
@@ -238,25 +278,30 @@ class _Writer:
             self._number += 1
             self._rule(f"v{self._number}[lazy]: V{self._number}")
             self._rule(f"V{self._number}: ({' | '.join(written)}) {literal(_END_VALUE)}")
+            if not containers:
+                self._rule(needed(f"V{self._number}", Origin(function.param, function.name, place)))
             choices.append(f"v{self._number} more* | stray more+" if free else f"v{self._number}")
-        if containers := others & CONTAINERS:
-            choices.append(f"{self._json_rule(schema, root, containers, where)} {literal(_END_VALUE)}")
+        if containers:
+            choices.append(f"{self._json_rule(schema, root, containers, function, place)} {literal(_END_VALUE)}")
         return f"({' | '.join(choices)})" if choices else None
 
-    def _json_rule(self, schema: Any, root: Any, types: frozenset[str], where: str) -> str:
-        alone: dict[str, Any] = dict(schema)
-        if types != types_of(schema, root) or not alone.keys() & _SAYS_TYPE:
-            alone = {"allOf": [schema, {"type": sorted(types)}]}
+    def _json_rule(self, schema: Any, root: Any, types: frozenset[str], function: CallForm, place: str) -> str:
         definitions = definitions_for(schema, root)
         if definitions is None:
             raise InvalidRequest(
-                f"{where}: a $ref must name one of the schema's $defs to be enforced: put what it refers to there",
-                param=where,
+                f"{function.param}: #{place}: a $ref must name one of the schema's $defs to be enforced: put what it "
+                "refers to there",
+                param=function.param,
             )
-        alone |= definitions
+        said = types == types_of(schema, root) and bool(schema.keys() & _SAYS_TYPE)
+        origin = Origin(function.param, function.name, place, () if said else tuple(sorted(types)))
         self._number += 1
-        self._rule(f"j{self._number}: %json {_json(alone)}")
+        self._rule(f"j{self._number}: %json {_json(marked({**schema, **definitions}, origin))}")
         return f"j{self._number}"
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -16,14 +16,19 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import TextCodec
+from services.engine.constraints.grammars import GrammarLimits, compile_grammar
+from services.engine.constraints.refusal import Refused
+from services.engine.constraints.vocabulary import Vocabulary
 from services.gateway.text.chat import ChatParser, TextDelta
 from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
 from services.gateway.text.tools import CLOSE, OPEN
 from services.gateway.text.vocabulary import MARKUP
+from tests.unit.constraints.support import constraint
 from tests.unit.gateway.test_tool_corpus import joined
 
 CODEC = TextCodec.from_directory(Path("models/tiny"))
 TOKENIZER = LLTokenizer(CODEC.files["tokenizer.json"].decode(), eos_token=CODEC.eos_ids[0])
+VOCABULARY = Vocabulary(CODEC, TOKENIZER.vocab_size, threads=1)
 LIMIT = 262144
 FORCED = Form(forced=True, repeat=False)
 FREE = Form(forced=False, repeat=True)
@@ -32,9 +37,7 @@ FREE = Form(forced=False, repeat=True)
 def compiled(schema: Any, form: Form = FORCED, *, enforced: bool = True) -> LLMatcher:
     functions = [CallForm("f", schema, enforced, "tools[0]"), CallForm("now", None, True, "tools[1]")]
     text = tool_grammar(functions, form, MARKUP, limit=LIMIT)
-    matcher = LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text))
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
+    return compile_grammar(VOCABULARY, constraint("lark", text, param="tools"), GrammarLimits()).prototype.deep_copy()
 
 
 def spelled(text: str) -> list[int]:
@@ -120,6 +123,28 @@ CASES: list[tuple[dict[str, Any], list[dict[str, str]], list[dict[str, str]]]] =
     (schema_of({"s": {"type": "string"}}, additionalProperties=True), [{"s": "", "t": "x"}], [{"t": "x"}]),
     (schema_of({"s": {"type": "string"}}, additionalProperties=False), [{"s": "x"}], [{"s": "x", "t": "x"}]),
     ({"$ref": "#/$defs/point", **POINT}, [{"x": "3"}], [{"x": "three"}]),
+    (
+        schema_of({"u": {"type": ["string", "integer"], "minimum": 3, "exclusiveMaximum": 2**60}}),
+        [{"u": "3"}, {"u": "x"}],
+        [{"u": "2"}, {"u": str(2**60)}],
+    ),
+    (schema_of({"s": {"type": "string", "format": "date"}}), [{"s": "2024-02-29"}], [{"s": "2023-02-29"}, {"s": "x"}]),
+    (schema_of({"s": {"type": "string", "pattern": r"^[^\s]{2}$"}}), [{"s": "ab"}], [{"s": ":\u00a0"}, {"s": "a "}]),
+    (schema_of({"s": {"type": "string", "pattern": r"^(?!a).{2}$"}}), [{"s": "ba"}], [{"s": "ab"}, {"s": "b"}]),
+    (schema_of({"s": {"not": {}}, "t": {"type": "string"}}, ["t"]), [{"t": "x"}], [{"s": "x", "t": "x"}]),
+    (schema_of({"i": {"enum": [1, 5, 10], "minimum": 5}}), [{"i": "5"}], [{"i": "1"}]),
+    (
+        schema_of({}, ["a", "b"], propertyNames={"enum": ["a", "b", "c"]}, additionalProperties={"type": "integer"}),
+        [{"a": "1", "b": "2"}, {"a": "1", "b": "2", "c": "3"}],
+        [{"a": "1"}, {"a": "1", "b": "2", "d": "3"}],
+    ),
+    (
+        schema_of(
+            {"r": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}}}
+        ),
+        [{"r": '{"a": 1.5}'}],
+        [{"r": '{"a": "x"}'}],
+    ),
     (schema_of({"é-1.x": {"type": "string"}}), [{"é-1.x": "v"}], [{"e": "v"}]),
 ]
 
@@ -251,7 +276,10 @@ def test_a_function_that_is_not_strict_is_bound_to_the_form_only() -> None:
         (schema_of({"a": {"enum": ["x\n</parameter>\n</function>\n</tool_call>"]}}), "would end it"),
         (schema_of({"a": {"const": "<parameter=b>\nx"}}), "would end it"),
         (schema_of({"a": {"type": "string", "pattern": 3}}), "pattern must be"),
-        (schema_of({"a": {"type": ["string", "integer"], "minimum": 3}}), "bounds"),
+        (schema_of({"a": {"type": ["string", "integer"], "multipleOf": 7}}), "multipleOf"),
+        (schema_of({"a": {"type": "string", "format": "phone"}}), "'format' 'phone'"),
+        (schema_of({"a": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}), "'oneOf'"),
+        (schema_of({}, propertyNames={"pattern": "^a"}), "'propertyNames'"),
         (schema_of({"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}), "$defs"),
         (schema_of({"a": {"$ref": "#/$defs/loop"}}, **{"$defs": {"loop": {"$ref": "#/$defs/loop"}}}), "leads nowhere"),
         (
@@ -267,6 +295,36 @@ def test_what_cannot_be_enforced_is_refused(schema: dict[str, Any], said: str) -
     assert said in caught.value.message
     assert caught.value.param is not None
     assert caught.value.param.startswith("tools")
+
+
+@pytest.mark.parametrize(
+    ("value", "place", "keyword"),
+    [
+        ({"type": "array", "uniqueItems": True}, "#/properties/values", "'uniqueItems'"),
+        ({"type": "object", "properties": {"n": {"type": "string", "format": "phone"}}}, "/n", "'format'"),
+        ({"type": "array", "items": {"$ref": "#/$defs/t"}}, "#/$defs/t", "'unevaluatedItems'"),
+        ({"type": "object", "additionalProperties": {"nullable": True}}, "/additionalProperties", "'nullable'"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "contains": {}, "maxContains": 1}]},
+         "/anyOf/1", "'maxContains'"),
+        ({"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 2}}, "required": ["n"]},
+         "#/properties/values/properties/n", "no output can fulfil it"),
+        ({"type": "string", "pattern": "^a$", "minLength": 5}, "#/properties/values", "no text can fulfil it"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_refuses_names_the_function_the_place_and_the_keyword(
+    value: dict[str, Any], place: str, keyword: str
+) -> None:
+    definitions = {"$defs": {"t": {"type": "array", "anyOf": [{}], "unevaluatedItems": False}}}
+    schema = schema_of({"values": value}, **definitions)
+    functions = [CallForm("now", None, True, "tools[0].function.parameters"),
+                 CallForm("set_many", schema, True, "tools[1].function.parameters")]  # fmt: skip
+    text = tool_grammar(functions, FORCED, MARKUP, limit=LIMIT)
+    with pytest.raises(Refused) as caught:
+        compile_grammar(VOCABULARY, constraint("lark", text, param="tools"), GrammarLimits())
+    assert caught.value.field == "tools[1].function.parameters"
+    for part in ("'set_many'", place, keyword):
+        assert part in str(caught.value)
+    assert "line" not in str(caught.value)
 
 
 def _random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
