@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from re import _parser  # type: ignore[attr-defined]
+from re import _parser
 from typing import Any, TypeAlias
 
 import re2
