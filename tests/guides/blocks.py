@@ -23,7 +23,7 @@ from tests.stack import ROOT
 
 RUN = ("sh", "bash", "python", "json", "http")
 """Languages of blocks that are run, or say why not."""
-PLAIN = ("text", "yaml", "lark")
+PLAIN = ("text", "yaml", "toml", "lark")
 """Languages of blocks that nobody runs by themselves: drawings, files, outputs."""
 
 _FENCE = re.compile(r"^\s*```(\S*)\s*$")
