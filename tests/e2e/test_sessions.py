@@ -180,7 +180,7 @@ def test_bad_input_is_named_and_takes_no_place(http: httpx.Client) -> None:
         ("forward", {"data": [{"token_ids": [40] * 5000}]}, "data[0].token_ids", "limit for training is 4096"),
         ("forward", {"data": [{"token_ids": [40, True]}]}, "data[0].token_ids[1]", "valid integer"),
         ("forward", {"data": [ok], "extra": 1}, "extra", "Unknown parameter"),
-        ("optim_step", {"learning_rate": 0}, "learning_rate", "greater than 0"),
+        ("optim_step", {"learning_rate": -1}, "learning_rate", "greater than or equal to 0"),
         ("save", {}, "name", "exactly one of"),
         ("save", {"name": "../x"}, "name", "adapter name"),
         ("save", {"name": "qwen3.5"}, "adapter", "name of the base model"),

@@ -139,6 +139,7 @@ def test_kto(setting: Setting, seed: int, away: bool, limit: int) -> None:
             "adapter": "a",
             "examples": RATED,
             "batch_size": 4,  # the fifth example joins the only step
+            "epochs": 1,
             "shuffle": False,
             "beta": beta,
             "desirable_weight": desirable,

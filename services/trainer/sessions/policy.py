@@ -121,7 +121,9 @@ class SessionPolicy:
             )
         if not self._accumulated:
             raise InvalidRequest("there is no gradient to apply: call forward_backward before optim_step")
-        rate = call.learning_rate or learning_rate("session", self._host.model.config.hidden_size)
+        rate = call.learning_rate
+        if rate is None:
+            rate = learning_rate("session", self._host.model.config.hidden_size)
         with self._host.gate.training():
             try:
                 norm = self.optimizer.apply(

@@ -154,7 +154,7 @@ def test_figures(engine: InProcessEngine) -> None:
 
 
 def test_requests_that_fail_are_no_figures(engine: InProcessEngine) -> None:
-    long = Workload("x", "x", (Session((Turn((1,) * 100_000, 2),)),), (0,), 1)
+    long = Workload("x", "x", (Session((Turn((1,) * 200_000, 2),)),), (0,), 1)
     with pytest.raises(Exception, match="context"):
         Traffic(engine, long, "x", marks=False).run()
     with pytest.raises(ValueError):

@@ -90,7 +90,7 @@ def test_what_is_wrong_is_told(engine: InProcessEngine) -> None:
 
 def test_requests_that_fail_are_no_figures(engine: InProcessEngine) -> None:
     with pytest.raises(Exception, match="context"):
-        Asking(engine).together([Ask((1,) * 100_000, SamplingParams(max_tokens=1))])
+        Asking(engine).together([Ask((1,) * 200_000, SamplingParams(max_tokens=1))])
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

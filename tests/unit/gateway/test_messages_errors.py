@@ -172,7 +172,7 @@ def test_an_engine_that_dies_ends_the_stream_with_an_error_event(
 
 
 def test_routes_that_are_not(http: httpx.Client) -> None:
-    answer = http.post(f"{ROUTE}/batches", json={})
+    answer = http.post(f"{ROUTE}/nothing", json={})
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
     answer = http.get(ROUTE)
     assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")

@@ -4,6 +4,7 @@ ids, and fields of their own."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -243,10 +244,12 @@ def test_input_text_in_pieces(pieces: list[str]) -> None:
 def test_grammars_of_custom_tools(running: Running, http: httpx.Client) -> None:
     regex = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}|x"}
     plain(http, tools=[PATCH | {"format": regex}], tool_choice={"type": "custom", "name": "apply_patch"})
-    assert "[a-c]{3}|x" in running.engine.requests[-1].sampling.constraint.lark
+    forced = running.engine.requests[-1].sampling.constraint.lark
     # Bound even where nothing is forced.
     answer = plain(http, tools=[PATCH | {"format": regex}])
-    assert "[a-c]{3}|x" in running.engine.requests[-1].sampling.constraint.lark
+    for lark in (forced, running.engine.requests[-1].sampling.constraint.lark):
+        (pattern,) = re.findall(r"^V1: \(\(PLAIN & /(.*)/\)\) ", lark, re.MULTILINE)
+        assert [bool(re.fullmatch(pattern, text)) for text in ("abc", "x", "abcd", "y")] == [True, True, False, False]
     assert answer["tools"][0]["format"] == regex
 
 

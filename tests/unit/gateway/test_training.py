@@ -357,7 +357,7 @@ def test_rates_that_agree_are_one(running: Running, http: httpx.Client) -> None:
     assert SPEC.validate_json(spec_json(spec)) == spec
     answer = http.post("/v1/train/sft", json=SFT | {"learning_rate": 1e-3, "optimizer": {"schedule": "cosine"}})
     spec = running.queue.specs[answer.json()["id"]]
-    assert SPEC.validate_json(spec_json(spec)).effective_learning_rate == 1e-3  # type: ignore[union-attr]
+    assert SPEC.validate_json(spec_json(spec)).named_learning_rate == 1e-3  # type: ignore[union-attr]
 
 
 def test_all_linear_layers_by_pefts_word(http: httpx.Client) -> None:

@@ -58,6 +58,7 @@ def prepared(host: TrainingHost, kind: str, seed: int) -> PreferenceRun:
         "examples": examples,
         "eval_examples": evaluated,
         "batch_size": 16,
+        "epochs": 1,
         "learning_rate": 1e-3,
         "lora": {"rank": 8, "seed": seed},
         "seed": seed,
