@@ -15,10 +15,6 @@ TEMPLATE = """{%- if messages[-1].role == 'assistant' and messages[-1].content =
 {% endif -%}
 {%- for message in messages -%}<|im_start|>{{ message.role }}
 {% if message.reasoning_content and not loop.last %}<think>{{ message.reasoning_content }}</think>{% endif %}\
-{% if message.role == 'assistant' and loop.last and not message.reasoning_content %}<think>
-</think>
-
-{% endif %}\
 {{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments | tojson }}\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor -%}
