@@ -75,7 +75,7 @@ lint: setup ## style, types, generated code
 
 # Three processes for two cores: one has all tests of a whole Temper (tests/conftest.py), the others the rest, of which
 # those of a real server mostly wait for it. One thread in each, or threads would wait for each other.
-test: lint $(CLIENTS) ## lint, then all tests; 12 to 18 minutes on 2 cores
+test: lint $(CLIENTS) ## lint, then all tests; some 20 minutes on 2 cores
 	@scratch=$$(mktemp -d) && \
 	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --basetemp="$$scratch/test" $(ARGS); \
 	then rm -rf "$$scratch"; else status=$$?; echo "left for inspection: $$scratch" >&2; exit $$status; fi
