@@ -94,7 +94,9 @@ class Numbers:
         if last - first >= _MOST_LISTED:
             return None
         members = (count * step for count in range(first, last + 1))
-        return [value for value in members if value in self and (value.denominator == 1 or abs(value) < _EDGE)]
+        # A fraction that no double has is another number to its readers: 9007199254740985.5 is ...985 or ...986 there.
+        told = (value for value in members if value.denominator == 1 or abs(value.numerator) < _EDGE)
+        return [value for value in told if value in self]
 
     def texts(self) -> list[str] | None:
         """How its members are written, if they are few; None otherwise."""

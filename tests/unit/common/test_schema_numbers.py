@@ -99,3 +99,10 @@ def test_multiples_that_no_expression_has_are_refused(step: Fraction) -> None:
         Numbers(step=Fraction(step)).expression()
     few = Numbers(step=Fraction(step), low=Fraction(1), high=Fraction(30))
     assert few.texts() == [written(step * count) for count in range(1, int(30 // step) + 1)]
+
+
+def test_listed_fractions_are_those_that_doubles_have() -> None:
+    numbers = Numbers(low=Fraction(-(2**53)), high=Fraction(-(2**53) + 10), step=Fraction("1.5"))
+    assert numbers.listed
+    assert all(Fraction(float(value)) == value for value in numbers.listed)
+    assert Numbers(low=Fraction(1), high=Fraction(2), step=Fraction("1.5")).listed == [Fraction("1.5")]
