@@ -21,7 +21,7 @@ from services.common.pb import (
 from services.engine.history_service import HistoryService
 from tests.unit.engine.memory_histories import MemoryHistories
 from tests.unit.gateway.fake_sessions import FakeSessions
-from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec, tokenizer_files
+from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec
 
 Send = Callable[[engine_pb2.Update], Awaitable[None]]
 Behaviour = Callable[["FakeEngine", engine_pb2.GenerateRequest, Send], Awaitable[None]]
@@ -215,7 +215,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         )
 
     async def GetTokenizerFiles(self, request, context) -> AsyncIterator[engine_pb2.FileChunk]:  # noqa: N802
-        for name, data in tokenizer_files().items():
+        for name, data in self.codec.files.items():
             for start in range(0, len(data), 1000):
                 yield engine_pb2.FileChunk(name=name, data=data[start : start + 1000])
 

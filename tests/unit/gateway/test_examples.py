@@ -25,10 +25,16 @@ WITHOUT = (
 
 @pytest.fixture
 def tiny(start: Starter) -> Running:
-    """A gateway with the tiny model's chat template: the other one has turns that are never generated like that."""
+    """A gateway with the tiny model's chat template: the other one has turns that are never generated like that.
+
+    It has the adapter that "/v1/train/opd" goes on from: what starts from its own teacher, the base model, is refused.
+    """
     engine = FakeEngine()
     engine.codec = TextCodec.from_directory(TINY)
-    return start(engine)
+    running = start(engine)
+    adapter = EXAMPLES["/v1/train/opd"]["base"]["adapter"]
+    running.registry.publish(adapter, {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, base_digest="")
+    return running
 
 
 @pytest.mark.parametrize("path", JOBS)
