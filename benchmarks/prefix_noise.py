@@ -67,6 +67,8 @@ _CPU_SHRINK = 8.0
 _STUCK_SECONDS = 120.0
 _LONG = 4096
 """Tokens that the request beside a batch may decode."""
+TIERS = {"tiers": "host", "tier_load_share": 1000}
+"""Whatever the host has is loaded, also where computing it would be the faster way: it is what is measured."""
 KINDS = ("device, whole", "device, partial", "host, whole", "host, partial")
 
 
@@ -432,14 +434,14 @@ def run(options: argparse.Namespace) -> int:
 def _engine(cuda: bool) -> dict[str, Any]:
     """Short pieces beside decodes; room for the states of a group."""
     if not cuda:
-        return {"max_num_seqs": 32, "state_snapshots": 128, "mixed_prefill_tokens": 64, "tiers": "host"}
+        return {"max_num_seqs": 32, "state_snapshots": 128, "mixed_prefill_tokens": 64, **TIERS}
     return {
         "max_num_seqs": 64,
         "state_snapshots": 192,
         "max_model_len": 16_384,
         "mixed_prefill_tokens": 512,
         "state_dtype": "bfloat16",
-        "tiers": "host",
+        **TIERS,
     }
 
 

@@ -14,6 +14,7 @@ from tests.e2e.adapters_for_tests import AdapterFiles, Reference
 from tests.stack import Stack
 
 STREAMS = 32
+TOKENS = 12
 VERSIONS = 50
 TIE = 1e-3
 """Two tokens whose logits differ by less than this may swap between batch shapes."""
@@ -38,7 +39,7 @@ async def stream_once(
         "model": model,
         "prompt": prompt,
         "temperature": 0,
-        "max_tokens": 24,
+        "max_tokens": TOKENS,
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
@@ -65,7 +66,7 @@ async def stream_once(
             for choice in chunk["choices"]:
                 tokens += choice.get("token_ids") or []
     assert done
-    assert len(tokens) == 24
+    assert len(tokens) == TOKENS
     assert adapters == {header}
     return Answer(header, prompt_ids, tuple(tokens))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.in_process import InProcessEngine, settings_for
-from benchmarks.prefix_noise import KINDS, Apart, Ask, Asking, Measurement, conversations, main, measure, table
+from benchmarks.prefix_noise import KINDS, TIERS, Apart, Ask, Asking, Measurement, conversations, main, measure, table
 from services.engine.plan import SampledToken
 from services.engine.request import SamplingParams
 
@@ -49,7 +49,7 @@ def test_distances() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[InProcessEngine]:
     settings = settings_for(
-        TINY, "cpu", max_num_seqs=8, token_budget=256, mixed_prefill_tokens=16, state_snapshots=64, tiers="host"
+        TINY, "cpu", max_num_seqs=8, token_budget=256, mixed_prefill_tokens=16, state_snapshots=64, **TIERS
     )
     engine = InProcessEngine(settings, prefix_cache=True)
     yield engine
