@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -118,11 +119,16 @@ def stated_rank(files: Mapping[str, bytes]) -> int | None:
     """Checks the set of files; the rank that adapter_config.json states. Raises AdapterRejected."""
     if set(files) != {WEIGHTS, CONFIG}:
         raise AdapterRejected(f"an adapter has exactly the files {WEIGHTS} and {CONFIG}, got {sorted(files)}")
+    rank = parsed_config(files[CONFIG]).get("r")
+    return rank if isinstance(rank, int) else None
+
+
+def parsed_config(data: bytes) -> dict[str, Any]:
+    """The object in adapter_config.json. Raises AdapterRejected."""
     try:
-        config = json.loads(files[CONFIG])
+        config = json.loads(data)
     except ValueError as error:
         raise AdapterRejected(f"{CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterRejected(f"{CONFIG} must be a JSON object")
-    rank = config.get("r")
-    return rank if isinstance(rank, int) else None
+    return config

@@ -19,6 +19,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -32,7 +33,7 @@ from services.common.adapter_keys import (
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, Unavailable
 from services.common.manifest import CONFIG as CONFIG
 from services.common.manifest import WEIGHTS as WEIGHTS
-from services.common.manifest import FileEntry, Lineage, files_digest, stated_rank
+from services.common.manifest import FileEntry, Lineage, files_digest, parsed_config, stated_rank
 from services.common.manifest import Manifest as Manifest
 from services.common.names import AdapterVersion, check_adapter_name
 from services.common.pointers import RACES, AdapterPointers
@@ -67,6 +68,20 @@ class AdapterRegistry(AdapterPointers):
         if manifest is None:
             raise ModelNotFound(f"adapter version {version} does not exist", param="adapter")
         return manifest
+
+    def config(self, version: AdapterVersion) -> dict[str, Any]:
+        """What adapter_config.json of a version says.
+
+        Raises:
+            ModelNotFound: no such version.
+            AdapterRejected: it is missing or no JSON object.
+        """
+        try:
+            data = self._store.get(f"{version_prefix(version)}{CONFIG}").data
+        except ObjectNotFound as error:
+            self.manifest(version)
+            raise AdapterRejected(f"{version}: {CONFIG} is missing from the object store") from error
+        return parsed_config(data)
 
     def was_published(self, version: AdapterVersion) -> bool:
         """Whether there is, or was before it was deleted, such a version."""

@@ -34,6 +34,7 @@ from services.engine.memory.tiers.ports import NoTierObserver, Tier, TierObserve
 from services.engine.model.checkpoint import checkpoint_digest
 from services.engine.model.config import ModelConfig
 from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
+from services.engine.model.lora_targets import target_shapes
 from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
 from services.engine.ports import EngineObserver, NoObserver
 from services.engine.rollouts import RolloutMemory
@@ -228,6 +229,8 @@ def build_engine(
         version=VERSION,
         teacher="" if teacher is None else teacher.digest,
         tells_kept=True,
+        linear_layers=target_shapes(model.config),
+        teacher_vocab_size=0 if teacher is None else teacher.model.config.vocab_size,
     )
     second = None if teacher is None else teacher.model
     return Engine(

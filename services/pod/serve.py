@@ -111,7 +111,7 @@ async def _serve(
         engine.bind,
         engine.constraints,
         engine.codec,
-        engine.description,
+        training.described(engine.description),
         settings.max_waiting,
         training.job_id,
         training.session_counts,

@@ -7,6 +7,7 @@ import secrets
 from prometheus_client import CollectorRegistry
 
 from services.common.events import AdapterEvents
+from services.common.pb import engine_pb2
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
 from services.common.tracing import NO_TRACER, Tracer
@@ -41,8 +42,10 @@ class Training:
         self._drained: bool | None = None
         self.sessions: SessionDesk | None = None
         self._events: AdapterEvents | None = None
+        self._webhooks: Webhooks | None = None
         if settings.trainer:
             host = pod_host(settings, trainer, engine)
+            self._webhooks = host.webhooks
             self._events = AdapterEvents(settings)
             publisher = Publisher(registry, self._events, host, trainer.adapter_sync_seconds)
             storage = SessionStorage(store, registry, publisher, engine.base_digest)
@@ -58,6 +61,15 @@ class Training:
                 side=self.sessions,
                 tracer=tracer,
             )
+
+    def described(self, model: engine_pb2.Model) -> engine_pb2.Model:
+        """What a gateway hears of the model, with what jobs may ask of this process."""
+        found = engine_pb2.Model()
+        found.CopyFrom(model)
+        if self._webhooks is not None:
+            found.webhooks.allowed.extend(self._webhooks.allowed)
+            found.webhooks.signed = self._webhooks.secret is not None
+        return found
 
     def job_id(self) -> str:
         """The running job, empty when idle."""

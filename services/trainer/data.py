@@ -14,7 +14,6 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftJob
-from services.common.jobs.examples import held_out
 from services.common.text.documents import Document as Document
 from services.common.text.documents import answer_documents as answer_documents
 from services.common.text.documents import check_thinking as check_thinking
@@ -162,18 +161,3 @@ def overlong(where: str, tokens: int, limit: int, way_out: str, *, counted: str 
 def some(indices: Sequence[int]) -> str:
     unique = sorted(set(indices))
     return ", ".join(map(str, unique[:10])) + (f" and {len(unique) - 10} more" if len(unique) > 10 else "")
-
-
-def split_evaluation(count: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Indices to train on and to hold out: at least one of each when ``fraction`` is above 0.
-
-    Raises:
-        InvalidRequest: there are too few examples to split.
-    """
-    if fraction == 0:
-        return list(range(count)), []
-    if count < 2:
-        raise InvalidRequest(f"eval_fraction needs at least 2 examples, got {count}", param="eval_fraction")
-    held = held_out(count, fraction)
-    order = shuffled(count, seed=seed, epoch=-1)
-    return sorted(order[held:]), sorted(order[:held])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, check_spread
+from services.common.jobs.grpo import check_unmasked
 from services.common.text.documents import Document, completion_document, placed, prompt_tokens, rollout_tokens
 from services.trainer.data import overlong
 from services.trainer.host import PolicyHost
@@ -84,14 +85,8 @@ def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
         )
     given = spec.scored_groups
     check_spread(given)
+    check_unmasked(given, mask_truncated=spec.mask_truncated)
     found = gather(host, spec, given)
-    if not found.groups:
-        raise InvalidRequest(
-            "nothing to learn: mask_truncated leaves out every completion of the "
-            f"{found.rewards.groups - found.rewards.groups_skipped} groups whose rewards "
-            "differ; sample with a higher max_tokens, or set mask_truncated to false",
-            param="mask_truncated",
-        )
     if spec.max_completion_length is not None and found.longest > spec.max_completion_length:
         raise InvalidRequest(
             f"max_completion_length is {spec.max_completion_length}, and a completion has {found.longest} tokens with "

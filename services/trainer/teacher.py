@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.divergence import Divergence
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import CHECKPOINT, OpdJob
+from services.common.jobs.opd import check_read
 from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.qwen3_5 import Qwen3_5
 from services.engine.model.training.arena import GraphMemory
@@ -85,11 +86,7 @@ class Teacher:
 
     def check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest for an id that only the student's padded vocabulary has."""
-        vocab = self.model.config.vocab_size
-        if token_ids and max(token_ids) >= vocab:
-            raise InvalidRequest(
-                f"{field}: the token id {max(token_ids)} is over the teacher's vocabulary of {vocab}", param=field
-            )
+        check_read(field, token_ids, self.model.config.vocab_size)
 
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, give_way: Callable[[], None]) -> Tensor:

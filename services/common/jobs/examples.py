@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -13,8 +13,11 @@ from services.common.jobs.acceptance import Better
 from services.common.jobs.base import SAYS, JobBase, Message, SentModel, left_open
 from services.common.jobs.messages import check_asks
 from services.common.json_rules import SOME, Rule, Rules, either, exactly_one, has, if_any
+from services.common.permutation import permutation
 
 E = TypeVar("E", bound=SentModel)
+Numbered: TypeAlias = list[tuple[int, E]]
+"""Examples with their index in the field of the job that they come from."""
 EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
 """Holds of an ExampleJob that computes evaluations."""
 
@@ -25,6 +28,16 @@ HOLDS_NOTHING_OUT: Rule = either(has(eval_examples=SOME), if_any(eval_fraction=0
 def held_out(count: int, fraction: float) -> int:
     """How many of ``count`` examples a share of them is."""
     return 0 if fraction == 0 else min(max(1, count - 1), max(1, math.floor(count * fraction + 0.5)))
+
+
+def split_evaluation(count: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Indices to train on and to hold out: at least one of each, of two examples or more, when ``fraction`` is above
+    0."""
+    held = held_out(count, fraction)
+    if not held:
+        return list(range(count)), []
+    order = permutation(count, seed * 1_000_003 - 1)
+    return sorted(order[held:]), sorted(order[:held])
 
 
 class ExampleJob(JobBase, Generic[E]):
@@ -61,6 +74,18 @@ class ExampleJob(JobBase, Generic[E]):
     def held_out(self) -> int:
         """How many of the examples are held out: at least one, and at least one is left, if there is to be one."""
         return 0 if self.eval_examples else held_out(len(self.examples), self.eval_fraction)
+
+    @property
+    def split(self) -> tuple[Numbered[E], Numbered[E], str]:
+        """What to train on, what to hold out, and the field that the held-out examples come from."""
+        if self.eval_examples:
+            return list(enumerate(self.examples)), list(enumerate(self.eval_examples)), "eval_examples"
+        train, held = split_evaluation(len(self.examples), self.eval_fraction, self.seed)
+        return (
+            [(index, self.examples[index]) for index in train],
+            [(index, self.examples[index]) for index in held],
+            "examples",
+        )
 
     @property
     def eval_metrics(self) -> Mapping[str, Better]:

@@ -103,7 +103,7 @@ class GrpoGroup(SentModel):
 
     prompt: str | list[Message] | None = None
     messages: list[Message] | None = None
-    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
     """Function definitions, rendered by the chat template; not with prompt_token_ids."""
     completions: list[GrpoCompletion] = Field(min_length=1)
@@ -336,6 +336,21 @@ class GrpoJob(JobBase):
 
 def _clip(given: dict[str, Any], side: int, usual: float) -> float:
     return GSPO_CLIP[side] if given.get("loss_type") == "gspo" else usual
+
+
+def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None:
+    """Some group that has spread has a completion to learn from.
+
+    Raises:
+        InvalidRequest: they are truncated, all of them.
+    """
+    differing = [group for group in groups if group.has_spread]
+    if mask_truncated and all(completion.truncated for group in differing for completion in group.completions):
+        raise InvalidRequest(
+            f"nothing to learn: mask_truncated leaves out every completion of the {len(differing)} groups whose "
+            "rewards differ; sample with a higher max_tokens, or set mask_truncated to false",
+            param="mask_truncated",
+        )
 
 
 def check_spread(groups: Sequence[GrpoGroup]) -> None:

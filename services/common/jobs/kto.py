@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.common.errors import InvalidRequest
 from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.examples import EVALUATES, AskedExample, ExampleJob
 from services.common.json_rules import Rules, both, contains, either, has, if_any
+
+LEAST_COMPARED = 2
+"""Examples that a reference point is estimated from, at least: one completion has no other's prompt."""
+
+
+def check_labels(labels: Sequence[bool]) -> None:
+    """What is left to train on has both labels.
+
+    Raises:
+        InvalidRequest: all are equal.
+    """
+    if len(set(labels)) < 2:
+        raise InvalidRequest(
+            f"the {len(labels)} examples that are left to train on all have label {str(labels[0]).lower()}: KTO needs "
+            "both; hold out less (eval_fraction), choose another seed, or shorten what is dropped",
+            param="examples",
+        )
+
+
+def check_held_out(count: int, field: str) -> None:
+    """What is left to evaluate on can be compared with each other.
+
+    Raises:
+        InvalidRequest: there are too few.
+    """
+    if count < LEAST_COMPARED:
+        raise InvalidRequest(
+            f"{count} example is held out: KTO evaluates at least {LEAST_COMPARED}, which it compares with each other; "
+            "hold more out, or none",
+            param=field,
+        )
 
 
 class KtoExample(AskedExample):

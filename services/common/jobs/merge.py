@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, TypeAlias
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.common.errors import InvalidRequest
 from services.common.jobs.base import PublishingJob
 from services.common.jobs.strict import SentModel
 from services.common.json_rules import Rules, both, either, given, has, if_any, left_out
@@ -75,6 +76,15 @@ class MergeJob(PublishingJob, MergeSettings):
     kind: Literal["merge"] = "merge"
     attach: bool = False
     """Attach the new version to the base model's name when the job succeeds."""
+
+
+def exact_sum_over(needed: int, highest: int) -> InvalidRequest:
+    """The refusal of a merge without a rank whose exact result no engine could serve."""
+    return InvalidRequest(
+        f"the exact sum of these adapters has rank {needed}, but the engine serves adapters up to rank {highest} "
+        "(TEMPER_MAX_LORA_RANK): give rank, and the nearest adapter of that rank is made",
+        param="rank",
+    )
 
 
 def _contradiction(message: str, param: str) -> PydanticCustomError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from services.common.errors import TemperError
+from services.common.errors import InvalidRequest, TemperError
 from services.common.jobs.acceptance import Better, publish_if_rule
 from services.common.jobs.base import JobBase
 from services.common.jobs.prompts import SampledPrompt, TokenIds, as_prompt
@@ -212,3 +212,16 @@ class OpdJob(JobBase):
         if self.teacher in (BASE, CHECKPOINT):
             return None
         return parse_adapter_version(self.teacher)
+
+
+def check_read(field: str, token_ids: Sequence[int], vocab: int) -> None:
+    """A teacher with a vocabulary of ``vocab`` can read these tokens. Checkpoints with one tokenizer may be padded
+    differently.
+
+    Raises:
+        InvalidRequest: it does not know one of them.
+    """
+    if token_ids and (largest := max(token_ids)) >= vocab:
+        raise InvalidRequest(
+            f"{field}: the token id {largest} is over the teacher's vocabulary of {vocab}", param=field
+        )

@@ -754,6 +754,9 @@ class Model(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TEACHER_FIELD_NUMBER: _builtins.int
     TELLS_KEPT_FIELD_NUMBER: _builtins.int
+    LINEAR_LAYERS_FIELD_NUMBER: _builtins.int
+    TEACHER_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    WEBHOOKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """sha256 over the checkpoint's config and tensors: what adapters are bound to."""
@@ -773,8 +776,20 @@ class Model(_message.Message):
     """Digest of the second checkpoint that jobs may distil from; empty: there is none."""
     tells_kept: _builtins.bool
     """Updates with `kept` are sent."""
+    teacher_vocab_size: _builtins.int
+    """Of the second checkpoint; 0: there is none, or an engine of an earlier release does not say."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def linear_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Paths of the linear layers that an adapter may change, "layers.3.self_attn.q_proj"; none: an engine of an earlier
+        release does not say.
+        """
+
+    @_builtins.property
+    def webhooks(self) -> Global___RewardWebhooks:
+        """Absent: the engine takes no jobs, or is of an earlier release and does not say."""
+
     def __init__(
         self,
         *,
@@ -792,14 +807,45 @@ class Model(_message.Message):
         version: _builtins.str = ...,
         teacher: _builtins.str = ...,
         tells_kept: _builtins.bool = ...,
+        linear_layers: _abc.Iterable[_builtins.str] | None = ...,
+        teacher_vocab_size: _builtins.int = ...,
+        webhooks: Global___RewardWebhooks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class RewardWebhooks(_message.Message):
+    """Where jobs may have scored what they sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    SIGNED_FIELD_NUMBER: _builtins.int
+    signed: _builtins.bool
+    """There is a secret to sign requests with; without it none are sent."""
+    @_builtins.property
+    def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """URL prefixes, each with its scheme."""
+
+    def __init__(
+        self,
+        *,
+        allowed: _abc.Iterable[_builtins.str] | None = ...,
+        signed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "signed", b"signed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardWebhooks: _TypeAlias = RewardWebhooks  # noqa: Y015
 
 @_typing.final
 class GetTokenizerFilesRequest(_message.Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -11,6 +12,8 @@ from services.common import tracing
 from services.common.errors import AdapterRejected, InvalidRequest, TemperError
 from services.common.job_records import spec_sha
 from services.common.jobs import MergeJob
+from services.common.jobs.continued import stated_shape
+from services.common.jobs.merge import exact_sum_over
 from services.common.manifest import Manifest
 from services.common.names import AdapterVersion, check_adapter_name, parse_adapter_ref
 from services.common.retention import RetentionPolicy, prune
@@ -69,7 +72,9 @@ async def _pinned(gateway: Gateway, sent: MergeJob) -> MergeJob:
                 f"{info.digest[:12]}: only versions of one base model can be merged",
                 param=f"sources[{index}].adapter",
             )
-    # Without a rank the result's is the largest sum over any layer, which only the files tell: the trainer checks it.
+    if sent.rank is None and info.max_lora_rank:
+        configs = [await gateway.store(gateway.registry.config, manifest.ref) for manifest in manifests]
+        _check_sum(configs, info.max_lora_rank)
     if info.max_lora_rank and sent.rank is not None and sent.rank > info.max_lora_rank:
         raise InvalidRequest(
             f"rank is {sent.rank} and the engines take at most {info.max_lora_rank} (TEMPER_MAX_LORA_RANK): choose a "
@@ -78,6 +83,20 @@ async def _pinned(gateway: Gateway, sent: MergeJob) -> MergeJob:
         )
     sources = [source.model_copy(update={"adapter": ref}) for source, ref in zip(sent.sources, refs, strict=True)]
     return sent.model_copy(update={"sources": sources})
+
+
+def _check_sum(configs: Sequence[Mapping[str, Any]], highest: int) -> None:
+    """Without a rank the result's is the largest sum over any layer. Where only the files tell which layers have which
+    rank, the trainer checks it."""
+    shapes = [stated_shape(config) for config in configs]
+    if any(config.get("rank_pattern") for config in configs):
+        return
+    if not all({"rank", "target_modules"} <= shape.keys() for shape in shapes):
+        return
+    modules = {name for shape in shapes for name in shape["target_modules"]}
+    needed = max(sum(shape["rank"] for shape in shapes if name in shape["target_modules"]) for name in modules)
+    if needed > highest:
+        raise exact_sum_over(needed, highest)
 
 
 async def _source(gateway: Gateway, ref: str, index: int) -> Manifest:

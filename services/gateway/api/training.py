@@ -9,14 +9,14 @@ from typing import Annotated, Any
 from fastapi import Header, Query, Response
 
 from services.common import tracing
-from services.common.errors import InvalidRequest, ModelNotFound, NotFound, TemperError
+from services.common.errors import NotFound, TemperError
 from services.common.job_records import spec_sha
-from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, OpdJob, TrainingSpec
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
 from services.gateway.api.routing import router
 from services.gateway.disconnect import cancel
 from services.gateway.errors import payload_of
 from services.gateway.idempotency import IdempotencyKey
+from services.gateway.job_references import check_references
 from services.gateway.rollouts import resolve_rollouts
 from services.gateway.sse import EventStream, event
 from services.gateway.state import Gateway, GatewayDep
@@ -43,12 +43,7 @@ async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, respons
     job = None if key is None else await gateway.queue.submitted(key, sha)
     if job is None:
         spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
-        gateway.registry.check_new_name(spec.adapter)
-        start = await _start(gateway, spec)
-        if isinstance(spec, GrpoJob):
-            await _check_samplers(gateway, spec)
-        if isinstance(spec, OpdJob):
-            await _check_teacher(gateway, spec, start)
+        await check_references(gateway, spec)
         async with gateway.checks:
             await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
         job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current())
@@ -69,76 +64,6 @@ def _add_submissions() -> None:
 
 
 _add_submissions()
-
-
-async def _start(gateway: Gateway, spec: TrainingSpec) -> AdapterVersion | None:
-    """What the job continues, as it stands now; None: a new adapter."""
-    if spec.start_from == BASE:
-        return None
-    if spec.start_from is None:
-        try:
-            return await gateway.store(gateway.registry.current, spec.adapter)
-        except ModelNotFound:
-            return None
-    try:
-        name, version = parse_adapter_ref(spec.start_from)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
-    if version is not None:
-        await _check_exists(gateway, AdapterVersion(name, version), "start_from")
-        return AdapterVersion(name, version)
-    try:
-        return await gateway.store(gateway.registry.current, name)
-    except TemperError as error:
-        error.param = "start_from"
-        raise
-
-
-async def _check_teacher(gateway: Gateway, spec: OpdJob, start: AdapterVersion | None) -> None:
-    """The teacher exists, and is another policy than the one that is to learn from it."""
-    if spec.teacher_version is not None:
-        await _check_exists(gateway, spec.teacher_version, "teacher")
-    same = spec.teacher == BASE if start is None else start == spec.teacher_version
-    if same and await _starts_there(gateway, spec):
-        raise InvalidRequest(
-            f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '
-            "teacher, or start_from an adapter that is not the teacher",
-            param="teacher",
-        )
-
-
-async def _starts_there(gateway: Gateway, spec: OpdJob) -> bool:
-    """Whether what the job continues is decided: it is named, or no job in front of it publishes another version."""
-    if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
-        return True
-    adapter = spec.start_from or spec.adapter
-    waiting = [
-        await gateway.queue.list(limit=1, state=state, adapter=adapter) for state in (JobState.QUEUED, JobState.RUNNING)
-    ]
-    return not any(waiting)
-
-
-async def _check_samplers(gateway: Gateway, spec: GrpoJob) -> None:
-    """The versions that sampled the rollouts exist."""
-    samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
-    for version, field in samplers.items():
-        try:
-            await gateway.store(gateway.registry.manifest, version)
-        except ModelNotFound as error:
-            raise ModelNotFound(
-                f"{field}: the rollout was sampled by {version}, which was never published or is deleted: sample "
-                "again, or leave `adapter` out",
-                param=field,
-            ) from error
-
-
-async def _check_exists(gateway: Gateway, version: AdapterVersion, param: str) -> None:
-    """There is such a version."""
-    try:
-        await gateway.store(gateway.registry.manifest, version)
-    except TemperError as error:
-        error.param = param
-        raise
 
 
 @routes.get("/v1/train/jobs")

@@ -49,7 +49,25 @@ def _check_shared(served: ServedModel, job: JobBase) -> None:
     highest = served.info.max_lora_rank
     if highest and "rank" in job.lora.model_fields_set and job.lora.rank > highest:
         raise InvalidRequest(
-            f"lora.rank is {job.lora.rank} and the engines take at most {highest} (TEMPER_MAX_LORA_RANK)",
+            f"lora.rank is {job.lora.rank} and the engines take at most {highest} (TEMPER_MAX_LORA_RANK): give a lower "
+            "one",
             param="lora.rank",
         )
+    _check_layers(served, job)
     check_free("chat_template_kwargs", job.chat_template_kwargs)
+
+
+def _check_layers(served: ServedModel, job: JobBase) -> None:
+    """The linear layers that an adapter is to change are layers of this model; engines of earlier releases do not say
+    which there are."""
+    layers = set(served.info.linear_layers)
+    asked = job.lora.target_modules
+    if not layers or asked is None or isinstance(asked, str):
+        return
+    last = {path.rsplit(".", 1)[1] for path in layers}
+    if unknown := sorted({name for name in asked if name not in layers and name not in last}):
+        raise InvalidRequest(
+            f"lora.target_modules: {', '.join(unknown[:5])} is no linear layer of this model: choose from "
+            f"{', '.join(sorted(last))}, from the paths of its layers (such as {min(layers)}), or leave it out for all",
+            param="lora.target_modules",
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import ExampleJob, GrpoGroup, JobBase, Message, SampledPrompt, SentModel
@@ -15,14 +16,22 @@ from services.gateway.schemas.base import check_finite
 E = TypeVar("E", bound=SentModel)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept(Generic[E]):
+    """The examples of a job that are within the limit."""
+
+    trained: Sequence[E]
+    held_out: Sequence[E]
+
+
 def check_examples(
     served: ServedModel,
     job: ExampleJob[E],
     tokens: Callable[[E], int],
     *,
-    overlong: Literal["error", "drop", "truncate"],
+    overlong: Literal["error", "drop"],
     way_out: str,
-) -> None:
+) -> Kept[E]:
     """Counts the tokens of every example and applies the job's policy for those over the limit.
 
     Args:
@@ -30,16 +39,41 @@ def check_examples(
         way_out: from an example that is too long.
     """
     limit = served.info.max_train_tokens
-    kept = 0
-    for name, example in job.numbered_examples():
+
+    def fits(name: str, example: E) -> bool:
         with located(name):
             count = tokens(example)
-        if not limit or count <= limit or overlong == "truncate":
-            kept += name.startswith("examples")
-        elif overlong == "error":
+        if not limit or count <= limit:
+            return True
+        if overlong == "error":
             raise over(name, count, limit, way_out)
-    if kept == 0:
-        raise InvalidRequest(f"every example is over the limit of {limit} tokens and dropped", param="examples")
+        return False
+
+    return check_split(served, job, fits)
+
+
+def check_split(served: ServedModel, job: ExampleJob[E], fits: Callable[[str, E], bool]) -> Kept[E]:
+    """What is left of a job's examples; something is to learn from, and to evaluate on where the job wants that.
+
+    Args:
+        fits: whether something of the example (after its place in the job) is left; may raise InvalidRequest.
+    """
+    left = {id(example) for name, example in job.numbered_examples() if fits(name, example)}
+    trained, held, field = job.split
+    kept = Kept(*([example for _, example in part if id(example) in left] for part in (trained, held)))
+    limit = served.info.max_train_tokens
+    if not kept.trained:
+        every = "every one of the" if len(trained) == len(job.examples) else "every one that is left to train on of the"
+        raise InvalidRequest(
+            f"{every} examples is over the limit of {limit} tokens and dropped: shorten them", param="examples"
+        )
+    if held and not kept.held_out:
+        raise InvalidRequest(
+            f"every one of the {field} that is held out is over the limit of {limit} tokens and dropped: shorten them, "
+            "or evaluate on others",
+            param="eval_fraction" if field == "examples" else field,
+        )
+    return kept
 
 
 def over(field: str, tokens: int, limit: int, way_out: str) -> InvalidRequest:

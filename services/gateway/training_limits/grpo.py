@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, check_spread
+from services.common.jobs.grpo import check_unmasked
 from services.common.text.documents import rollout_tokens
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (
@@ -31,7 +32,9 @@ def check_grpo(served: ServedModel, job: GrpoJob) -> None:
         check_conversation(f"groups[{index}]", group.prompt, None, messages="prompt")
     if not isinstance(job.prompt, str):
         check_conversation("prompt", job.prompt, None, messages="messages")
-    check_spread(job.scored_groups)
+    groups = job.scored_groups
+    check_spread(groups)
+    check_unmasked(groups, mask_truncated=job.mask_truncated)
     limit = served.info.max_train_tokens
     for name, prompt, completions in _parts(served, job):
         for index, completion in enumerate(completions):

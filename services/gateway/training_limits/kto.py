@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.common.jobs import KtoExample, KtoJob
+from services.common.jobs.kto import check_held_out, check_labels
 from services.common.text.documents import answer_documents
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import check_conversation, check_examples
@@ -17,4 +18,7 @@ def check_kto(served: ServedModel, job: KtoJob) -> None:
     def tokens(example: KtoExample) -> int:
         return answer_documents(served.codec, job, example, (example.completion,), 0)[0].length
 
-    check_examples(served, job, tokens, overlong=job.overlong, way_out="shorten it, or choose overlong 'drop'")
+    kept = check_examples(served, job, tokens, overlong=job.overlong, way_out="shorten it, or choose overlong 'drop'")
+    check_labels([example.label for example in kept.trained])
+    if job.held_out or job.eval_examples:
+        check_held_out(len(kept.held_out), "eval_examples" if job.eval_examples else "eval_fraction")

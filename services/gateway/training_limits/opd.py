@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import CHECKPOINT, OpdJob
+from services.common.jobs.opd import check_read
 from services.common.text.documents import data_completion
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (
@@ -33,6 +34,8 @@ def check_opd(served: ServedModel, job: OpdJob) -> None:
         with located(name):
             tokens = asked_tokens(served, job, prompt)
             completion = data_completion(served.codec, job, prompt, tokens)
+        if job.teacher == CHECKPOINT and served.info.teacher_vocab_size:
+            check_read(name, [*tokens, *completion], served.info.teacher_vocab_size)
         check_room(served, name, len(tokens), job.max_tokens)
         limit = served.info.max_train_tokens
         if limit and len(tokens) + len(completion) > limit:

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from services.common.errors import InvalidRequest
-from services.common.jobs import SftJob
-from services.common.text.documents import example_documents
+from services.common.jobs import SftExample, SftJob
+from services.common.text.documents import Document, example_documents
 from services.gateway.engines import ServedModel
-from services.gateway.training_limits.common import check_conversation, over
+from services.gateway.training_limits.common import check_conversation, check_split, over
 
 
 def check_sft(served: ServedModel, job: SftJob) -> None:
     """See check_training_job. The documents are those that the trainer makes."""
     limit = served.info.max_train_tokens
-    for field, examples in (("examples", job.examples), ("eval_examples", job.eval_examples)):
-        kept = 0
-        for index, example in enumerate(examples):
-            name = f"{field}[{index}]"
-            check_conversation(name, example.messages, example.tools, messages="messages")
-            check_conversation(name, example.prompt, None, messages="prompt")
-            for document in example_documents(served.codec, job, example, index, field=field):
-                fits = not limit or document.length <= limit
-                if not fits and job.overlong == "error":
-                    way_out = "shorten it, or choose overlong 'drop' or 'truncate'"
-                    raise over(name, document.length, limit, way_out)
-                kept += fits or (job.overlong == "truncate" and any(document.trained[:limit]))
-        if examples and not kept:
-            raise InvalidRequest(
-                f"every one of the {field} is over the limit of {limit} tokens and dropped", param=field
-            )
+
+    def left(name: str, document: Document) -> bool:
+        if not limit or document.length <= limit:
+            return True
+        if job.overlong == "error":
+            raise over(name, document.length, limit, "shorten it, or choose overlong 'drop' or 'truncate'")
+        return job.overlong == "truncate" and any(document.trained[:limit])
+
+    def fits(name: str, example: SftExample) -> bool:
+        check_conversation(name, example.messages, example.tools, messages="messages")
+        check_conversation(name, example.prompt, None, messages="prompt")
+        field, _, index = name.removesuffix("]").partition("[")
+        documents = example_documents(served.codec, job, example, int(index), field=field)
+        kept = [left(name, document) for document in documents]
+        return any(kept)
+
+    check_split(served, job, fits)

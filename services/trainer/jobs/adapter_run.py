@@ -13,8 +13,9 @@ from torch import Tensor
 
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
+from services.common.jobs.continued import check_agrees
 from services.common.manifest import Lineage
-from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
+from services.engine.model.lora import LoraParams, bind_adapter
 from services.engine.model.lora_binding import name_targets
 from services.engine.model.lora_targets import target_shapes
 from services.engine.model.training.forward import FrozenForward, TrainableForward
@@ -62,24 +63,9 @@ def starting_adapter(lora: LoraSettings, host: PolicyHost, parent: Mapping[str, 
             )
         return LoraParams.create(host.model.config, lora)
     bound = bind_adapter(parent, host.model.config, max_rank=host.max_lora_rank)
-    _check_agrees(lora, bound, name_targets(target_shapes(host.model.config), host.model.config))
+    present = {name: getattr(bound, name) for name in ("rank", "alpha", "use_rslora", "target_modules")}
+    check_agrees(lora, present, name_targets(target_shapes(host.model.config), host.model.config))
     return LoraParams.from_bound(bound)
-
-
-def _check_agrees(given: LoraSettings, parent: BoundAdapter, all_linear: tuple[str, ...]) -> None:
-    """``all_linear``: what target_modules "all-linear" stands for."""
-    for name in ("rank", "alpha", "use_rslora", "target_modules"):
-        asked, present = getattr(given, name), getattr(parent, name)
-        if name not in given.model_fields_set or asked is None:
-            continue
-        if name == "target_modules":
-            asked = all_linear if isinstance(asked, str) else tuple(sorted(set(asked)))
-        if asked != present:
-            raise InvalidRequest(
-                f"lora.{name} is {asked!r}, but the adapter this job continues has {present!r}: leave it out to "
-                'continue, or set start_from to "base" to start afresh',
-                param=f"lora.{name}",
-            )
 
 
 def spec_digest(spec: PublishingJob) -> str:

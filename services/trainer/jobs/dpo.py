@@ -12,7 +12,6 @@ from services.common.jobs import DpoJob
 from services.trainer.data import Document, Microbatch
 from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.example_run import split_examples
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import dpo_loss
 
@@ -47,7 +46,7 @@ class DpoRun(PreferenceRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        chosen, held, held_field = split_examples(spec)
+        chosen, held, held_field = spec.split
         found, notes = answered(host, spec, chosen, lambda pair: (pair.chosen, pair.rejected), "examples")
         held_out: list[list[Document]] = []
         if held:

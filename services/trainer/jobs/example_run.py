@@ -5,35 +5,16 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from services.common.jobs import ExampleJob, SentModel
-from services.trainer.data import Document, largest_microbatch, shuffled, split_evaluation
+from services.common.jobs import ExampleJob
+from services.trainer.data import Document, largest_microbatch, shuffled
 from services.trainer.defaults import epochs
 from services.trainer.host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 
-E = TypeVar("E", bound=SentModel)
 _EXAMINED = ("loss", "token_accuracy", "accuracy", "margin")
 """What an evaluation says of how well a job's own examples are known."""
-Numbered = list[tuple[int, E]]
-"""Examples with their index in the field of the job they come from."""
-
-
-def split_examples(spec: ExampleJob[E]) -> tuple[Numbered[E], Numbered[E], str]:
-    """What to train on, what to hold out, and the field that the held-out examples come from.
-
-    Raises:
-        InvalidRequest: there are too few examples to split.
-    """
-    if spec.eval_examples:
-        return list(enumerate(spec.examples)), list(enumerate(spec.eval_examples)), "eval_examples"
-    train, held = split_evaluation(len(spec.examples), spec.eval_fraction, spec.seed)
-    return (
-        [(index, spec.examples[index]) for index in train],
-        [(index, spec.examples[index]) for index in held],
-        "examples",
-    )
 
 
 class ExampleRun(AdapterRun):

@@ -12,17 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from services.common.errors import InvalidRequest
 from services.common.jobs import KtoExample, KtoJob
+from services.common.jobs.kto import LEAST_COMPARED, check_held_out, check_labels
 from services.trainer.data import Document, completion_document
 from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.example_run import split_examples
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered
 from services.trainer.losses import kto_loss, kto_reference_point
-
-_LEAST = 2
-"""Examples that a reference point is estimated from, at least: one completion has no other's prompt."""
 
 
 def mismatched(documents: Sequence[Document], limit: int) -> list[Document]:
@@ -67,7 +63,7 @@ class KtoRun(PreferenceRun):
             examples=numbered(documents for _, documents in examples),
             held_out=numbered((documents for _, documents in held_out), first=len(examples)),
             notes=notes,
-            smallest_step=_LEAST,
+            smallest_step=LEAST_COMPARED,
         )
 
     @classmethod
@@ -77,24 +73,14 @@ class KtoRun(PreferenceRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        chosen, held, held_field = split_examples(spec)
+        chosen, held, held_field = spec.split
         examples, notes = answered(host, spec, chosen, lambda example: (example.completion,), "examples")
-        if len({example.label for example, _ in examples}) < 2:
-            raise InvalidRequest(
-                f"the {len(examples)} examples that are left to train on all have label "
-                f"{str(examples[0][0].label).lower()}: KTO needs both; hold out less or shorten what is dropped",
-                param="examples",
-            )
+        check_labels([example.label for example, _ in examples])
         held_out: list[tuple[KtoExample, list[Document]]] = []
         if held:
             held_out, more = answered(host, spec, held, lambda example: (example.completion,), held_field)
             notes += [f"evaluation: {note}" for note in more]
-            if len(held_out) < _LEAST:
-                raise InvalidRequest(
-                    f"{len(held_out)} example is held out: KTO evaluates at least {_LEAST}, which it compares with "
-                    "each other; hold out more, or none",
-                    param="eval_fraction" if held_field == "examples" else held_field,
-                )
+            check_held_out(len(held_out), "eval_fraction" if held_field == "examples" else held_field)
         return cls(spec, host, parent, examples=examples, held_out=held_out, notes=notes)
 
     def _accumulate(self, index: int, interrupt: Callable[[], None]) -> tuple[dict[str, float], int]:

@@ -18,6 +18,7 @@ from services.adapter_tools.merge import Merged, Weighted, merge_layer, working_
 from services.adapter_tools.workshop import ALONE, Workshop
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import MergeJob
+from services.common.jobs.merge import exact_sum_over
 from services.common.manifest import Lineage, LineageParent
 from services.engine.model.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
 from services.engine.model.lora_binding import name_targets
@@ -94,11 +95,7 @@ class MergeRun:
             return
         needed = max(sum(target.rank for target in self._targets(path)) for layer in self._layers for path in layer)
         if needed > highest:
-            raise InvalidRequest(
-                f"the exact sum of these adapters has rank {needed}, but the engine serves adapters up to rank "
-                f"{highest} (TEMPER_MAX_LORA_RANK): give rank, and the nearest adapter of that rank is made",
-                param="rank",
-            )
+            raise exact_sum_over(needed, highest)
 
     @property
     def total_steps(self) -> int:

@@ -12,7 +12,7 @@ from services.common.jobs import SftExample, SftJob
 from services.trainer.data import Document, Microbatch, apply_limit, example_documents, some
 from services.trainer.defaults import Method
 from services.trainer.host import PolicyHost
-from services.trainer.jobs.example_run import ExampleRun, split_examples
+from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import negative_log_likelihood
 
 
@@ -49,7 +49,7 @@ class SftRun(ExampleRun):
         Raises:
             InvalidRequest, DoesNotFit, AdapterRejected: as `prepare_run` says.
         """
-        chosen, held, held_field = split_examples(spec)
+        chosen, held, held_field = spec.split
         examples, notes = _documents(host, spec, chosen, "examples")
         held_out: list[list[Document]] = []
         if held:

@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import tenacity
 
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.errors import Unavailable
 from services.common.jobs.rewards import webhook_parts
+from services.common.reward_webhooks import check_webhook
 from services.trainer.rewards.sample import Sample
 
 TIMESTAMP_HEADER = "X-Temper-Timestamp"
@@ -55,25 +56,7 @@ class Webhooks:
 
     def check(self, url: str, where: str) -> None:
         """Raises InvalidRequest if a job may not send its samples there."""
-        param = f"{where}.url"
-        if not any(_covers(entry, url) for entry in self.allowed):
-            raise InvalidRequest(
-                f"{param}: {url!r} is not covered by TEMPER_REWARD_WEBHOOKS of this engine, which lists "
-                f"{', '.join(self.allowed) or 'nothing'}",
-                param=param,
-            )
-        if self.secret is None:
-            raise InvalidRequest(
-                f"{param}: requests to webhooks are signed, and this engine has no TEMPER_REWARD_WEBHOOK_SECRET",
-                param=param,
-            )
-
-
-def _covers(entry: str, url: str) -> bool:
-    """Same scheme, host and port, and a path below that of the entry."""
-    *place, prefix = webhook_parts(entry)
-    *wanted, path = webhook_parts(url)
-    return place == wanted and (path == prefix or path.startswith(prefix if prefix.endswith("/") else f"{prefix}/"))
+        check_webhook(url, where, self.allowed, signed=self.secret is not None)
 
 
 def sign(secret: str, timestamp: str, body: bytes) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -106,6 +106,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     tells_kept: bool = True
     dies_on_abort: bool = False
     digest: str = "d" * 64
+    max_lora_rank: int = 16
+    linear_layers: Sequence[str] = ()
+    """Empty: like an engine of an earlier release, it does not say which there are."""
+    webhooks: engine_pb2.RewardWebhooks | None = None
+    """What jobs may have scored where; None: it does not say."""
 
     def __post_init__(self) -> None:
         self.codec = codec()
@@ -209,9 +214,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS],
             max_train_tokens=self.max_train_tokens,
-            max_lora_rank=16,
+            max_lora_rank=self.max_lora_rank,
             tokenizer_digest=self.codec.digest,
             tells_kept=self.tells_kept,
+            linear_layers=self.linear_layers,
+            webhooks=self.webhooks,
         )
 
     async def GetTokenizerFiles(self, request, context) -> AsyncIterator[engine_pb2.FileChunk]:  # noqa: N802

@@ -76,6 +76,8 @@ BEYOND_JSON_SCHEMA: Mapping[str, str] = {
     r"completions has \d+ entries and truncated": "entries of two lists",
     r"they are the same setting": "two numbers that are equal",
     r"holds one example out|leaves one example to train": "a share of a list",
+    r"that are left to train on all have label": "what a seed holds out",
+    r"mask_truncated leaves out every": "values that differ",
     r"nothing to learn: the policy that the job starts from": "what is there",
     r"messages say nothing": "an entry of some role",
     r"continue_final_message cannot go on": "the end of a list",

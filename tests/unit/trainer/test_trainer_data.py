@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftExample, SftJob
+from services.common.jobs.examples import split_evaluation
+from services.common.permutation import permutation
 from services.common.text.tokenizer import TextCodec
 from services.trainer.data import (
     Document,
@@ -20,7 +22,6 @@ from services.trainer.data import (
     largest_microbatch,
     pack,
     shuffled,
-    split_evaluation,
 )
 
 CPU = torch.device("cpu")
@@ -315,8 +316,14 @@ def test_evaluation_split() -> None:
     assert split_evaluation(2, 0.01, 0)[1] != []
     assert len(split_evaluation(3, 0.99, 0)[0]) == 1
     assert split_evaluation(5, 0.0, 0) == ([0, 1, 2, 3, 4], [])
-    with pytest.raises(InvalidRequest, match="at least 2"):
-        split_evaluation(1, 0.5, 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 57, 1000])
+@pytest.mark.parametrize("seed", [0, 1, 42, 1_000_003 * 5 - 1, -1, 2**62 + 7])
+def test_a_permutation_is_that_of_torch(count: int, seed: int) -> None:
+    """The gateway, which has no torch, holds the same examples out."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    assert permutation(count, seed) == torch.randperm(count, generator=generator).tolist()
 
 
 def test_plain_text_is_trained_as_a_whole(codec: TextCodec) -> None:
