@@ -174,6 +174,16 @@ def _read(file: Path) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(text)
+        if "\\u" in text:  # an escape may be half of a character, which no request can carry
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CliError(
+            f"{where} has half of a character (a lone surrogate, \\ud800 to \\udfff): write the whole one",
+            ExitCode.USAGE,
+        ) from error
+    except (json.JSONDecodeError, RecursionError) as error:
         raise CliError(f"{where} is not JSON: {error}", ExitCode.USAGE) from error
+    except ValueError as error:  # Python's limit on the digits of integers
+        raise CliError(f"{where} has an integer of too many digits: shorten it", ExitCode.USAGE) from error
+    return value

@@ -194,6 +194,8 @@ def test_a_job_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "assistant", "content": "a"}], "completion": "b"}', "prompt must end with the turn"),
         ('[\n{"prompt": "a", "completion": "b"}\n]', "the file is one JSON array: write its objects one a line"),
         ('[{"prompt": "a", "completion": "b"}]', "the file is one JSON array: write its objects one a line"),
+        ('{"prompt": "\\ud800", "completion": "b"}', "data.jsonl:1 has half of a character"),
+        ('{"prompt": "a", "completion": ' + "9" * 5000 + "}", "data.jsonl:1 has an integer of too many digits"),
         ('{\n"prompt": "a",\n"completion": "b"\n}', "the file is one JSON value over several lines"),
         ("[" * 100_000, "data.jsonl:1 is not JSON"),
     ],
