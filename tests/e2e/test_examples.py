@@ -144,3 +144,19 @@ def test_answers_of_the_chat_are_examples_as_they_came(stack: Stack, http: httpx
     trained(conversations)
     _, said = trained([[question, thinking], [question, plain]], chat_template_kwargs=THINKING)
     assert any("1 of the examples answer without reasoning although thinking is on (1)" in line for line in said), said
+
+
+def test_what_a_default_temper_would_not_do_is_refused_at_submission(http: httpx.Client) -> None:
+    """By what its engine announces: webhooks, and the layers of the model."""
+    webhook = {"type": "webhook", "url": "http://169.254.169.254/latest"}
+    generate = {"prompts": ["2+2"], "rounds": 1, "max_tokens": 4, "reward": webhook}
+    answer = http.post("/v1/train/grpo", json={"adapter": name(), "generate": generate})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "generate.reward[0].url")
+    assert "TEMPER_REWARD_WEBHOOKS" in answer.json()["error"]["message"]
+    example = {"prompt": "a", "completion": "b"}
+    for layer, status in (("layers.0.self_attn.q_proj", 400), ("layers.3.self_attn.q_proj", 202)):
+        lora = {"rank": 2, "target_modules": [layer]}
+        body = {"adapter": name(), "attach": False, "epochs": 1, "examples": [example], "lora": lora}
+        answer = http.post("/v1/train/sft", json=body)
+        assert answer.status_code == status, answer.text
+    assert wait_for_end(http, answer.json()["id"])["state"] == "succeeded"
