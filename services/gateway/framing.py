@@ -58,6 +58,13 @@ def unserved(method: bytes, version: str, headers: list[tuple[bytes, bytes]]) ->
     return None
 
 
+def with_path(target: bytes) -> bytes:
+    """A request's target with a path: a whole URI may have none, and means the root then (RFC 9110, 4.2.3)."""
+    address, mark, query = target.partition(b"?")
+    _, is_whole, authority = address.partition(b"://")
+    return address + b"/" + mark + query if is_whole and b"/" not in authority else target
+
+
 def not_http(error: BaseException) -> Refusal:
     return Refusal(HTTPStatus.BAD_REQUEST, f"the request is not valid HTTP/1.1: {error}", "invalid_http")
 

@@ -26,6 +26,7 @@ from services.gateway.framing import (
     head_too_slow,
     not_http,
     unserved,
+    with_path,
     without_chunks,
 )
 from services.gateway.lingering import LingeringTransport
@@ -188,6 +189,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # it comes again: _head_without_upgrade
         self._stop_head_timer()
+        if not self.url.startswith(b"/"):
+            self.url = with_path(self.url)
         if version == "1.0":
             self.expect_100_continue = False  # RFC 9110, 10.1.1
         super().on_headers_complete()

@@ -19,8 +19,8 @@ _EXPONENT = r"[eE](?:\+?(?:[0-9]{1,2}|[12][0-9]{2}|30[0-8])|-[0-3]?[0-9]{1,2})"
 _PLACES = 15
 """Digits of a fraction that is bounded: as many as a double keeps."""
 _EDGE = Fraction(2**53)
-_MOST_PLACES = 400
-"""Where a bound has more than that."""
+_MOST_PLACES = 80
+"""Where a bound has more than that: each is three levels of an expression, and 250 are read."""
 _MOST_DIGITS = 4000
 _MOST_LISTED = 2048
 _MOST_ENDINGS = 1000
@@ -94,9 +94,7 @@ class Numbers:
         if last - first >= _MOST_LISTED:
             return None
         members = (count * step for count in range(first, last + 1))
-        # A fraction that no double has is another number to its readers: 9007199254740985.5 is ...985 or ...986 there.
-        told = (value for value in members if value.denominator == 1 or abs(value.numerator) < _EDGE)
-        return [value for value in told if value in self]
+        return [value for value in members if value in self and (value.denominator == 1 or abs(value) < _told(value))]
 
     def texts(self) -> list[str] | None:
         """How its members are written, if they are few; None otherwise."""
@@ -183,12 +181,16 @@ class Numbers:
         return list(_signed(low, high, magnitudes))
 
     def _decimal_parts(self) -> list[str]:
-        """Beyond what a double has fractions for, integers only: their readers compare them exactly."""
-        parts = (self & Numbers(low=-_EDGE, high=_EDGE))._scaled_parts()
-        if self.high is None or self.high > _EDGE:
-            parts += (self & Numbers(whole=True, low=_EDGE, low_open=True))._whole_parts()
-        if self.low is None or self.low < -_EDGE:
-            parts += (self & Numbers(whole=True, high=-_EDGE, high_open=True))._whole_parts()
+        """Beyond what a double has fractions for, or tells one multiple from the next, integers only: their readers
+        compare them exactly."""
+        edge = _EDGE if self.step is None else _told(self.step)
+        parts: list[str] = []
+        if (self.low is None or self.low <= edge) and (self.high is None or self.high >= -edge):
+            parts += (self & Numbers(low=-edge, high=edge))._scaled_parts()
+        if self.high is None or self.high > edge:
+            parts += (self & Numbers(whole=True, low=edge, low_open=True))._whole_parts()
+        if self.low is None or self.low < -edge:
+            parts += (self & Numbers(whole=True, high=-edge, high_open=True))._whole_parts()
         return parts
 
     def _scaled_parts(self) -> list[str]:
@@ -228,8 +230,14 @@ class Numbers:
                     f"{_MOST_LISTED} multiples apart, or leave it out"
                 )
             return places, list(range(0, 10**places, unit))
-        wanted = [_decimals(bound) for bound in (self.low, self.high) if bound is not None]
+        wanted = [decimals(bound) for bound in (self.low, self.high) if bound is not None]
         return max(_PLACES, min(max(wanted), _MOST_PLACES)), None
+
+
+def _told(value: Fraction) -> Fraction:
+    """Up to where numbers with as many digits behind the point are what a double says: 9007199254740985.5 is …985 or
+    …986 to a reader, and no multiple any more."""
+    return Fraction(10**_PLACES, 10 ** decimals(value))
 
 
 def _beyond(bound: Fraction, towards: float) -> Fraction:
@@ -357,7 +365,7 @@ def _alike(low: str, high: str) -> Iterator[str]:
         yield from (f"{head}{high[0]}{tail}" for tail in _alike("0" * rest, high[1:]))
 
 
-def _decimals(value: Fraction) -> int:
+def decimals(value: Fraction) -> int:
     """Digits behind the point of a decimal."""
     twos = fives = 0
     rest = value.denominator
@@ -372,7 +380,7 @@ def written(value: Fraction) -> str:
     """A decimal as it is written."""
     if value.denominator == 1 and abs(value.numerator) < 10**_MOST_DIGITS:
         return str(value.numerator)
-    places = _decimals(value)
+    places = decimals(value)
     digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}}"
     text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
     return f"-{text}" if value < 0 else text

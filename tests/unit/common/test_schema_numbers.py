@@ -106,3 +106,36 @@ def test_listed_fractions_are_those_that_doubles_have() -> None:
     assert numbers.listed
     assert all(Fraction(float(value)) == value for value in numbers.listed)
     assert Numbers(low=Fraction(1), high=Fraction(2), step=Fraction("1.5")).listed == [Fraction("1.5")]
+
+
+@pytest.mark.parametrize("step", ["0.04", "0.01", "0.5", "0.002"])
+def test_multiples_with_a_fraction_are_what_doubles_say(step: str) -> None:
+    """A reader's double of a text is written as a multiple again; what is not is left out, beyond are integers."""
+    chance, numbers = random.Random(1), Numbers(step=Fraction(step))
+    expression = numbers.expression()
+    assert expression
+    places = len(written(Fraction(step)).partition(".")[2])
+    assert re.fullmatch(expression, str(2**70 * 5))
+    taken = 0
+    for digits in range(1, 20):
+        for _ in range(20):
+            text = written(chance.randrange(10**digits) * Fraction(step))
+            found = re.fullmatch(expression, text) is not None
+            taken += found
+            assert found or Fraction(text) >= Fraction(10**15, 10**places)
+            listed = Numbers(low=Fraction(text), high=Fraction(text), step=Fraction(step)).texts()
+            assert listed == [text] or not found
+            assert not listed or Fraction(repr(float(text))) in numbers or "." not in text, text
+    assert taken > 20 * (14 - places)
+
+
+def test_bounds_of_many_digits_are_no_deeper_than_can_be_read() -> None:
+    expression = Numbers(low=Fraction("4.9e-324"), high=Fraction("1.7976931348623157e308")).expression()
+    assert expression
+    depth = deepest = 0
+    for character in expression:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    assert deepest <= 83
+    assert re.fullmatch(expression, "0.5")
+    assert not re.fullmatch(expression, "0")

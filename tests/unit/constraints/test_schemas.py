@@ -37,6 +37,16 @@ NUMBERS: list[Case] = [
     ({"type": "array", "items": {"type": "integer", "multipleOf": 7}}, ["[7, -14,0]", "[700 ]"], ["[8]", "[   7]"]),
     ({"type": "number", "multipleOf": 1.5, "minimum": 0}, ["1.5", "300"], ["-1.5", "1.6"]),
     (
+        {"type": "number", "multipleOf": 3.3},
+        ["3.3", "-6.6", "33"],
+        ["3.4", "190407776316066906439140.2", "-2971597990907372368875913928509128.0"],
+    ),
+    (
+        {"type": "number", "minimum": 4.9e-324, "maximum": 1.7976931348623157e308},
+        ["0.5", "1797693134862315"],
+        ["0", "-0.5"],
+    ),
+    (
         {"allOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"multipleOf": 2}, {"multipleOf": 3}]},
         ["0"],
         ["2", "6"],

@@ -55,6 +55,28 @@ def talk(running: Running, *segments: bytes, pause: float = 0.0) -> bytes:
 LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://x/livez", b"200"),
+        (b"HTTP://other:80/livez?a=b", b"200"),
+        (b"http://x", b"404"),
+        (b"http://x?a=/b", b"404"),
+        (b"https://[::1]:8420", b"404"),
+        (b"/?a=http://x", b"404"),
+        (b"*", b"404"),
+    ],
+)
+@pytest.mark.parametrize("upgrade", [b"", UPGRADES[0]])
+def test_targets_may_be_whole_addresses(start: Starter, target: bytes, status: bytes, upgrade: bytes) -> None:
+    """As a proxy is asked, with a path or without: RFC 9112, 3.2.2."""
+    method = b"OPTIONS" if target == b"*" else b"GET"
+    head = method + b" " + target + b" HTTP/1.1\r\nHost: x\r\n" + upgrade
+    answers = talk(start(), head + b"\r\n" + LAST)
+    assert answers.count(b"HTTP/1.1 ") == 2
+    assert answers[9:12] == status, answers
+
+
 @pytest.mark.parametrize("upgrade", UPGRADES)
 @pytest.mark.parametrize("cuts", ["whole", "head and body", "bytes"])
 @pytest.mark.parametrize("chunked", [False, True])

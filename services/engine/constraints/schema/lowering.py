@@ -6,7 +6,7 @@ import json
 from collections import deque
 from fractions import Fraction
 
-from services.common.schema.numbers import Numbers, NumbersError, written
+from services.common.schema.numbers import Numbers, NumbersError, decimals, written
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.arrays import array
 from services.engine.constraints.schema.document import Document
@@ -154,11 +154,18 @@ def _number(numbers: Numbers) -> list[Expression]:
 
 def _multiples(numbers: Numbers) -> Schema | None:
     """Multiples of what divides no power of ten, which llguidance counts as it reads the digits; None where it is not
-    exact."""
+    exact, or there are none."""
+    step = numbers.step
+    if step is not None and not numbers.is_whole:
+        # Without bounds it would write fractions of so many digits that they are another number to its readers.
+        most = Fraction(10**_EXACT_DIGITS - 1) / 10 ** min(decimals(step), _EXACT_DIGITS)
+        numbers &= Numbers(low=-most if numbers.low is None else None, high=most if numbers.high is None else None)
     found = numbers.multiples()
     if found is None:
         return None
     step, low, high = found
+    if low is not None and high is not None and low > high:
+        return None
     bounds = {"multipleOf": step, "minimum": low, "maximum": high}
     if any(value is not None and _digits(value) > _EXACT_DIGITS for value in bounds.values()):
         return None
