@@ -19,7 +19,7 @@ class GatewayMetrics:
         export_process(self.registry, service="gateway")
         self.requests = Counter(
             "temper_gateway_requests",
-            "HTTP requests by route and status; route is unmatched where one was refused before it was routed.",
+            "HTTP requests by route and status; route is unmatched where the path is that of no route.",
             ("method", "route", "status"),
             registry=self.registry,
         )

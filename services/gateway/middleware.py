@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common import tracing
 from services.common.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 from services.gateway.access.principal import NOBODY
+from services.gateway.access.rules import RULE, UNKNOWN
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form
 from services.gateway.metrics import GatewayMetrics
 
@@ -87,8 +88,7 @@ class RequestContext:
         )
 
     def _account(self, scope: Scope, status: int, seconds: float, span: Span) -> None:
-        route = scope.get("route")
-        name = getattr(route, "path", None) or "unmatched"
+        name = _route(scope)
         if status == 0 or scope.get("temper.disconnected"):
             status = CLIENT_CLOSED_REQUEST
         self._metrics.requests.labels(scope["method"], name, str(status)).inc()
@@ -111,6 +111,14 @@ class RequestContext:
             client=client[0] if client else None,
             principal=None if principal is None or principal is NOBODY else principal.id,
         )
+
+
+def _route(scope: Scope) -> str:
+    """Template of the request's path: that of its rule where it was refused before the router saw it."""
+    if (path := getattr(scope.get("route"), "path", None)) is not None:
+        return str(path)
+    rule = scope.get(RULE, UNKNOWN)
+    return "unmatched" if rule is UNKNOWN else rule.path
 
 
 async def _send_internal_error(send: Send, route: str) -> None:

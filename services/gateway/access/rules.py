@@ -39,6 +39,11 @@ class Rule:
     def public(self) -> bool:
         return not self.scopes
 
+    @property
+    def path(self) -> str:
+        """Template of the path, without the method."""
+        return self.route.partition(" ")[2]
+
 
 def _public(route: str) -> Rule:
     return Rule(route, frozenset())
