@@ -30,28 +30,31 @@ HealthCheck = Callable[[], str | None]
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a process that died is started again, and when to give up.
+    """When a process that died is started again.
+
+    A process that was ready once is started again for ever: what it lacks may come back. One that has never been ready
+    is given up.
 
     Args:
         first_delay: seconds before the first restart; doubles with each failure in a row.
         longest_delay: the upper end of that.
         stable_after: a process that was ready for this many seconds has a clean record again.
-        give_up_after: failures in a row.
+        alarm_after: failures in a row from which on each is told as a loop of crashes, with its last log lines.
         start_attempts: failures before it was ever ready; a process that cannot start has a reason that a retry
             does not cure.
     """
 
     first_delay: float = 0.5
     longest_delay: float = 10.0
-    stable_after: float = 30.0
-    give_up_after: int = 6
+    stable_after: float = 10.0
+    alarm_after: int = 5
     start_attempts: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_delay <= self.longest_delay:
             raise ValueError("first_delay must be between 0 and longest_delay")
-        if self.give_up_after < 1 or self.start_attempts < 1:
-            raise ValueError("give_up_after and start_attempts must be at least 1")
+        if self.alarm_after < 1 or self.start_attempts < 1:
+            raise ValueError("alarm_after and start_attempts must be at least 1")
 
     def delay(self, failures: int) -> float:
         """Seconds to wait after this many failures in a row."""
@@ -69,7 +72,7 @@ class Service:
         health: asked until it says ready.
         env: variables on top of the caller's own environment.
         cwd: working directory; None: the caller's.
-        after: names that must be ready before this one is started.
+        after: names that must be ready before this one is started, each time.
         stop_stage: services with a higher stage are stopped first; equal ones together.
         start_timeout: seconds to become ready.
         stop_timeout: seconds between SIGTERM and SIGKILL.
@@ -106,17 +109,19 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something for the log of the supervisor. ``seconds`` is the time since that service was started."""
+    """Something for the log of the supervisor. ``seconds`` is the time since that service was started; ``alarming``: it
+    dies again and again."""
 
     service: str
     phase: Phase
     pid: int | None
     seconds: float
     detail: str = ""
+    alarming: bool = False
 
 
 class ServiceFailed(Exception):
-    """A service cannot be kept running. The message has its last log lines."""
+    """A service cannot be started. The message has its last log lines."""
 
 
 class _Runner:
@@ -165,7 +170,7 @@ class _Runner:
 
 
 class Supervisor:
-    """Runs services until asked to stop or until one cannot be kept running.
+    """Runs services until asked to stop, or until one turns out not to start at all.
 
     Args:
         services: in any order; ``after`` names must exist and not form a circle.
@@ -208,7 +213,7 @@ class Supervisor:
         Must be called in the main thread: SIGINT, SIGTERM and SIGHUP stop, SIGCHLD wakes the loop.
 
         Raises:
-            ServiceFailed: one cannot be kept running; all others have been stopped.
+            ServiceFailed: one that has never been ready does not start; all others have been stopped.
         """
         with ExitStack() as stack:
             stack.callback(self._close)
@@ -232,16 +237,22 @@ class Supervisor:
                 self._watch(runner, now)
 
     def _is_due(self, runner: _Runner, now: float) -> bool:
-        if runner.phase is Phase.RESTARTING:
-            return now >= runner.retry_at
-        ready = all(self._runners[name].phase is Phase.READY for name in runner.service.after)
-        return runner.phase is Phase.WAITING and ready
+        if runner.phase is Phase.RESTARTING and now < runner.retry_at:
+            return False
+        return runner.phase in (Phase.WAITING, Phase.RESTARTING) and not self._lacks(runner)
+
+    def _lacks(self, runner: _Runner) -> list[str]:
+        """Names of what a service needs and does not have at the moment."""
+        return [name for name in runner.service.after if self._runners[name].phase is not Phase.READY]
 
     def _start(self, runner: _Runner, now: float) -> None:
         try:
             runner.start(now)
         except OSError as error:
-            raise ServiceFailed(f"cannot start {runner.service.name}: {error}") from error
+            if not runner.was_ready:
+                raise ServiceFailed(f"cannot start {runner.service.name}: {error}") from error
+            self._died(runner, now, f"{runner.service.name} could not be started: {error}")
+            return
         self._emit(runner)
 
     def _watch(self, runner: _Runner, now: float) -> None:
@@ -262,16 +273,24 @@ class Supervisor:
         service, policy = runner.service, runner.service.restart
         if runner.phase is Phase.READY and now - runner.since >= policy.stable_after:
             runner.failures = 0
-        runner.failures += 1
         if service.cleanup is not None:
             service.cleanup()
-        limit = policy.give_up_after if runner.was_ready else policy.start_attempts
-        if runner.failures >= limit:
-            times = "" if runner.failures == 1 else f" ({runner.failures} times in a row)"
+        lacks = self._lacks(runner)
+        if lacks:
+            # What it needs was there when it was started, and has gone since: that it ended is no failure of its own.
+            runner.retry_at = now + policy.first_delay
+            self._emit(runner, phase=Phase.RESTARTING, detail=f"{reason}; waiting for {', '.join(lacks)}")
+            return
+        runner.failures += 1
+        times = "" if runner.failures == 1 else f" ({runner.failures} times in a row)"
+        if not runner.was_ready and runner.failures >= policy.start_attempts:
             raise ServiceFailed(f"{reason}{times}; its last words:{runner.last_words()}")
         delay = policy.delay(runner.failures)
         runner.retry_at = now + delay
-        self._emit(runner, phase=Phase.RESTARTING, detail=f"{reason}; starting it again in {delay:.1f} s")
+        detail, alarming = f"{reason}{times}; starting it again in {delay:.1f} s", runner.failures >= policy.alarm_after
+        if alarming:
+            detail += f"; its last words:{runner.last_words()}"
+        self._emit(runner, phase=Phase.RESTARTING, detail=detail, alarming=alarming)
 
     def _stop_all(self) -> None:
         stages = sorted({runner.service.stop_stage for runner in self._runners.values()}, reverse=True)
@@ -298,11 +317,10 @@ class Supervisor:
             runner.service.cleanup()
         self._emit(runner, phase=Phase.STOPPED, detail=detail)
 
-    def _emit(self, runner: _Runner, *, phase: Phase | None = None, detail: str = "") -> None:
+    def _emit(self, runner: _Runner, *, phase: Phase | None = None, detail: str = "", alarming: bool = False) -> None:
         runner.phase = phase or runner.phase
-        self._report(
-            Event(runner.service.name, runner.phase, runner.pid, time.monotonic() - runner.since, detail=detail)
-        )
+        seconds = time.monotonic() - runner.since
+        self._report(Event(runner.service.name, runner.phase, runner.pid, seconds, detail, alarming))
 
     def _pause(self) -> float:
         phases = {runner.phase for runner in self._runners.values()}

@@ -59,7 +59,7 @@ class UpOptions:
 
 
 def run_up(options: UpOptions) -> int:
-    """Runs until a stop signal (returns 0) or until a part cannot be kept running (returns 1)."""
+    """Runs until a stop signal (returns 0) or until a part turns out not to start (returns 1)."""
     console = Console(stderr=True, highlight=False)
     try:
         _check_model(options.model)
@@ -86,7 +86,9 @@ def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
     state_file = data_dir / "state.json"
 
     def report(event: Event) -> None:
-        colour = {Phase.READY: "green", Phase.RESTARTING: "yellow"}.get(event.phase, "dim")
+        colour = {Phase.READY: "green", Phase.RESTARTING: "bold red" if event.alarming else "yellow"}.get(
+            event.phase, "dim"
+        )
         seconds = f" {event.seconds:.1f} s" if event.phase is Phase.READY else ""
         detail = f" {escape(event.detail)}" if event.detail else ""
         console.print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}", soft_wrap=True)

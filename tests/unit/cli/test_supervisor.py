@@ -48,6 +48,27 @@ def order(events: list[Event], phase: Phase) -> list[str]:
     return [event.service for event in events if event.phase is phase]
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not come true")
+        time.sleep(0.01)
+
+
+def stopped_after(enough: Callable[[list[Event]], bool], *services: Service) -> list[Event]:
+    """Runs services until there are enough events."""
+    supervisor, events = supervise(*services)
+
+    def stop() -> None:
+        wait_until(lambda: enough(events))
+        supervisor.request_stop()
+
+    thread = threading.Thread(target=stop, daemon=True)
+    supervisor.run(thread.start)
+    return events
+
+
 def test_starts_in_order_says_ready_once_and_stops_by_stage(tmp_path: Path) -> None:
     supervisor, events = supervise(
         sleeper(tmp_path, "front", after=("store",), stop_stage=2),
@@ -106,19 +127,74 @@ def test_gives_up_at_once_on_what_cannot_start_and_stops_the_rest(tmp_path: Path
     assert order(events, Phase.STOPPED) == ["store"]
 
 
-def test_gives_up_after_repeated_failures(tmp_path: Path) -> None:
+CRASHES = "import pathlib,sys,time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1); print('no luck'); sys.exit(3)"
+
+
+def test_a_loop_of_crashes_is_told_and_ends_nothing(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    service = Service(
+    flaky = Service(
         name="flaky",
-        argv=python("import pathlib,sys,time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1); sys.exit(3)", flag),
+        argv=python(CRASHES, flag),
         log=tmp_path / "flaky.log",
         health=exists(flag),
-        restart=RestartPolicy(first_delay=0.01, longest_delay=0.01, give_up_after=3, start_attempts=3),
+        restart=RestartPolicy(first_delay=0.01, longest_delay=0.02, alarm_after=3),
     )
-    supervisor, events = supervise(service)
+    store = sleeper(tmp_path, "store")
+    events = stopped_after(lambda events: len(order(events, Phase.RESTARTING)) >= 8, flaky, store)
+    crashes = [event for event in events if event.phase is Phase.RESTARTING]
+    assert [event.alarming for event in crashes[:8]] == [False, False] + [True] * 6
+    assert "(8 times in a row)" in crashes[7].detail
+    assert "no luck" in crashes[7].detail
+    assert order(events, Phase.STOPPED)[-1] == "store", "the others went on until they were stopped"
+
+
+def test_what_has_never_worked_is_given_up(tmp_path: Path) -> None:
+    broken = Service(
+        name="broken",
+        argv=python("import sys; sys.exit(3)"),
+        log=tmp_path / "broken.log",
+        health=lambda: "never",
+        restart=RestartPolicy(first_delay=0.01, longest_delay=0.01, start_attempts=3),
+    )
+    supervisor, events = supervise(broken)
     with pytest.raises(ServiceFailed, match="3 times in a row"):
         supervisor.run(lambda: None)
-    assert order(events, Phase.STARTING) == ["flaky"] * 3
+    assert order(events, Phase.STARTING) == ["broken"] * 3
+
+
+def test_a_process_waits_for_what_it_needs(tmp_path: Path) -> None:
+    """The engine ends without its store, and is killed with it again and again: no failure of its own."""
+    store = sleeper(tmp_path, "store", restart=RestartPolicy(first_delay=0.2, longest_delay=0.2))
+    code = (
+        "import pathlib,sys,time; flag,own=map(pathlib.Path,sys.argv[1:]); own.touch()\n"
+        "while flag.exists(): time.sleep(0.01)\n"
+        "sys.exit('no store')"
+    )
+    engine = Service(
+        name="engine",
+        argv=python(code, tmp_path / "store.flag", tmp_path / "engine.flag"),
+        log=tmp_path / "engine.log",
+        health=exists(tmp_path / "engine.flag"),
+        after=("store",),
+        restart=RestartPolicy(first_delay=0.01, longest_delay=0.01, alarm_after=2),
+    )
+    supervisor, events = supervise(store, engine)
+
+    def kill_the_store() -> None:
+        for _ in range(3):
+            pid = supervisor.pids()["store"]
+            (tmp_path / "store.flag").unlink()
+            os.kill(pid, signal.SIGKILL)
+            count = len(order(events, Phase.READY))
+            wait_until(lambda count=count: len(order(events, Phase.READY)) >= count + 2)  # type: ignore[misc]
+        supervisor.request_stop()
+
+    supervisor.run(lambda: threading.Thread(target=kill_the_store, daemon=True).start())
+    ends = [event for event in events if event.service == "engine" and event.phase is Phase.RESTARTING]
+    assert len(ends) == 3
+    assert all("waiting for store" in event.detail and not event.alarming for event in ends)
+    names = [event.service for event in events if event.phase is Phase.STARTING]
+    assert names == ["store", "engine"] * 4, "it is not started before the store is back"
 
 
 def test_what_is_never_ready_is_killed_with_the_reason(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Refusals seen from outside: they carry their route, and a gateway that refuses because it is full burns the budget."""
+"""Refusals seen from outside: they carry their route, and a gateway that is full burns its error budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys
 
 _REQUESTS = "temper_gateway_requests_total"
-_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/score")
+_GENERATING = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
+)
 
 
 def counted(running: Running) -> dict[tuple[str, str], float]:
