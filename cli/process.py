@@ -7,7 +7,8 @@ import fcntl
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
 
@@ -63,6 +64,24 @@ class DirectoryLock:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+@contextmanager
+def private_files(directory: Path) -> Iterator[None]:
+    """Makes a directory; until the end, what this process and its children write is for their user alone.
+
+    Folders in it that an earlier start left open to others are closed. The directory itself is not: where it was there
+    before, it is somebody else's.
+    """
+    before = os.umask(0o077)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for folder in directory.iterdir():
+            if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+                folder.chmod(0o700)
+        yield
+    finally:
+        os.umask(before)
 
 
 def tail(path: Path, *, lines: int, offset: int = 0) -> list[str]:

@@ -8,8 +8,9 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cli.local_stores import LocalServer, s3_server, valkey_server, write_private
+from cli.local_stores import LocalServer, s3_server, valkey_server
 from cli.ports import LOOPBACK, ClaimedPort, claim_ports
+from cli.private_tls import write_private
 from cli.supervisor import RestartPolicy, Service
 
 

@@ -19,15 +19,14 @@ from rich.markup import escape
 
 from cli.health import grpc_ready, http_ready
 from cli.ports import port_is_free
-from cli.process import DirectoryLock, rotate_log
+from cli.private_tls import PrivateTls
+from cli.process import DirectoryLock, private_files, rotate_log
 from cli.settings import UpSettings, inherited_environment
 from cli.stores import Ports, Secrets, redis_url, seaweed, valkey
 from cli.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
 ROOT = Path(__file__).resolve().parent.parent
-_PLAINTEXT = {f"TEMPER_GRPC_TLS_{part}": "" for part in ("CERT", "KEY", "CA", "SERVER_NAME")}
-"""Between two processes of one machine, whatever the environment says for others."""
 DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
 
@@ -64,8 +63,7 @@ def run_up(options: UpOptions) -> int:
     try:
         _check_model(options.model)
         data_dir = options.data_dir.absolute()
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with DirectoryLock(data_dir):
+        with private_files(data_dir), DirectoryLock(data_dir):
             _check_port(options)
             return _run(options, data_dir, console)
     except (TemperError, ServiceFailed) as error:
@@ -144,7 +142,9 @@ def compose(
     elif settings.s3_access_key is None or settings.s3_secret_key is None:
         raise InvalidRequest("TEMPER_S3_ENDPOINT needs TEMPER_S3_ACCESS_KEY and TEMPER_S3_SECRET_KEY as well")
     stores = tuple(service.name for service in services)
-    services.append(_engine(options, data_dir, settings, ports.engine.number, env, stores))
+    tls = PrivateTls.create(data_dir / "tls")
+    env |= _mutual_tls(tls)
+    services.append(_engine(options, data_dir, settings, ports.engine.number, env, tls, stores))
     services.append(_gateway(options, data_dir, settings, ports.engine.number, env, stores))
     return services, used
 
@@ -155,13 +155,14 @@ def _engine(
     settings: UpSettings,
     port: int,
     env: Mapping[str, str],
+    tls: PrivateTls,
     stores: tuple[str, ...],
 ) -> Service:
     return Service(
         name="engine",
         argv=[sys.executable, "-m", "services.pod"],
         log=data_dir / "logs" / "engine.log",
-        health=grpc_ready(f"127.0.0.1:{port}", "engine"),
+        health=grpc_ready(f"127.0.0.1:{port}", "engine", tls),
         env={
             **env,
             "TEMPER_MODEL": str(options.model.absolute()),
@@ -171,7 +172,6 @@ def _engine(
             "TEMPER_GRPC_HOST": "127.0.0.1",
             "TEMPER_GRPC_PORT": str(port),
             "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),
-            **_PLAINTEXT,
         },
         cwd=ROOT,
         after=stores,
@@ -201,7 +201,6 @@ def _gateway(
             "TEMPER_PORT": str(options.port),
             "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
             "TEMPER_DRAIN_DELAY_SECONDS": "0",
-            **_PLAINTEXT,
             **_files(settings),
         },
         cwd=ROOT,
@@ -211,6 +210,17 @@ def _gateway(
         stop_timeout=settings.shutdown_grace_seconds + 5.0,
         restart=RestartPolicy(start_attempts=2),
     )
+
+
+def _mutual_tls(tls: PrivateTls) -> dict[str, str]:
+    """Settings of gateway and engine, whatever the environment says for others: an engine asks for no API key, so
+    nobody but this gateway may reach it, not even on this machine."""
+    return {
+        "TEMPER_GRPC_TLS_CERT": str(tls.certificate),
+        "TEMPER_GRPC_TLS_KEY": str(tls.key),
+        "TEMPER_GRPC_TLS_CA": str(tls.certificate),
+        "TEMPER_GRPC_TLS_SERVER_NAME": "",
+    }
 
 
 def _files(settings: UpSettings) -> dict[str, str]:

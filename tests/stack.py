@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
 import psutil
 
 from cli.ports import ClaimedPort, claim_ports
+from cli.private_tls import PrivateTls
 from services.common.settings import CommonSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,9 +89,10 @@ class Stack:
         """Of "valkey", "s3", "engine" or "gateway", as of now: a restarted service has another one."""
         return int(self.state["pids"][service])
 
-    @property
-    def engine_address(self) -> str:
-        return f"127.0.0.1:{self.state['ports']['engine']}"
+    def engine_channel(self) -> grpc.Channel:
+        """To its engine, as its gateway has one."""
+        tls = PrivateTls(self.data_dir / "tls" / "tls.crt", self.data_dir / "tls" / "tls.key")
+        return grpc.secure_channel(f"127.0.0.1:{self.state['ports']['engine']}", tls.channel_credentials())
 
     @property
     def settings(self) -> CommonSettings:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import grpc
 import httpx
 import psutil
 import pytest
@@ -150,7 +149,7 @@ def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
 
 
 def status(stack: Stack) -> engine_pb2.EngineStatus:
-    with grpc.insecure_channel(stack.engine_address) as channel:
+    with stack.engine_channel() as channel:
         answer: engine_pb2.EngineStatus = engine_pb2_grpc.EngineStub(channel).GetStatus(
             engine_pb2.GetStatusRequest(), timeout=5
         )

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
@@ -128,7 +127,7 @@ def test_closing_ends_what_is_being_sampled(http: httpx.Client, stack: Stack) ->
     found = session.ended(sampling)
     assert (found["state"], found["error"]["category"]) == ("failed", "user")
     assert "was closed before this call had ended" in found["error"]["message"]
-    with grpc.insecure_channel(stack.engine_address) as channel:
+    with stack.engine_channel() as channel:
         stub = engine_pb2_grpc.EngineStub(channel)
         while stub.GetStatus(engine_pb2.GetStatusRequest()).running:
             assert time.monotonic() < deadline, "the engine still generates"
