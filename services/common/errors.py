@@ -55,6 +55,12 @@ class Forbidden(TemperError):
     code = "insufficient_scope"
 
 
+class ForeignPage(Forbidden):
+    """A browser's request for another site's page, where no API key tells who calls."""
+
+    code = "foreign_page"
+
+
 class NotFound(TemperError):
     """Something the request names does not exist."""
 

@@ -64,6 +64,8 @@ def main() -> None:
         log_config=None,
         lifespan="on",
         server_header=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
         timeout_graceful_shutdown=settings.shutdown_grace_seconds + LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
     )

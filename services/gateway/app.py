@@ -20,6 +20,7 @@ from services.common.store import ObjectStore
 from services.common.tls import Certificates, TlsFiles
 from services.common.tracing import open_tracer
 from services.gateway.access.audit import AuditLog
+from services.gateway.access.browsers import BrowserGuard
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.middleware import TIMEOUT_HEADER, Access
 from services.gateway.access.openapi import describe_keys
@@ -221,7 +222,15 @@ def create_app(
     describe_bounds(app)
     describe_examples(app)
     describe_keys(app, rules, needed=keys is not None)
-    app.add_middleware(Access, keys=keys, quotas=quotas, audit=audit, rules=rules, metrics=metrics)
+    app.add_middleware(
+        Access,
+        keys=keys,
+        quotas=quotas,
+        audit=audit,
+        rules=rules,
+        metrics=metrics,
+        browsers=BrowserGuard(settings.hosts, settings.cors_origins),
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

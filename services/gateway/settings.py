@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Literal, TypeAlias
 
@@ -150,6 +151,12 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Appended to, beside the log: a JSON object for every call that trains or administrates. Empty: no such file."""
     cors_allow_origins: str = ""
     """Origins whose web pages may call the gateway, separated by commas: "https://chat.example.com". Empty: none."""
+    allowed_hosts: str = ""
+    """Names by which a gateway without API keys may be called on loopback, separated by commas, beside localhost, names
+    without a dot and addresses: "temper.example.com" behind a proxy of this machine that passes Host on."""
+    trusted_proxies: str = ""
+    """Addresses and networks of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed, separated by commas:
+    "10.0.0.0/8". The log and the audit log then have the client's address. Empty: nobody's."""
     max_bodies_bytes: int = Field(256 * 2**20, ge=1024)
     """JSON bodies in memory at a time, together, but at least one of the largest; more are answered with 503."""
     body_timeout_seconds: float = Field(60.0, gt=0)
@@ -240,6 +247,11 @@ class GatewaySettings(ListenSettings, CommonSettings):
         return tuple(dict.fromkeys(_entries(self.cors_allow_origins)))
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of `allowed_hosts`, each once."""
+        return tuple(dict.fromkeys(_entries(self.allowed_hosts)))
+
+    @property
     def bodies_limit(self) -> int:
         """Bytes of all JSON bodies together."""
         return max(self.max_bodies_bytes, self.max_body_bytes)
@@ -258,6 +270,19 @@ class GatewaySettings(ListenSettings, CommonSettings):
                     f"{origin[:80]!r} is no origin: give scheme, host and port as a browser sends them, like "
                     "https://chat.example.com (no path, no capitals; '*' is not possible)"
                 )
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: str) -> str:
+        for entry in _entries(value):
+            try:
+                ipaddress.ip_network(entry)
+            except ValueError as error:
+                raise ValueError(
+                    f"{entry[:80]!r} is no address or network of a proxy ({error}): give them like 10.0.0.0/8, and not "
+                    "as '*', which would believe every client"
+                ) from error
         return value
 
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Forbidden, InvalidRequest, Overloaded, TemperError, Unauthorized
 from services.gateway.access.audit import AuditLog
+from services.gateway.access.browsers import BrowserGuard
 from services.gateway.access.caller import Caller, working_for
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.principal import EVERYBODY, INTERNAL, NOBODY, Principal
@@ -37,6 +38,7 @@ class Access:
         audit: where calls that change something are written.
         rules: what routes ask for.
         metrics: refusals.
+        browsers: asked where there are no keys.
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class Access:
         audit: AuditLog,
         rules: RuleBook,
         metrics: GatewayMetrics,
+        browsers: BrowserGuard,
     ) -> None:
         self._app = app
         self._keys = keys
+        self._browsers = browsers
         self._quotas = quotas
         self._audit = audit
         self._rules = rules
@@ -80,6 +84,8 @@ class Access:
         state = scope.setdefault("state", {})
         state["principal"] = NOBODY
         try:
+            if self._keys is None and INTERNAL not in scope:
+                self._browsers.check(scope, headers)
             principal = state["principal"] = self._principal(scope, rule, headers)
             _check_scope(rule, principal, self._metrics)
             caller = Caller(principal, Grant(self._quotas, principal.id, principal.limits), _deadline(rule, headers))
