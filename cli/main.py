@@ -55,6 +55,9 @@ def up(
     ] = Dtype.AUTO,
     data_dir: Annotated[Path, typer.Option(help="Stores, logs and checkpoints live here.")] = Path(".temper"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
+    no_keys: Annotated[
+        bool, typer.Option("--no-keys", help="Let everybody who reaches --host do everything, without API keys.")
+    ] = False,
 ) -> None:
     """Start Valkey, S3, engine and gateway; stop them all with Ctrl-C."""
     from cli.up import DEFAULT_MODEL, UpOptions, run_up
@@ -68,6 +71,7 @@ def up(
         dtype=dtype.value,
         data_dir=data_dir,
         as_json=as_json,
+        no_keys=no_keys,
     )
     raise typer.Exit(run_up(options))
 

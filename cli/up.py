@@ -6,6 +6,7 @@ output of the parts to <data dir>/logs.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import sys
@@ -43,10 +44,20 @@ class UpOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     data_dir: Path = Path(".temper")
     as_json: bool = False
+    no_keys: bool = False
+    """Others than this machine may reach the gateway, and need no API key."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise InvalidRequest(f"port must be 1 to 65535, got {self.port}", param="port")
+
+    @property
+    def exposed(self) -> bool:
+        """Whether other machines may reach the gateway."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
 
     @property
     def url(self) -> str:
@@ -62,10 +73,12 @@ def run_up(options: UpOptions) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         _check_model(options.model)
+        settings = UpSettings()
+        _check_exposure(options, settings, console)
         data_dir = options.data_dir.absolute()
         with private_files(data_dir), DirectoryLock(data_dir):
             _check_port(options)
-            return _run(options, data_dir, console)
+            return _run(options, settings, data_dir, console)
     except (TemperError, ServiceFailed) as error:
         message = error.message if isinstance(error, TemperError) else str(error)
         console.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
@@ -75,12 +88,12 @@ def run_up(options: UpOptions) -> int:
         return EXIT_FAILED
 
 
-def _run(options: UpOptions, data_dir: Path, console: Console) -> int:
+def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Console) -> int:
     for log in (data_dir / "logs").glob("*.log"):
         rotate_log(log)
     # Claimed until this returns: the engine listens seconds after its port is chosen.
     ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
-    services, used = compose(options, data_dir, UpSettings(), ports)
+    services, used = compose(options, data_dir, settings, ports)
     state_file = data_dir / "state.json"
 
     def report(event: Event) -> None:
@@ -241,6 +254,19 @@ def _check_model(model: Path) -> None:
         raise InvalidRequest(
             f"{model} is not a checkpoint directory (it has no config.json): name one with --model", param="model"
         )
+
+
+def _check_exposure(options: UpOptions, settings: UpSettings, console: Console) -> None:
+    if not options.exposed or settings.api_keys_file:
+        return
+    who = f"everybody who reaches {options.host}:{options.port} may use, train and administrate this Temper"
+    if not options.no_keys:
+        raise InvalidRequest(
+            f"with --host {options.host} and no API keys {who}: make a key (temper keys create --name me --scopes "
+            "inference,train,admin --file keys.json) and set TEMPER_API_KEYS_FILE=keys.json, or say --no-keys",
+            param="host",
+        )
+    console.print(f"[bold red]warning:[/] no API keys: {escape(who)}", soft_wrap=True)
 
 
 def _check_port(options: UpOptions) -> None:

@@ -99,8 +99,9 @@ def called(port: int) -> Iterator[str]:
     for channel in channels:
         with channel:
             for method in CALLS:
+                call: Any = channel.unary_unary(method)
                 try:
-                    channel.unary_unary(method)(b"", timeout=SECONDS)
+                    call(b"", timeout=SECONDS)
                     yield method
                 except grpc.RpcError as error:
                     status: Any = error  # the subclass that carries the status is private to grpcio

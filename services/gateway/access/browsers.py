@@ -75,9 +75,9 @@ class BrowserGuard:
 
 def _arrived_on_loopback(scope: Scope) -> bool:
     """Whether the connection's end here is on loopback, which a page can make a browser of this machine dial."""
-    server = scope.get("server")
+    address, _ = scope.get("server") or ("", None)
     try:
-        return bool(server) and ipaddress.ip_address(server[0]).is_loopback
+        return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False  # a Unix socket
 

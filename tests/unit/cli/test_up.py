@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from cli.main import app
 from cli.process import DirectoryLock, tail
 from cli.settings import UpSettings
 from cli.stores import Ports
-from cli.up import UpOptions, compose
+from cli.up import UpOptions, compose, run_up
 from services.common.errors import Conflict, InvalidRequest
 from tests.stack import ROOT, clean_environment
 
@@ -108,6 +109,33 @@ def test_data_directory_in_use(tmp_path: Path) -> None:
 
 def test_not_a_model(tmp_path: Path) -> None:
     assert "has no config.json" in one_error(up("--model", tmp_path, "--data-dir", tmp_path / "data"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "gpu.example.com", ""])
+def test_others_are_let_in_with_keys_or_when_asked_for(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("cli.up._run", lambda options, *_: ran.append(options.host) or 0)
+    monkeypatch.setattr("cli.up._check_port", lambda _: None)
+    monkeypatch.delenv("TEMPER_API_KEYS_FILE", raising=False)
+    options = UpOptions(model(tmp_path), host=host, data_dir=tmp_path / "data")
+    assert run_up(options) == 1
+    told = capsys.readouterr().err
+    assert "--no-keys" in told
+    assert "TEMPER_API_KEYS_FILE" in told
+    assert not ran
+    assert run_up(replace(options, no_keys=True)) == 0
+    assert "warning: no API keys: everybody who reaches" in capsys.readouterr().err
+    monkeypatch.setenv("TEMPER_API_KEYS_FILE", "keys.json")
+    assert run_up(options) == 0
+    assert not capsys.readouterr().err
+    assert ran == [host, host]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_loopback_is_not_exposed(host: str) -> None:
+    assert not UpOptions(host=host).exposed
 
 
 @pytest.mark.parametrize("args", [("--port", "0"), ("--port", "70000"), ("--device", "tpu"), ("--what",)])
