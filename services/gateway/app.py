@@ -32,6 +32,7 @@ from services.gateway.api import (
     chat,
     completions,
     conversations,
+    docs,
     embeddings,
     files,
     health,
@@ -182,7 +183,7 @@ def create_app(
         version="1",
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url="/docs",
+        docs_url=None,
         redoc_url=None,
     )
     install_error_handlers(app)
@@ -205,6 +206,7 @@ def create_app(
         histories,
         files,
         batches,
+        docs,
         health,
     ):
         app.include_router(resource.routes)

@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     _public("POST /ping"),
     _public("GET /openapi.json"),
     _public("GET /docs"),
-    _public("GET /docs/oauth2-redirect"),
+    _public("GET /docs/{part}"),
     _public(METRICS),
     _inference("POST /v1/chat/completions", generates=True),
     _inference("GET /v1/chat/completions"),
