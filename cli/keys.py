@@ -32,7 +32,9 @@ _NO_LIMIT = "Default: the gateway's; 0: none."
 def create(
     file: File,
     name: Annotated[str, typer.Option(help="For people: who or what uses the key.")],
-    scopes: Annotated[str, typer.Option(help="Any of inference, train, admin, separated by commas.")] = "inference",
+    scopes: Annotated[
+        str, typer.Option(help="Any of inference, train, attach, admin, separated by commas.")
+    ] = "inference",
     requests_per_minute: Annotated[int | None, typer.Option(help=_NO_LIMIT)] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help=f"Prompts and completions. {_NO_LIMIT}")] = None,
     concurrent_requests: Annotated[int | None, typer.Option(help=_NO_LIMIT)] = None,

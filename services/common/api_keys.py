@@ -43,8 +43,10 @@ class Scope(enum.StrEnum):
     """Completions and everything else that only uses the model."""
     TRAIN = "train"
     """Training jobs and sessions, and downloads of what they made."""
+    ATTACH = "attach"
+    """Changing what the base model's name answers: by a job or a session that attaches, by hand, and back."""
     ADMIN = "admin"
-    """Changing adapters by hand: upload, attach, merge, roll back, delete."""
+    """Changing adapters by hand: upload, attach, merge, roll back, delete. And everybody's jobs."""
 
 
 def _aware(moment: datetime) -> datetime:

@@ -37,6 +37,7 @@ FIELDS = (
     "parent",
     "settings",
     "notes",
+    "key_id",
     "schema",
 )
 """What a Job is made of; the spec, which may be megabytes, is read only by its owner."""
@@ -108,6 +109,7 @@ def job_from_fields(values: Sequence[str | None]) -> Job | None:
             "parent": field["parent"] or None,
             "settings": _json(field["settings"]),
             "notes": list(_json(field["notes"]).values()),
+            "key_id": field["key_id"] or None,
         }
     )
 

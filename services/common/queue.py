@@ -57,14 +57,17 @@ class JobQueue(Ledger[Job]):
     def record(self, values: Any) -> Job | None:
         return job_from_fields(values)
 
-    async def submitted(self, idempotency_key: str, request_sha: str) -> Job | None:
+    async def submitted(self, idempotency_key: str, request_sha: str, *, key_id: str = "") -> Job | None:
         """The job that this request made when it came before under the same key.
+
+        Args:
+            key_id: of the API key that sends it; idempotency keys of others are others'.
 
         Raises:
             Conflict: the key came with another request.
             InvalidRequest: the key is empty or longer than 256 characters.
         """
-        key = scripts.idempotency_key(_checked(idempotency_key))
+        key = scripts.idempotency_key(_checked(idempotency_key), key_id)
         known = await call_async(lambda: cast(Awaitable[str | None], self._redis.get(key)))
         if known is None:
             return None
@@ -74,11 +77,18 @@ class JobQueue(Ledger[Job]):
         return await self._find(job_id)
 
     async def submit(
-        self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None, traceparent: str = ""
+        self,
+        spec: Spec,
+        *,
+        idempotency_key: str | None = None,
+        request_sha: str | None = None,
+        traceparent: str = "",
+        key_id: str = "",
     ) -> Job:
         """Queues a job. The same key with the same request returns the same job, for a week.
 
         Args:
+            key_id: of the API key whose job it is; empty: there are no keys.
             traceparent: of the request that submits it.
             request_sha: digest of what the client sent, when the spec was made from it; default: the spec's own.
 
@@ -94,7 +104,7 @@ class JobQueue(Ledger[Job]):
             scripts.INDEX,
             scripts.job_key(job_id),
             scripts.events_key(job_id),
-            scripts.idempotency_key(idempotency_key or ""),
+            scripts.idempotency_key(idempotency_key or "", key_id),
             scripts.line_key(spec.adapter),
         ]
         # A large spec takes a second to write out: not on the event loop.
@@ -102,18 +112,25 @@ class JobQueue(Ledger[Job]):
         if request_sha is None:
             request_sha = await asyncio.to_thread(spec_sha, spec)
         args = [job_id, text, request_sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
-        args += ["0" if idempotency_key is None else "1", "", traceparent]
+        args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
         outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
         if outcome == "conflict":
             raise _key_used(idempotency_key or "", existing)
         return await self.get(existing)
 
     async def list(
-        self, *, limit: int = 50, after: str | None = None, state: JobState | None = None, adapter: str | None = None
+        self,
+        *,
+        limit: int = 50,
+        after: str | None = None,
+        state: JobState | None = None,
+        adapter: str | None = None,
+        key_id: str | None = None,
     ) -> Jobs:
         """Jobs, newest first.
 
         Args:
+            key_id: of one API key only; None: everybody's.
             after: continue behind this job id (the last one of the page before).
 
         Raises:
@@ -121,7 +138,11 @@ class JobQueue(Ledger[Job]):
         """
 
         def wanted(job: Job) -> bool:
-            return (state is None or job.state == state) and (adapter is None or job.adapter == adapter)
+            return (
+                (state is None or job.state == state)
+                and (adapter is None or job.adapter == adapter)
+                and (key_id is None or job.key_id == key_id)
+            )
 
         return await self._page(scripts.INDEX, limit, after, wanted)
 

@@ -102,8 +102,9 @@ def line_key(adapter: str) -> str:
     return TRAINING.line_key(adapter)
 
 
-def idempotency_key(key: str) -> str:
-    return TRAINING.idempotency_key(key)
+def idempotency_key(key: str, key_id: str = "") -> str:
+    """Of a submission by an API key, whose id stands before a space, which no client can send."""
+    return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
 
 
 _PRELUDE = f"""
@@ -162,7 +163,7 @@ SUBMIT = (
     _PRELUDE
     + f"""
 -- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
--- schema
+-- schema key_id
 -- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
 -- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
 if ARGV[7] == '1' then
@@ -184,6 +185,7 @@ redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'ad
   ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0', 'schema',
   (ARGV[10] or '') ~= '' and ARGV[10] or SCHEMA)
 if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
+if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) end
 redis.call('ZADD', KEYS[2], created, ARGV[1])
 redis.call('RPUSH', KEYS[6], ARGV[1])
 emit(KEYS[4], 'state', '{{"state":"queued"}}')

@@ -196,7 +196,7 @@ class Desk:
         if finished is None:
             return
         if live.submission.keep_rollout and finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._rollouts.remember(Rollout.of(finished))
+            self._rollouts.remember(Rollout.of(finished, live.submission.owner))
         if not live.submission.background:
             self._observer.request_done(finished, live.submitted_at, self._clock())
 

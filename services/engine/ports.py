@@ -47,6 +47,8 @@ class Submission:
     priority: int = 0
     """Lower runs first."""
     keep_rollout: bool = False
+    owner: str = ""
+    """Id of the API key that may train on the kept rollout; empty: there are no keys."""
     background: bool = False
     """Of this process itself, not a user's: it takes no place of the queue and is in no metric of latency. Whoever
     submits it bounds how many there are."""

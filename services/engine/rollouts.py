@@ -31,13 +31,15 @@ class Rollout:
     adapter: str
     """"name@n" of the behaviour policy, empty for the base."""
     finish_reason: FinishReason
+    owner: str = ""
+    """Id of the API key whose request it was; empty: there are no keys."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.sampling_logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.sampling_logprobs)} log-probabilities")
 
     @classmethod
-    def of(cls, finished: Finished) -> Rollout:
+    def of(cls, finished: Finished, owner: str = "") -> Rollout:
         request = finished.request
         return cls(
             completion_id=request.request_id,
@@ -47,6 +49,7 @@ class Rollout:
             temperature=request.sampling.temperature,
             adapter=request.pin.version,
             finish_reason=finished.finish_reason,
+            owner=owner,
         )
 
     @property

@@ -108,6 +108,7 @@ def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
         cache_salt=message.cache_salt,
         priority=message.priority,
         keep_rollout=message.keep_rollout,
+        owner=message.owner,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         prompt_logprobs_from=message.prompt_logprobs_from,
         pooling=_pooling(message),
@@ -227,4 +228,5 @@ def rollout_message(rollout: Rollout) -> pb.Rollout:
         temperature=rollout.temperature,
         adapter=rollout.adapter,
         finish_reason=FINISH_REASONS[rollout.finish_reason],
+        owner=rollout.owner,
     )

@@ -165,6 +165,7 @@ class Generation:
                     cache_salt=salt,
                     priority=body.priority or 0,
                     keep_rollout=job.max_tokens > 0,
+                    owner=owner(),
                     # Once a prompt: what its first choice is told counts for the others. A stream cannot wait for it.
                     prompt_logprobs=prompt_logprobs if body.stream or index % body.choices == 0 else None,
                     boundaries=job.boundaries,

@@ -2,8 +2,8 @@
 
 Follows draft-ietf-httpapi-idempotency-key-header-07, except that another body under a used key is a 409, as it is for
 training jobs. Only answers of success are kept: one that refuses has changed nothing, so its key is free again. While
-the first request runs, a second gets 409 with Retry-After. Keys belong to their principal; those of training jobs are
-the queue's, and the same for everybody who may train.
+the first request runs, a second gets 409 with Retry-After. Keys belong to their principal; those of training jobs, too,
+but the queue keeps them.
 """
 
 from __future__ import annotations

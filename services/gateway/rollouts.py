@@ -9,6 +9,7 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob
 from services.common.pb import engine_pb2
 from services.gateway.engines import EnginePool
+from services.gateway.tenancy import owner
 
 _NAMED_IDS = 5
 Rollouts = Mapping[str, engine_pb2.Rollout]
@@ -18,7 +19,7 @@ async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
     """The job with token ids and log-probabilities in place of completion ids.
 
     Raises:
-        NotFound: completions that no engine remembers; the message names them.
+        NotFound: completions that no engine remembers, or that another API key sampled; the message names them.
         InvalidRequest: a completion is scored twice, or a group mixes prompts.
         Unavailable: an engine that may know them cannot be asked.
     """
@@ -57,7 +58,7 @@ async def _fetch(ids: Sequence[str], engines: EnginePool, field: str) -> dict[st
     missing = []
     for completion_id, short in shorter.items():
         rollout = remembered.get(completion_id) or remembered.get(short)
-        if rollout is None:
+        if rollout is None or rollout.owner != owner():
             missing.append(completion_id)
         else:
             found[completion_id] = rollout

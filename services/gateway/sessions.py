@@ -16,6 +16,7 @@ from services.common.pb import sessions_pb2 as pb
 from services.common.sessions import Call, OpenSession, future_session, session_instance
 from services.gateway.engine_client import EngineClient
 from services.gateway.errors import engine_error
+from services.gateway.tenancy import owner
 
 _OPEN_SECONDS = 125.0
 _CALL_SECONDS = 30.0
@@ -48,7 +49,7 @@ class SessionRouter:
             Unavailable: no engine that trains is there.
             TemperError: what the engine found wrong.
         """
-        message = pb.OpenSessionRequest(request_json=to_json(request))
+        message = pb.OpenSessionRequest(request_json=to_json(request), owner=owner())
         candidates = [client for client in self._clients() if client.ready and client.instance]
         refusal: TemperError = Unavailable("no engine that trains is ready (TEMPER_TRAINER)", retry_after=2.0)
         for client in sorted(candidates, key=_sessions_there):
@@ -62,15 +63,16 @@ class SessionRouter:
     async def get(self, session: str) -> bytes:
         """One session as JSON. Raises NotFound, Gone, Unavailable."""
         client = self._holder(session)
-        message = pb.GetSessionRequest(id=session)
+        message = pb.GetSessionRequest(id=session, owner=owner())
         answer = await _call(client, client.sessions().Get(message, timeout=_CALL_SECONDS))
         return answer.session_json
 
     async def open_sessions(self) -> list[bytes]:
-        """The sessions of all engines that can be asked."""
+        """The caller's sessions on all engines that can be asked."""
         clients = [client for client in self._clients() if client.connected and client.instance]
+        message = pb.ListSessionsRequest(owner=owner())
         answers = await asyncio.gather(
-            *(client.sessions().List(pb.ListSessionsRequest(), timeout=_CALL_SECONDS) for client in clients),
+            *(client.sessions().List(message, timeout=_CALL_SECONDS) for client in clients),
             return_exceptions=True,
         )
         return [found for answer in answers if not isinstance(answer, BaseException) for found in answer.session_json]
@@ -78,7 +80,7 @@ class SessionRouter:
     async def close(self, session: str) -> None:
         """Raises NotFound, Gone, Unavailable."""
         client = self._holder(session)
-        message = pb.CloseSessionRequest(id=session)
+        message = pb.CloseSessionRequest(id=session, owner=owner())
         await _call(client, client.sessions().Close(message, timeout=_CALL_SECONDS))
 
     async def submit(self, session: str, call: Call) -> pb.Future:
@@ -90,7 +92,8 @@ class SessionRouter:
             Unavailable: it does not answer; the call may have arrived, so send it again with the same seq.
         """
         client = self._holder(session)
-        message = pb.SubmitCallRequest(session=session, call_json=await asyncio.to_thread(to_json, call))
+        call_json = await asyncio.to_thread(to_json, call)
+        message = pb.SubmitCallRequest(session=session, call_json=call_json, owner=owner())
         answer = await _call(client, client.sessions().Submit(message, timeout=_CALL_SECONDS))
         return answer.future
 
@@ -126,7 +129,7 @@ class SessionRouter:
             # Nobody can say any more how the call ended: to its client it has failed.
             message = engine_pb2.Error(code=engine_pb2.ERROR_CODE_GONE, message=error.message)
             return pb.Future(id=future, session=session, state=pb.FUTURE_STATE_FAILED, error=message)
-        message_ = pb.WaitFutureRequest(id=future, wait_ms=int(seconds * 1000))
+        message_ = pb.WaitFutureRequest(id=future, wait_ms=int(seconds * 1000), owner=owner())
         answer = await _call(client, client.sessions().Wait(message_, timeout=seconds + _CALL_SECONDS))
         return answer.future
 

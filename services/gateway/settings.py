@@ -17,7 +17,7 @@ from services.gateway.quotas.decision import Limits
 
 _ORIGIN = re.compile(r"https?://(?:[a-z0-9._-]+|\[[0-9a-f:]+\])(?::[0-9]{1,5})?")
 
-CacheScope: TypeAlias = Literal["shared", "key"]
+CacheScope: TypeAlias = Literal["auto", "shared", "key"]
 
 
 class GatewaySettings(ListenSettings, CommonSettings):
@@ -61,9 +61,10 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Blocks of 64 prompt tokens that are remembered for each engine, to send equal beginnings there again."""
     sticky_sessions: int = Field(65536, ge=1)
     """Most `session_id`s whose engine is remembered; the one longest unused is forgotten first."""
-    cache_scope: CacheScope = "shared"
-    """Whose requests share cached prompt state: "shared": those of all API keys; "key": those of one key. By how soon
-    it is answered, a client can learn whether somebody in the scope has sent the same beginning before."""
+    cache_scope: CacheScope = "auto"
+    """Whose requests share cached prompt state: "shared": those of all API keys; "key": those of one key; "auto": "key"
+    where there are keys. By how soon it is answered, a client can learn whether somebody in the scope has sent the same
+    beginning before."""
     breaker_failures: int = Field(5, ge=1)
     """Failures in a row (steps, or connections lost with requests) after which an engine gets nothing for a while."""
     breaker_window_seconds: float = Field(30.0, gt=0)

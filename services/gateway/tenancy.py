@@ -1,10 +1,11 @@
-"""What engines are told of a caller: whose a session is, and what cached state its requests may share."""
+"""Who owns what: which jobs a caller sees, whose a session is, and what cached state its requests may share."""
 
 from __future__ import annotations
 
 import hashlib
 
-from services.common.api_keys import ANONYMOUS
+from services.common.api_keys import ANONYMOUS, Scope
+from services.common.errors import Forbidden
 from services.common.pb import engine_pb2
 from services.gateway.access.caller import current_caller
 from services.gateway.settings import CacheScope
@@ -20,16 +21,43 @@ def owner() -> str:
     return "" if caller is None or caller.principal.id == ANONYMOUS else caller.principal.id
 
 
+def sees(key_id: str | None) -> bool:
+    """Whether what an API key has made is the caller's to see: its own, and everybody's for whoever administrates."""
+    found = owner()
+    return not found or found == key_id or _may(Scope.ADMIN)
+
+
+def may_attach() -> bool:
+    """Whether the caller may change what the base model's name answers."""
+    return _may(Scope.ATTACH, Scope.ADMIN)
+
+
+def check_attach(param: str) -> None:
+    """Raises Forbidden unless the caller may attach a version."""
+    if not may_attach():
+        raise Forbidden(
+            f"the API key {owner()} lacks the scope attach or admin, which changing what the base model's name answers "
+            f"needs: leave {param} out or false, and call the version by its name",
+            param=param,
+        )
+
+
+def _may(*scopes: Scope) -> bool:
+    caller = current_caller()
+    return caller is None or not caller.principal.scopes.isdisjoint(scopes)
+
+
 def cache_salt(scope: CacheScope, given: str | None) -> str:
     """The salt of the caller's requests, under which engines share cached state.
 
     No two kinds begin alike, so whatever a client sends is never another kind's, nor the salt of an engine's own work.
 
     Args:
-        scope: "shared": requests of all keys share what has the same ``given``. "key": only those of one key do.
+        scope: "shared": requests of all keys share what has the same ``given``. "key" and "auto": only those of one key
+            do; without keys all callers are one.
         given: by the client.
     """
-    if scope == "shared":
+    if scope == "shared" or (scope == "auto" and not owner()):
         return "" if given is None else f"client:{given}"
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"temper salt")
     for part in (owner(), "" if given is None else f"client:{given}"):

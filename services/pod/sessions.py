@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import sessions_pb2 as pb
 from services.common.pb import sessions_pb2_grpc
-from services.common.sessions import OpenSession
+from services.common.sessions import OpenSession, future_session
 from services.engine.errors import to_message
 from services.trainer.sessions.desk import SessionDesk
 from services.trainer.sessions.line import CallState
@@ -39,7 +39,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def Open(self, request: pb.OpenSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
         try:
-            name, opened = self._desk.open(_parse(request.request_json))
+            name, opened = self._desk.open(_parse(request.request_json), request.owner)
             try:
                 await asyncio.wait_for(asyncio.wrap_future(opened), _OPEN_SECONDS)
             except BaseException:  # also when the client has gone: nobody would know of the session
@@ -54,20 +54,22 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def Get(self, request: pb.GetSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
         try:
+            self._desk.check_owner(request.id, request.owner)
             return _session(self._desk.get(request.id))
         except Exception as error:
             return pb.SessionAnswer(error=to_message(_logged(error)))
 
     async def List(  # noqa: N802
         self,
-        request: pb.ListSessionsRequest,  # noqa: ARG002
+        request: pb.ListSessionsRequest,
         context: _Context,  # noqa: ARG002
     ) -> pb.ListSessionsResponse:
-        found = self._desk.open_sessions()
+        found = self._desk.open_sessions(request.owner)
         return pb.ListSessionsResponse(session_json=[to_json(described) for described in found])
 
     async def Close(self, request: pb.CloseSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
         try:
+            self._desk.check_owner(request.id, request.owner)
             described = _session(self._desk.get(request.id))
             self._desk.close(request.id)
         except Exception as error:
@@ -76,6 +78,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def Submit(self, request: pb.SubmitCallRequest, context: _Context) -> pb.FutureAnswer:  # noqa: N802, ARG002
         try:
+            self._desk.check_owner(request.session, request.owner)
             view = await asyncio.to_thread(self._desk.submit, request.session, request.call_json)
         except Exception as error:
             return pb.FutureAnswer(error=to_message(_logged(error)))
@@ -83,6 +86,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def Wait(self, request: pb.WaitFutureRequest, context: _Context) -> pb.FutureAnswer:  # noqa: N802
         try:
+            self._desk.check_owner(future_session(request.id) or "", request.owner)
             view = self._desk.look(request.id)
             if view.state is CallState.PENDING and request.wait_ms:
                 seconds = min(request.wait_ms / 1000, _LONGEST_WAIT)

@@ -420,6 +420,7 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique on the engine while the request lives; also the completion id of its rollout."""
     deadline_unix_ms: _builtins.int
@@ -442,6 +443,8 @@ class GenerateRequest(_message.Message):
     """With `prompt_logprobs`: only of the prompt's tokens from this place on (0 and 1: of all that have one). What lies
     before may come from the prefix cache.
     """
+    owner: _builtins.str
+    """Id of the API key that may train on the kept rollout; empty where there are no keys."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -475,10 +478,11 @@ class GenerateRequest(_message.Message):
         prompt_logprobs_from: _builtins.int = ...,
         session: Global___SessionRef | None = ...,
         boundaries: _abc.Iterable[_builtins.int] | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "boundaries", b"boundaries", "cache_salt", b"cache_salt", "deadline_unix_ms", b"deadline_unix_ms", "keep_rollout", b"keep_rollout", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_from", b"prompt_logprobs_from", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
@@ -1000,10 +1004,13 @@ class Rollout(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     completion_id: _builtins.str
     temperature: _builtins.float
     adapter: _builtins.str
     finish_reason: Global___FinishReason.ValueType
+    owner: _builtins.str
+    """Of the request that sampled it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1020,10 +1027,11 @@ class Rollout(_message.Message):
         temperature: _builtins.float = ...,
         adapter: _builtins.str = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "completion_id", b"completion_id", "finish_reason", b"finish_reason", "prompt_token_ids", b"prompt_token_ids", "sampling_logprobs", b"sampling_logprobs", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "completion_id", b"completion_id", "finish_reason", b"finish_reason", "owner", b"owner", "prompt_token_ids", b"prompt_token_ids", "sampling_logprobs", b"sampling_logprobs", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

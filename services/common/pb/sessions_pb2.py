@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from services.common.pb import engine_pb2 as temper_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18temper/v1/sessions.proto\x12\ttemper.v1\x1a\x16temper/v1/engine.proto\"*\n\x12OpenSessionRequest\x12\x14\n\x0crequest_json\x18\x01 \x01(\x0c\"\x1f\n\x11GetSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x15\n\x13ListSessionsRequest\"!\n\x13\x43loseSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\"F\n\rSessionAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.temper.v1.Error\x12\x14\n\x0csession_json\x18\x02 \x01(\x0c\",\n\x14ListSessionsResponse\x12\x14\n\x0csession_json\x18\x01 \x03(\x0c\"7\n\x11SubmitCallRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x11\n\tcall_json\x18\x02 \x01(\x0c\"0\n\x11WaitFutureRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\"\xd7\x01\n\x06\x46uture\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x11\n\toperation\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.temper.v1.FutureState\x12\x0f\n\x07running\x18\x06 \x01(\x08\x12\r\n\x05\x61head\x18\x07 \x01(\r\x12\x13\n\x0bmissing_seq\x18\x08 \x01(\x04\x12\x13\n\x0bresult_json\x18\t \x01(\x0c\x12\x1f\n\x05\x65rror\x18\n \x01(\x0b\x32\x10.temper.v1.Error\"R\n\x0c\x46utureAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.temper.v1.Error\x12!\n\x06\x66uture\x18\x02 \x01(\x0b\x32\x11.temper.v1.Future*u\n\x0b\x46utureState\x12\x1c\n\x18\x46UTURE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46UTURE_STATE_PENDING\x10\x01\x12\x15\n\x11\x46UTURE_STATE_DONE\x10\x02\x12\x17\n\x13\x46UTURE_STATE_FAILED\x10\x03\x32\x96\x03\n\x08Sessions\x12?\n\x04Open\x12\x1d.temper.v1.OpenSessionRequest\x1a\x18.temper.v1.SessionAnswer\x12=\n\x03Get\x12\x1c.temper.v1.GetSessionRequest\x1a\x18.temper.v1.SessionAnswer\x12G\n\x04List\x12\x1e.temper.v1.ListSessionsRequest\x1a\x1f.temper.v1.ListSessionsResponse\x12\x41\n\x05\x43lose\x12\x1e.temper.v1.CloseSessionRequest\x1a\x18.temper.v1.SessionAnswer\x12?\n\x06Submit\x12\x1c.temper.v1.SubmitCallRequest\x1a\x17.temper.v1.FutureAnswer\x12=\n\x04Wait\x12\x1c.temper.v1.WaitFutureRequest\x1a\x17.temper.v1.FutureAnswerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18temper/v1/sessions.proto\x12\ttemper.v1\x1a\x16temper/v1/engine.proto\"9\n\x12OpenSessionRequest\x12\x14\n\x0crequest_json\x18\x01 \x01(\x0c\x12\r\n\x05owner\x18\x02 \x01(\t\".\n\x11GetSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\"$\n\x13ListSessionsRequest\x12\r\n\x05owner\x18\x01 \x01(\t\"0\n\x13\x43loseSessionRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\"F\n\rSessionAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.temper.v1.Error\x12\x14\n\x0csession_json\x18\x02 \x01(\x0c\",\n\x14ListSessionsResponse\x12\x14\n\x0csession_json\x18\x01 \x03(\x0c\"F\n\x11SubmitCallRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x11\n\tcall_json\x18\x02 \x01(\x0c\x12\r\n\x05owner\x18\x03 \x01(\t\"?\n\x11WaitFutureRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\x12\r\n\x05owner\x18\x03 \x01(\t\"\xd7\x01\n\x06\x46uture\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x11\n\toperation\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.temper.v1.FutureState\x12\x0f\n\x07running\x18\x06 \x01(\x08\x12\r\n\x05\x61head\x18\x07 \x01(\r\x12\x13\n\x0bmissing_seq\x18\x08 \x01(\x04\x12\x13\n\x0bresult_json\x18\t \x01(\x0c\x12\x1f\n\x05\x65rror\x18\n \x01(\x0b\x32\x10.temper.v1.Error\"R\n\x0c\x46utureAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.temper.v1.Error\x12!\n\x06\x66uture\x18\x02 \x01(\x0b\x32\x11.temper.v1.Future*u\n\x0b\x46utureState\x12\x1c\n\x18\x46UTURE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46UTURE_STATE_PENDING\x10\x01\x12\x15\n\x11\x46UTURE_STATE_DONE\x10\x02\x12\x17\n\x13\x46UTURE_STATE_FAILED\x10\x03\x32\x96\x03\n\x08Sessions\x12?\n\x04Open\x12\x1d.temper.v1.OpenSessionRequest\x1a\x18.temper.v1.SessionAnswer\x12=\n\x03Get\x12\x1c.temper.v1.GetSessionRequest\x1a\x18.temper.v1.SessionAnswer\x12G\n\x04List\x12\x1e.temper.v1.ListSessionsRequest\x1a\x1f.temper.v1.ListSessionsResponse\x12\x41\n\x05\x43lose\x12\x1e.temper.v1.CloseSessionRequest\x1a\x18.temper.v1.SessionAnswer\x12?\n\x06Submit\x12\x1c.temper.v1.SubmitCallRequest\x1a\x17.temper.v1.FutureAnswer\x12=\n\x04Wait\x12\x1c.temper.v1.WaitFutureRequest\x1a\x17.temper.v1.FutureAnswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'temper.v1.sessions_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FUTURESTATE']._serialized_start=725
-  _globals['_FUTURESTATE']._serialized_end=842
+  _globals['_FUTURESTATE']._serialized_start=815
+  _globals['_FUTURESTATE']._serialized_end=932
   _globals['_OPENSESSIONREQUEST']._serialized_start=63
-  _globals['_OPENSESSIONREQUEST']._serialized_end=105
-  _globals['_GETSESSIONREQUEST']._serialized_start=107
-  _globals['_GETSESSIONREQUEST']._serialized_end=138
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=140
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=161
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=163
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=196
-  _globals['_SESSIONANSWER']._serialized_start=198
-  _globals['_SESSIONANSWER']._serialized_end=268
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=270
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=314
-  _globals['_SUBMITCALLREQUEST']._serialized_start=316
-  _globals['_SUBMITCALLREQUEST']._serialized_end=371
-  _globals['_WAITFUTUREREQUEST']._serialized_start=373
-  _globals['_WAITFUTUREREQUEST']._serialized_end=421
-  _globals['_FUTURE']._serialized_start=424
-  _globals['_FUTURE']._serialized_end=639
-  _globals['_FUTUREANSWER']._serialized_start=641
-  _globals['_FUTUREANSWER']._serialized_end=723
-  _globals['_SESSIONS']._serialized_start=845
-  _globals['_SESSIONS']._serialized_end=1251
+  _globals['_OPENSESSIONREQUEST']._serialized_end=120
+  _globals['_GETSESSIONREQUEST']._serialized_start=122
+  _globals['_GETSESSIONREQUEST']._serialized_end=168
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=170
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=206
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=208
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=256
+  _globals['_SESSIONANSWER']._serialized_start=258
+  _globals['_SESSIONANSWER']._serialized_end=328
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=330
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=374
+  _globals['_SUBMITCALLREQUEST']._serialized_start=376
+  _globals['_SUBMITCALLREQUEST']._serialized_end=446
+  _globals['_WAITFUTUREREQUEST']._serialized_start=448
+  _globals['_WAITFUTUREREQUEST']._serialized_end=511
+  _globals['_FUTURE']._serialized_start=514
+  _globals['_FUTURE']._serialized_end=729
+  _globals['_FUTUREANSWER']._serialized_start=731
+  _globals['_FUTUREANSWER']._serialized_end=813
+  _globals['_SESSIONS']._serialized_start=935
+  _globals['_SESSIONS']._serialized_end=1341
 # @@protoc_insertion_point(module_scope)

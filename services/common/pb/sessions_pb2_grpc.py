@@ -28,6 +28,8 @@ if _version_not_supported:
 class SessionsStub:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
     Calls and results are JSON by the models of services/common/sessions.py: one schema for HTTP and for here.
+    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    owner that opened it; to others it does not exist.
     """
 
     def __init__(self, channel):
@@ -71,6 +73,8 @@ class SessionsStub:
 class SessionsServicer:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
     Calls and results are JSON by the models of services/common/sessions.py: one schema for HTTP and for here.
+    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    owner that opened it; to others it does not exist.
     """
 
     def Open(self, request, context):
@@ -157,6 +161,8 @@ def add_SessionsServicer_to_server(servicer, server):
 class Sessions:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
     Calls and results are JSON by the models of services/common/sessions.py: one schema for HTTP and for here.
+    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    owner that opened it; to others it does not exist.
     """
 
     @staticmethod

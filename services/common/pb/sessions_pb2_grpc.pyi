@@ -29,6 +29,8 @@ GRPC_VERSION: str
 class SessionsStub:
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
     Calls and results are JSON by the models of services/common/sessions.py: one schema for HTTP and for here.
+    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    owner that opened it; to others it does not exist.
     """
 
     @_typing.overload
@@ -50,6 +52,8 @@ class SessionsStub:
 class SessionsAsyncStub(SessionsStub):
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
     Calls and results are JSON by the models of services/common/sessions.py: one schema for HTTP and for here.
+    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    owner that opened it; to others it does not exist.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -67,6 +71,8 @@ class SessionsAsyncStub(SessionsStub):
 class SessionsServicer(metaclass=_abc_1.ABCMeta):
     """Training sessions of one engine: an adapter with its optimizer in the trainer's memory, driven call by call.
     Calls and results are JSON by the models of services/common/sessions.py: one schema for HTTP and for here.
+    Every request says whose it is: `owner` is the id of an API key, empty where there are no keys. A session belongs to the
+    owner that opened it; to others it does not exist.
     """
 
     @_abc_1.abstractmethod

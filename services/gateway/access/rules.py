@@ -14,6 +14,7 @@ _INFERENCE = frozenset({Scope.INFERENCE})
 _TRAIN = frozenset({Scope.TRAIN})
 _ADMIN = frozenset({Scope.ADMIN})
 _WEIGHTS = _TRAIN | _ADMIN
+_ATTACH = frozenset({Scope.ATTACH, Scope.ADMIN})
 _ANY = frozenset(Scope)
 
 
@@ -55,6 +56,10 @@ def _inference(route: str, *, generates: bool = False) -> Rule:
 
 def _train(route: str, *, idempotent: bool = False) -> Rule:
     return Rule(route, _TRAIN, audited=not route.startswith("GET "), idempotent=idempotent)
+
+
+def _attach(route: str) -> Rule:
+    return Rule(route, _ATTACH, audited=True, idempotent=True)
 
 
 def _admin(route: str, *, upload: bool = False) -> Rule:
@@ -136,17 +141,18 @@ RULES: tuple[Rule, ...] = (
     _admin("DELETE /v1/adapters/{name}"),
     Rule("GET /v1/adapters/{name}/versions", _ANY),
     Rule("GET /v1/adapters/{name}/download", _WEIGHTS, audited=True),
-    _admin("POST /v1/adapters/{name}/attach"),
-    _admin("POST /v1/adapters/{name}/detach"),
+    _attach("POST /v1/adapters/{name}/attach"),
+    _attach("POST /v1/adapters/{name}/detach"),
     _admin("POST /v1/adapters/{name}/merge"),
-    _admin("POST /v1/adapters/{name}/rollback"),
+    _attach("POST /v1/adapters/{name}/rollback"),
     _admin("POST /v1/adapters/{name}/prune"),
     *(Rule(f"{method} /v1/adapters/{{rest:path}}", _ANY) for method in ("GET", "POST", "PUT", "DELETE")),
     *(_train(f"POST /v1/train/{kind}", idempotent=True) for kind in ("sft", "dpo", "kto", "grpo", "opd")),
-    _train("GET /v1/train/jobs"),
-    _train("GET /v1/train/jobs/{job_id}"),
-    _train("POST /v1/train/jobs/{job_id}/cancel"),
-    _train("GET /v1/train/jobs/{job_id}/events"),
+    # Jobs of the key; of all keys for one that administrates.
+    Rule("GET /v1/train/jobs", _WEIGHTS),
+    Rule("GET /v1/train/jobs/{job_id}", _WEIGHTS),
+    Rule("POST /v1/train/jobs/{job_id}/cancel", _WEIGHTS, audited=True),
+    Rule("GET /v1/train/jobs/{job_id}/events", _WEIGHTS),
     _train("POST /v1/train/sessions", idempotent=True),
     _train("GET /v1/train/sessions"),
     _train("GET /v1/train/sessions/{session_id}"),

@@ -22,6 +22,7 @@ from services.gateway.idempotency import IdempotencyKey, idempotent
 from services.gateway.schemas.adapter_tools import MergeRequest, PruneRequest, RollbackRequest
 from services.gateway.schemas.adapters import AdapterPath
 from services.gateway.state import Gateway, GatewayDep
+from services.gateway.tenancy import owner
 
 routes = router("adapters")
 
@@ -41,11 +42,11 @@ async def merge_adapters(
     gateway.registry.check_new_name(name)
     sent = MergeJob(adapter=name, **body.model_dump())
     sha = await asyncio.to_thread(spec_sha, sent)
-    job = None if idempotency_key is None else await gateway.queue.submitted(idempotency_key, sha)
+    job = None if idempotency_key is None else await gateway.queue.submitted(idempotency_key, sha, key_id=owner())
     if job is None:
         spec = await _pinned(gateway, sent)
         job = await gateway.queue.submit(
-            spec, idempotency_key=idempotency_key, request_sha=sha, traceparent=tracing.current()
+            spec, idempotency_key=idempotency_key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
         )
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")

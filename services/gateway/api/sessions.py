@@ -23,6 +23,7 @@ from services.gateway.api.routing import router
 from services.gateway.errors import engine_error, payload_of
 from services.gateway.idempotency import idempotent
 from services.gateway.state import Gateway, GatewayDep
+from services.gateway.tenancy import check_attach
 
 routes = router("training sessions")
 
@@ -100,6 +101,8 @@ async def sample(session_id: str, body: Sample, gateway: GatewayDep) -> Response
 @routes.post("/v1/train/sessions/{session_id}/save", status_code=202, response_class=Response)
 async def save(session_id: str, body: Save, gateway: GatewayDep) -> Response:
     """Publishes a version of an adapter, or keeps a checkpoint with the optimizer."""
+    if body.attach:
+        check_attach("attach")
     return await _submit(gateway, session_id, body)
 
 

@@ -20,6 +20,7 @@ from services.gateway.job_references import check_references
 from services.gateway.rollouts import resolve_rollouts
 from services.gateway.sse import EventStream, event
 from services.gateway.state import Gateway, GatewayDep
+from services.gateway.tenancy import check_attach, may_attach, owner, sees
 from services.gateway.training_limits import check_training_job
 
 routes = router("training")
@@ -40,15 +41,40 @@ async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, respons
     # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
     # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
     sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job
-    job = None if key is None else await gateway.queue.submitted(key, sha)
+    job = None if key is None else await gateway.queue.submitted(key, sha, key_id=owner())
     if job is None:
-        spec = await resolve_rollouts(sent, gateway.engines) if isinstance(sent, GrpoJob) else sent
+        spec = _attaching(sent)
+        if isinstance(spec, GrpoJob):
+            spec = await resolve_rollouts(spec, gateway.engines)
         await check_references(gateway, spec)
         async with gateway.checks:
             await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
-        job = await gateway.queue.submit(spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current())
+        job = await gateway.queue.submit(
+            spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
+        )
     response.headers["location"] = f"/v1/train/jobs/{job.id}"
     return job.model_dump(mode="json")
+
+
+def _attaching(spec: TrainingSpec) -> TrainingSpec:
+    """The job with `attach` as the caller may have it: left open, it is what its API key allows.
+
+    Raises:
+        Forbidden: the job says that it attaches, and the key may not.
+    """
+    if not spec.attach or may_attach():
+        return spec
+    if "attach" in spec.model_fields_set:
+        check_attach("attach")
+    return spec.model_copy(update={"attach": False})
+
+
+async def _found(gateway: Gateway, job_id: str) -> Job:
+    """A job that the caller may see. Raises NotFound, also for another key's."""
+    job = await gateway.queue.get(job_id)
+    if not sees(job.key_id):
+        raise gateway.queue.missing(job_id)
+    return job
 
 
 def _add_submissions() -> None:
@@ -74,9 +100,12 @@ async def list_jobs(
     state: JobState | None = None,
     adapter: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
-    """Jobs, newest first; `after` is the last id of the page before."""
+    """The caller's jobs, newest first; everybody's for an admin. `after` is the last id of the page before."""
     try:
-        jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter)
+        if after is not None:
+            await _found(gateway, after)
+        whose = None if sees(None) else owner()
+        jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter, key_id=whose)
     except NotFound as error:
         error.param = "after"
         raise
@@ -86,12 +115,13 @@ async def list_jobs(
 @routes.get("/v1/train/jobs/{job_id}")
 async def get_job(job_id: str, gateway: GatewayDep) -> Job:
     """One job with its state, progress and newest metrics."""
-    return await gateway.queue.get(job_id)
+    return await _found(gateway, job_id)
 
 
 @routes.post("/v1/train/jobs/{job_id}/cancel")
 async def cancel_job(job_id: str, gateway: GatewayDep) -> Job:
     """Cancels a queued job at once, a running one at its next step."""
+    await _found(gateway, job_id)
     return await gateway.queue.cancel(job_id)
 
 
@@ -102,7 +132,7 @@ async def follow_job(
     last_event_id: Annotated[str | None, Header(max_length=64, pattern=r"^(0|[0-9]+-[0-9]+)?$")] = None,
 ) -> Response:
     """The job's events as SSE: those after Last-Event-ID (all without it), then new ones until the job has ended."""
-    await gateway.queue.get(job_id)  # 404 while there still is a status to send
+    await _found(gateway, job_id)  # 404 while there still is a status to send
     events = gateway.queue.events(job_id, last_event_id or None)
     return EventStream(_follow(gateway, events), keep_alive=gateway.settings.keep_alive_seconds)
 

@@ -83,8 +83,11 @@ class SessionDesk:
 
     # -- from any thread
 
-    def open(self, request: OpenSession) -> tuple[str, Future[None]]:
+    def open(self, request: OpenSession, owner: str = "") -> tuple[str, Future[None]]:
         """Begins to open a session: its id, and a future that is done when it can be called.
+
+        Args:
+            owner: id of the API key whose it is; empty: there are no keys.
 
         Raises:
             Overloaded: too many sessions are open here.
@@ -106,7 +109,7 @@ class SessionDesk:
             line: Line[Call] = Line(
                 line_limits(self._settings), lambda seq: future_id(name, seq, secrets.token_hex(3)), self._clock
             )
-            session = Session(occupant, request, line, ttl, time.time(), self._clock())
+            session = Session(occupant, request, line, ttl, time.time(), self._clock(), owner)
             session.opened.set_running_or_notify_cancel()  # it cannot be cancelled by whoever waits for it
             self._sessions[name] = session
             told = self._driver.start(session, open_program(occupant, request))
@@ -201,11 +204,19 @@ class SessionDesk:
             session.used = self._clock()
             return self._described(session)
 
-    def open_sessions(self) -> list[dict[str, Any]]:
-        """Open sessions, oldest first. This keeps none of them alive."""
+    def open_sessions(self, owner: str = "") -> list[dict[str, Any]]:
+        """An owner's open sessions, oldest first. This keeps none of them alive."""
         self.sweep()
         with self._lock:
-            return [self._described(session) for session in self._sessions.values() if session.opened.done()]
+            found = [each for each in self._sessions.values() if each.opened.done() and each.owner == owner]
+            return [self._described(session) for session in found]
+
+    def check_owner(self, name: str, owner: str) -> None:
+        """Raises NotFound if a session, open or ended, is another's."""
+        with self._lock:
+            session = self._sessions.get(name) or self._gone.get(name)
+        if session is not None and session.owner != owner:
+            raise words.unknown_session(name)
 
     def close(self, name: str) -> None:
         """Ends a session; calls that have not ended fail. Raises NotFound, Gone."""

@@ -49,6 +49,8 @@ class Session:
     created: float
     used: float
     """Monotonic, of the last call."""
+    owner: str = ""
+    """Id of the API key that opened it; empty: there are no keys."""
     opened: Future[None] = field(default_factory=Future)
     program: Program | None = None
     """Of the call that runs, or of the opening."""
