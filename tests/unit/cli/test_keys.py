@@ -68,7 +68,7 @@ def test_create_list_revoke(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("create", "--name", "a", "--scopes", "root"), "--scopes takes inference, train, admin, got 'root'"),
+        (("create", "--name", "a", "--scopes", "root"), "--scopes takes inference, train, attach, admin, got 'root'"),
         (("create", "--name", "a", "--scopes", ","), "--scopes takes"),
         (("create", "--name", "a", "--requests-per-minute", "-1"), "--requests-per-minute: Input should be"),
         (("create", "--name", "a" * 201), "--name: String should have at most 200"),

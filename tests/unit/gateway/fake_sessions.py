@@ -21,6 +21,7 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
     def __init__(self, instance: str) -> None:
         self.instance = instance
         self.opened: dict[str, OpenSession] = {}
+        self.owners: dict[str, str] = {}
         self.futures: dict[str, pb.Future] = {}
         self.refuses: engine_pb2.Error | None = None
         self.holds = False
@@ -39,21 +40,29 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
             return pb.SessionAnswer(error=self.refuses)
         name = session_id(self.instance, f"{len(self.opened):012x}")
         self.opened[name] = OpenSession.model_validate_json(request.request_json)
-        return self._session(name)
+        self.owners[name] = request.owner
+        return self._session(name, request.owner)
 
     async def Get(self, request, context) -> pb.SessionAnswer:  # noqa: N802
-        return self._session(request.id)
+        return self._session(request.id, request.owner)
 
     async def List(self, request, context) -> pb.ListSessionsResponse:  # noqa: N802
-        return pb.ListSessionsResponse(session_json=[self._session(name).session_json for name in self.opened])
+        return pb.ListSessionsResponse(
+            session_json=[
+                self._session(name, request.owner).session_json
+                for name in self.opened
+                if self.owners[name] == request.owner
+            ]
+        )
 
     async def Close(self, request, context) -> pb.SessionAnswer:  # noqa: N802
-        answer = self._session(request.id)
-        self.opened.pop(request.id, None)
+        answer = self._session(request.id, request.owner)
+        if not answer.HasField("error"):
+            self.opened.pop(request.id, None)
         return answer
 
     async def Submit(self, request, context) -> pb.FutureAnswer:  # noqa: N802
-        if request.session not in self.opened:
+        if request.session not in self.opened or self.owners[request.session] != request.owner:
             return pb.FutureAnswer(error=self._unknown(request.session))
         call = CALL.validate_json(request.call_json)
         future = pb.Future(
@@ -71,15 +80,15 @@ class FakeSessions(sessions_pb2_grpc.SessionsServicer):
 
     async def Wait(self, request, context) -> pb.FutureAnswer:  # noqa: N802
         future = self.futures.get(request.id)
-        if future is None:
+        if future is None or self.owners.get(future.session, "") != request.owner:
             return pb.FutureAnswer(error=refused(engine_pb2.ERROR_CODE_NOT_FOUND, f"no such future {request.id}", "id"))
         if future.state == pb.FUTURE_STATE_PENDING and request.wait_ms:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), request.wait_ms / 1000)
         return pb.FutureAnswer(future=future)
 
-    def _session(self, name: str) -> pb.SessionAnswer:
-        if name not in self.opened:
+    def _session(self, name: str, owner: str) -> pb.SessionAnswer:
+        if name not in self.opened or self.owners[name] != owner:
             return pb.SessionAnswer(error=self._unknown(name))
         return pb.SessionAnswer(session_json=json.dumps({"id": name, "object": "train.session"}).encode())
 

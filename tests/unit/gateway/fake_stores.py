@@ -69,7 +69,7 @@ class MemoryQueue:
     def __init__(self) -> None:
         self.specs: dict[str, Spec] = {}
         self.jobs: dict[str, Job] = {}
-        self.keys: dict[str, tuple[str, str]] = {}
+        self.keys: dict[tuple[str, str], tuple[str, str]] = {}
         self.entries: dict[str, list[JobEvent]] = {}
         self.down = False
 
@@ -88,20 +88,26 @@ class MemoryQueue:
         states = [job.state for job in self.jobs.values()]
         return QueueDepth(states.count(JobState.QUEUED), states.count(JobState.RUNNING), 0, 0.0)
 
-    async def submitted(self, idempotency_key: str, request_sha: str) -> Job | None:
+    async def submitted(self, idempotency_key: str, request_sha: str, *, key_id: str = "") -> Job | None:
         self._check()
-        if idempotency_key not in self.keys:
+        if (key_id, idempotency_key) not in self.keys:
             return None
-        known, sha = self.keys[idempotency_key]
+        known, sha = self.keys[key_id, idempotency_key]
         if sha != request_sha:
             raise Conflict("the idempotency key was used with another request", param="idempotency_key")
         return self.jobs[known]
 
     async def submit(
-        self, spec: Spec, *, idempotency_key: str | None = None, request_sha: str | None = None, traceparent: str = ""
+        self,
+        spec: Spec,
+        *,
+        idempotency_key: str | None = None,
+        request_sha: str | None = None,
+        traceparent: str = "",
+        key_id: str = "",
     ) -> Job:
         sha = request_sha or spec_sha(spec)
-        if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha)):
+        if idempotency_key is not None and (known := await self.submitted(idempotency_key, sha, key_id=key_id)):
             return known
         self._check()
         job = Job(
@@ -110,11 +116,12 @@ class MemoryQueue:
             adapter=spec.adapter,
             state=JobState.QUEUED,
             created_at=time.time(),
+            key_id=key_id or None,
         )
         self.jobs[job.id], self.specs[job.id] = job, spec
         self.entries[job.id] = [self._event(job.id, 1, "state", {"state": "queued"})]
         if idempotency_key is not None:
-            self.keys[idempotency_key] = (job.id, sha)
+            self.keys[key_id, idempotency_key] = (job.id, sha)
         return job
 
     def _event(self, job_id: str, number: int, kind: str, data: dict[str, object]) -> JobEvent:
@@ -134,15 +141,20 @@ class MemoryQueue:
     async def get(self, job_id: str) -> Job:
         self._check()
         if job_id not in self.jobs:
-            raise NotFound(f"job {job_id!r} does not exist")
+            raise self.missing(job_id)
         return self.jobs[job_id]
 
-    async def list(self, *, limit=50, after=None, state=None, adapter=None) -> list[Job]:
+    def missing(self, job_id: str) -> NotFound:
+        return NotFound(f"job {job_id!r} does not exist")
+
+    async def list(self, *, limit=50, after=None, state=None, adapter=None, key_id=None) -> list[Job]:
         self._check()
         found = [
             job
             for job in reversed(self.jobs.values())
-            if (state is None or job.state == state) and (adapter is None or job.adapter == adapter)
+            if (state is None or job.state == state)
+            and (adapter is None or job.adapter == adapter)
+            and (key_id is None or job.key_id == key_id)
         ]
         return found[:limit]
 

@@ -89,7 +89,7 @@ def test_ways_to_send_a_key(door: httpx.Client, keys: Keys) -> None:
     [
         ("POST", "/v1/chat/completions", "inference"),
         ("POST", "/v1/train/sft", "train"),
-        ("GET", "/v1/train/jobs", "train"),
+        ("GET", "/v1/train/sessions", "train"),
         ("POST", "/v1/adapters", "admin"),
         ("DELETE", "/v1/adapters/bot", "admin"),
         ("POST", "/v1/adapters/bot/merge", "admin"),
@@ -115,7 +115,7 @@ def test_the_description_names_keys_and_scopes(door: httpx.Client) -> None:
     assert set(described["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
     attach = described["paths"]["/v1/adapters/{name}/attach"]["post"]
     assert attach["security"] == [{"bearer": []}, {"x-api-key": []}]
-    assert "Scope of the API key: `admin`." in attach["description"]
+    assert "Scope of the API key: `admin` or `attach`." in attach["description"]
     assert described["paths"]["/livez"]["get"]["security"] == []
     without_keys = create_app(GatewaySettings()).openapi()["paths"]["/v1/models"]["get"]
     assert without_keys["security"][0] == {}

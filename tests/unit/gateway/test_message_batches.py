@@ -119,8 +119,8 @@ def test_the_url_of_the_results_is_where_the_client_came_from(messages: Messages
     route = f"{ROUTE}/{batch.id}"
     assert batch.results_url == f"{messages.running.url}{route}/results"
     with httpx.Client(base_url=messages.running.url, verify=False) as http:
-        headers = {"host": "models.example", "x-forwarded-proto": "https"}
-        assert http.get(route, headers=headers).json()["results_url"] == f"https://models.example{route}/results"
+        headers = {"host": "models.internal", "x-forwarded-proto": "https"}
+        assert http.get(route, headers=headers).json()["results_url"] == f"https://models.internal{route}/results"
         results = http.get(batch.results_url or "")
     assert results.headers["content-type"].startswith("application/x-jsonl")
     (line,) = results.text.splitlines()
