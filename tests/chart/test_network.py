@@ -13,7 +13,7 @@ from tests.chart.network import Edge, Peer, allows, dialled, peers
 from tests.chart.render import Rendered, render
 from tests.chart.test_objects import given
 
-PARTS = ("gateway", "engine", "redis", "minio", "test")
+PARTS = ("gateway", "engine", "redis", "s3", "test")
 PORTS = (22, 53, 80, 443, 4317, 6379, 6380, 8420, 8443, 9000, 9090, 9100, 50051, 50052)
 SOMEWHERE = "somewhere"
 
@@ -84,7 +84,7 @@ def test_who_may_come_in(release: Rendered, values: Mapping[str, Any]) -> None:
             }
             if rules is None:
                 expected = dict.fromkeys(outside, False)
-                if (target, port) in (("redis", 6379), ("minio", 9000)) and policy["redisFrom"]:
+                if (target, port) in (("redis", 6379), ("s3", 9000)) and policy["redisFrom"]:
                     expected[SOMEWHERE] = True
             elif not rules:
                 expected = dict.fromkeys(outside, True)
@@ -109,7 +109,7 @@ def test_every_policy_selects_a_pod(release: Rendered) -> None:
     ("edge", "values"),
     [
         (("gateway", "engine", 50051), {}),
-        (("engine", "minio", 9000), {}),
+        (("engine", "s3", 9000), {}),
         (("test", "gateway", 8420), {"networkPolicy": {"gatewayFrom": OUTSIDE}}),
     ],
 )
