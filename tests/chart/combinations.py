@@ -75,7 +75,10 @@ AXES: Mapping[str, Mapping[str, Values]] = {
         "external": {"redis": {"bundled": False, "external": {"existingSecret": "redis-url", "port": 6380}}},
         "a Secret": {"redis": {"existingSecret": "redis-password"}},
         "sentinels": {
-            "redis": {"bundled": False, "external": {"existingSecret": "redis-url", "port": 6380, "sentinelPort": 26379}}
+            "redis": {
+                "bundled": False,
+                "external": {"existingSecret": "redis-url", "port": 6380, "sentinelPort": 26379},
+            }
         },
     },
     "store": {
@@ -183,7 +186,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                     "enabled": True,
                     "parentRefs": [{"name": "public", "namespace": "gateways"}],
                     "hostnames": ["temper.example.com"],
-                }
+                },
             }
         },
     },
@@ -236,7 +239,12 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 "noProxy": [".example.internal"],
             },
             "extraObjects": [
-                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}, "data": {"of": "{{ .Release.Name }}"}},
+                {
+                    "apiVersion": "v1",
+                    "kind": "ConfigMap",
+                    "metadata": {"name": "mine"},
+                    "data": {"of": "{{ .Release.Name }}"},
+                },
                 "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-text\n",
             ],
             "gateway": {**_MORE, "podSecurityContext": {"supplementalGroups": [7]}},

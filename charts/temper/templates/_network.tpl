@@ -31,10 +31,12 @@
     {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end }}
-{{/* Whether pods ask a token service or the instance's metadata for the credentials of S3. */}}
-{{- define "temper.asksForCredentials" -}}
-{{- $s3 := .Values.engine.model.s3 }}
-{{- if or (and (not .Values.objectStore.bundled) (eq .Values.objectStore.external.credentials "chain")) (and (eq .Values.engine.model.source "s3") $s3.endpoint (eq $s3.credentials "chain")) }}true{{ end }}
+{{/* Where an identity becomes credentials: a token service, or the metadata of the instance. */}}
+{{- define "temper.credentialsEgress" -}}
+{{ include "temper.egress" (dict "ports" (list 443 80) "to" .Values.networkPolicy.credentialsTo) }}
+{{- end }}
+{{- define "temper.storeByIdentity" -}}
+{{- if and (not .Values.objectStore.bundled) (eq .Values.objectStore.external.credentials "chain") }}true{{ end }}
 {{- end }}
 {{/* What gateway and engine both need: names, Redis, the object store, the collector. */}}
 {{- define "temper.sharedEgress" -}}
@@ -57,8 +59,8 @@
 {{- $port := include "temper.portOf" (dict "url" .Values.objectStore.external.endpoint "default" (ternary 443 80 .Values.objectStore.external.secure)) }}
 {{ include "temper.egress" (dict "ports" (list $port) "to" .Values.networkPolicy.objectStoreTo) }}
 {{- end }}
-{{- if include "temper.asksForCredentials" . }}
-{{ include "temper.egress" (dict "ports" (list 443 80) "to" .Values.networkPolicy.credentialsTo) }}
+{{- if include "temper.storeByIdentity" . }}
+{{ include "temper.credentialsEgress" . }}
 {{- end }}
 {{- range $url := compact (list .Values.proxy.http .Values.proxy.https) | uniq }}
 {{ include "temper.egress" (dict "ports" (list (include "temper.portOf" (dict "url" $url "default" 443))) "to" $.Values.networkPolicy.proxyTo) }}
