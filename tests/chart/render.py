@@ -219,7 +219,7 @@ def parsed(texts: Mapping[str, str]) -> Rendered:
     """The objects of rendered templates."""
     notes = "".join(text for path, text in texts.items() if path.endswith("NOTES.txt"))
     ordered = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
-    return Rendered(tuple(one for text in ordered for one in _documents(text)), notes)
+    return Rendered(tuple(one for text in ordered for one in documents(text)), notes)
 
 
 def render(*values: Mapping[str, Any], upgrade: bool = False) -> Rendered:
@@ -231,7 +231,7 @@ def render(*values: Mapping[str, Any], upgrade: bool = False) -> Rendered:
     return parsed(files(OURS, *values, upgrade=upgrade))
 
 
-def _documents(text: str) -> Iterator[Object]:
+def documents(text: str) -> Iterator[Object]:
     for document in yaml.load_all(text, Loader=_NoDuplicates):
         if document is not None:
             yield json.loads(json.dumps(document))
