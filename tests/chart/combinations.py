@@ -136,7 +136,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
     "tiers": {
         "host": {},
         "none": {"engine": {"tiers": {"names": ""}}},
-        "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "4Gi", "diskBytes": "100Gi"}}},
+        "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "1Gi", "diskBytes": "100Gi"}}},
         "all": {
             "engine": {
                 "tiers": {
@@ -245,7 +245,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                     "metadata": {"name": "mine"},
                     "data": {"of": "{{ .Release.Name }}"},
                 },
-                "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-text\n",
+                "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-text\ndata: {}\n",
             ],
             "gateway": {**_MORE, "podSecurityContext": {"supplementalGroups": [7]}},
             "engine": {**_MORE, "securityContext": {"runAsUser": 4711}},
