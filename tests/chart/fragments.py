@@ -1,7 +1,7 @@
 """Every value of the chart said alone, with the least that it needs: what pairs are made of.
 
-An axis of combinations.py says several values together, and then a value is never tried without its company: `gatewayFrom`
-with monitoring rendered broken YAML wherever `monitoringFrom` was empty, and no row of the axes had it empty.
+An axis of combinations.py says several values together, and a value is never tried without its company there: with
+monitoring `gatewayFrom` rendered broken YAML wherever `monitoringFrom` was empty, and the axis says all of them.
 """
 
 from __future__ import annotations
