@@ -1,5 +1,5 @@
 """The rendered chart, executed: each process started with the command, environment and volumes of its manifest, over
-mTLS and with API keys, probed as a kubelet probes, used, upgraded and ended. In order: each test goes on from the last."""
+mTLS and with API keys, probed as a kubelet probes, used, upgraded and ended. In order: each goes on from the last."""
 
 from __future__ import annotations
 
