@@ -182,16 +182,12 @@ class Node:
         # A claim stays when the pod is made anew, and so does all else here.
         for path in container.mounts:
             found[path] = str(self.directory / pod / path.strip("/").replace("/", "-"))
-        for path, (volume, sub_path) in container.mounts.items():
+        for path, (volume, _) in container.mounts.items():
             files = self._files(volume)
             place = Path(found[path])
-            if sub_path and files:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(self._configured(files[sub_path], address, found))
-                continue
             place.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
-                (place / name).write_text(text)
+                (place / name).write_text(self._configured(text, address, found) if "configMap" in volume else text)
         return found
 
     def _files(self, volume: Mapping[str, Any]) -> dict[str, str]:

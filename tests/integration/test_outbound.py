@@ -119,7 +119,7 @@ def test_a_checkpoint_comes_through_the_proxy_from_an_authority_of_ones_own(
 
 
 def test_an_authority_that_nobody_named_is_not_trusted(hub: tuple[int, Path], tmp_path: Path) -> None:
-    with serving(_Noting(_Proxy)) as through, pytest.raises(SourceBroken, match="certificate|CERTIFICATE"):
+    with serving(_Noting(_Proxy)) as through, pytest.raises(SourceBroken, match=r"certificate|CERTIFICATE"):
         source(tmp_path, hub[0], https_proxy=f"http://127.0.0.1:{through}").files()
 
 
@@ -166,6 +166,7 @@ class _Identity(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
+@pytest.mark.usefixtures("s3")
 def test_the_store_opens_to_an_identity(
     settings: CommonSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
