@@ -20,7 +20,7 @@ FRAGMENTS = fragments(DEFAULTS)
 QUIET = {"monitoring": {"dashboards": False}}
 """Dashboards are a megabyte of text that no other value changes; test_monitoring.py looks at them."""
 NAMED = re.compile(r"\b(?:global|gateway|engine|redis|objectStore|tls|telemetry|test)(?:\.[a-zA-Z0-9]+)+ |extraEnv: ")
-GROUP = 8
+GROUP = 12
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def _parse(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((one["kind"], one["metadata"]["name"]) for one in documents(text))
 
 
-def _told(names: Sequence[str]) -> str | None:
+def told(names: Sequence[str]) -> str | None:
     """What is wrong with these values together; None: they contradict each other, and a value is named."""
     try:
         texts = files(OURS, QUIET, *(FRAGMENTS[name] for name in names))
@@ -50,11 +50,11 @@ def _told(names: Sequence[str]) -> str | None:
 def _wrong(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Renders every pair of a value of one group and a value of the other, as many at once as do not contradict."""
     names = (*one, *other)
-    told = _told(names)
-    if told == "" or (told is None and len(names) == 2):
+    problem = told(names)
+    if problem == "" or (problem is None and len(names) == 2):
         return
-    if told and len(names) == 2:
-        yield names, told
+    if problem and len(names) == 2:
+        yield names, problem
     elif len(one) >= len(other):
         yield from _wrong(one[: len(one) // 2], other)
         yield from _wrong(one[len(one) // 2 :], other)
@@ -66,7 +66,7 @@ def _wrong(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[str
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_every_value_renders_alone(name: str) -> None:
     assert FRAGMENTS[name]
-    assert _told([name]) == ""
+    assert told([name]) == ""
 
 
 def test_there_is_every_value() -> None:
