@@ -63,9 +63,15 @@ def render() -> str:
         texts = _descriptions(settings)
         parts.append(f"\n## {title}\n\n{intro}\n\n| variable | type | default | |\n|---|---|---|---|\n")
         for name, field in own.items():
-            cells = (f"`TEMPER_{name.upper()}`", _type(field.annotation), _default(field), texts.get(name, ""))
+            cells = (f"`{_variable(name, field)}`", _type(field.annotation), _default(field), texts.get(name, ""))
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
+
+
+def _variable(name: str, field: FieldInfo) -> str:
+    """Of the environment: ours, or one that others read as well and that has its name from them."""
+    alias = field.validation_alias
+    return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
 
 
 def _is_new(name: str, field: FieldInfo, base: type[BaseSettings]) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
 import tenacity
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from services.common.errors import Unavailable
+from services.common.redis_url import sentinel_url
 from services.common.settings import CommonSettings
 
 CONNECT_SECONDS = 2.0
@@ -28,6 +31,12 @@ ASYNC_CONNECTIONS = 1000
 _NOT_UTF8 = "backslashreplace"
 """Pipelines write to the stream as well: bytes that are no text must not be an exception in every reader, for ever."""
 
+_TEXT: Mapping[str, Any] = {
+    "decode_responses": True,
+    "encoding_errors": _NOT_UTF8,
+    "socket_timeout": SOCKET_SECONDS,
+    "socket_connect_timeout": CONNECT_SECONDS,
+}
 T = TypeVar("T")
 _AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
 _REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, redis.exceptions.AuthenticationError)
@@ -35,29 +44,55 @@ _REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, r
 
 def connect(settings: CommonSettings) -> redis.Redis:
     """A blocking client that decodes to str."""
-    return redis.Redis.from_url(
-        settings.redis_url.get_secret_value(),
-        protocol=2,
-        decode_responses=True,
-        encoding_errors=_NOT_UTF8,
-        socket_timeout=SOCKET_SECONDS,
-        socket_connect_timeout=CONNECT_SECONDS,
-        retry=Retry(NoBackoff(), 0),
-    )
+    return client_of(settings, **_TEXT, retry=Retry(NoBackoff(), 0))
+
+
+def client_of(settings: CommonSettings, **options: Any) -> redis.Redis:
+    """A blocking client of what TEMPER_REDIS_URL names.
+
+    Args:
+        options: of redis.Redis.
+
+    Raises:
+        ValueError: the URL is none.
+    """
+    url = settings.redis_url.get_secret_value()
+    options = {"protocol": 2, **options}
+    named = sentinel_url(url)
+    if named is None:
+        return redis.Redis.from_url(url, **options, **_trust(settings, url.startswith("rediss://")))
+    options |= named.login | _trust(settings, named.tls)
+    watch = redis.sentinel.Sentinel(named.sentinels, sentinel_kwargs=_asking(options), **options)  # type: ignore[no-untyped-call]
+    client: redis.Redis = watch.master_for(named.service, db=named.database)  # type: ignore[no-untyped-call]
+    return client
 
 
 def connect_async(settings: CommonSettings) -> redis.asyncio.Redis:
     """An asyncio client that decodes to str."""
-    return redis.asyncio.Redis.from_url(
-        settings.redis_url.get_secret_value(),
-        protocol=2,
-        decode_responses=True,
-        encoding_errors=_NOT_UTF8,
-        socket_timeout=SOCKET_SECONDS,
-        socket_connect_timeout=CONNECT_SECONDS,
-        max_connections=ASYNC_CONNECTIONS,
-        retry=AsyncRetry(NoBackoff(), 0),
-    )
+    url = settings.redis_url.get_secret_value()
+    options = {"protocol": 2, **_TEXT, "max_connections": ASYNC_CONNECTIONS, "retry": AsyncRetry(NoBackoff(), 0)}
+    named = sentinel_url(url)
+    if named is None:
+        return redis.asyncio.Redis.from_url(url, **options, **_trust(settings, url.startswith("rediss://")))
+    options |= named.login | _trust(settings, named.tls)
+    watch = redis.asyncio.sentinel.Sentinel(named.sentinels, sentinel_kwargs=_asking(options), **options)  # type: ignore[no-untyped-call]
+    client: redis.asyncio.Redis = watch.master_for(named.service, db=named.database)
+    return client
+
+
+def _trust(settings: CommonSettings, tls: bool) -> dict[str, Any]:
+    """Authorities beside the public ones, which redis-py trusts anyway."""
+    return {"ssl_ca_certs": str(settings.ca_bundle)} if tls and settings.ca_bundle is not None else {}
+
+
+def _asking(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A Sentinel answers at once, or another is asked."""
+    kept = ("username", "password", "ssl", "ssl_ca_certs", "protocol")
+    return {
+        **{name: options[name] for name in kept if name in options},
+        "socket_timeout": CONNECT_SECONDS,
+        "socket_connect_timeout": CONNECT_SECONDS,
+    }
 
 
 def call(operation: Callable[[], T]) -> T:

@@ -16,15 +16,32 @@ class CommonSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TEMPER_", extra="ignore", frozen=True)
 
     redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
-    """Valkey or Redis, with AOF on. May contain a password, so it is never logged."""
+    """Valkey or Redis, with AOF on: redis://, rediss:// (TLS), or, for the primary that Sentinels know under a name,
+    redis+sentinel://:password@host:26379,host:26379/name/0 (rediss+sentinel:// with TLS). May contain a password, so
+    it is never logged."""
     s3_endpoint: str = "127.0.0.1:9000"
     """host:port of MinIO or another S3 server with conditional writes."""
     s3_access_key: SecretStr = SecretStr("temper")
     s3_secret_key: SecretStr = SecretStr("temper-secret")
+    s3_credentials: Literal["keys", "chain"] = "keys"
+    """keys: the two above. chain: the identity of the process, as AWS gives it: web identity
+    (AWS_WEB_IDENTITY_TOKEN_FILE, AWS_ROLE_ARN), a container's credentials (EKS Pod Identity, ECS), or the role of the
+    instance."""
+    web_identity: str = Field("", validation_alias="aws_web_identity_token_file")
+    """File of the token that the chain shows to AWS' token service; who gives pods an identity sets it, too."""
     s3_bucket: str = "temper"
     s3_region: str = "us-east-1"
     s3_secure: bool = False
     """True: https."""
+    ca_bundle: Path | None = None
+    """PEM file of authorities that are trusted beside the public ones, by all that leaves the process: Redis, S3, the
+    hub, webhooks, the collector."""
+    https_proxy: SecretStr = Field(SecretStr(""), validation_alias="https_proxy")
+    """Proxy for https (http://host:port) to S3 and the hub. Empty: none. Webhooks never go through one."""
+    http_proxy: SecretStr = Field(SecretStr(""), validation_alias="http_proxy")
+    """The same for http."""
+    no_proxy: str = Field("", validation_alias="no_proxy")
+    """Hosts and domains that are reached without a proxy, separated by commas; *: all."""
     served_model_name: str = "qwen3.5"
     """What clients put in `model` for the base model."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -47,7 +64,7 @@ class CommonSettings(BaseSettings):
     grpc_tls_ca: Path | None = None
     """PEM file: the CA that signed the certificates of both sides."""
 
-    @field_validator("grpc_tls_cert", "grpc_tls_key", "grpc_tls_ca", mode="before")
+    @field_validator("grpc_tls_cert", "grpc_tls_key", "grpc_tls_ca", "ca_bundle", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value

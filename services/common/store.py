@@ -19,6 +19,8 @@ from minio import Minio
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
 from services.common.errors import Conflict, NotFound, Refused, TemperError, Unavailable
+from services.common.outbound import pool
+from services.common.s3_credentials import s3_url, store_credentials
 from services.common.settings import CommonSettings
 
 CONNECT_SECONDS = 2.0
@@ -79,7 +81,15 @@ class ListedObject:
 
 
 class _Pool(urllib3.PoolManager):
-    """Gives every request its timeout, which grows with the body: a socket's timeout covers the whole of a send."""
+    """Gives every request its timeout, which grows with the body: a socket's timeout covers the whole of a send.
+
+    Args:
+        inner: has the connections.
+    """
+
+    def __init__(self, inner: urllib3.PoolManager) -> None:
+        super().__init__(num_pools=1)
+        self._inner = inner
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
         body = kw.get("body")
@@ -87,7 +97,7 @@ class _Pool(urllib3.PoolManager):
         turn = CONDITION_SECONDS if _CONDITIONS & set(kw.get("headers") or ()) else 0.0
         kw["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS + extra, read=READ_SECONDS + turn + extra)
         kw["retries"] = False
-        return super().urlopen(method, url, redirect, **kw)
+        return self._inner.urlopen(method, url, redirect, **kw)
 
 
 class ObjectStore:
@@ -101,11 +111,10 @@ class ObjectStore:
         self._endpoint = settings.s3_endpoint
         self._client = Minio(
             settings.s3_endpoint,
-            access_key=settings.s3_access_key.get_secret_value(),
-            secret_key=settings.s3_secret_key.get_secret_value(),
+            credentials=store_credentials(settings),
             secure=settings.s3_secure,
             region=settings.s3_region,
-            http_client=_Pool(maxsize=16),
+            http_client=_Pool(pool(settings, s3_url(settings.s3_endpoint, settings.s3_secure), maxsize=16)),
         )
 
     def get(self, key: str) -> StoredObject:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
 import structlog
 
+from services.common.outbound import authorities
 from services.common.settings import CommonSettings
 from services.common.version import installed_version
 
@@ -206,6 +207,7 @@ def open_tracer(settings: CommonSettings, service: str) -> Tracer:
     """
     if not settings.otlp_endpoint:
         return NO_TRACER
+    from grpc import ssl_channel_credentials
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -223,9 +225,11 @@ def open_tracer(settings: CommonSettings, service: str) -> Tracer:
         resource=resource, sampler=ParentBasedTraceIdRatio(settings.trace_ratio), shutdown_on_exit=False
     )
     headers = settings.otlp_headers.get_secret_value()
+    insecure = settings.otlp_endpoint.startswith("http://")
     exporter = OTLPSpanExporter(
         endpoint=settings.otlp_endpoint,
-        insecure=settings.otlp_endpoint.startswith("http://"),
+        insecure=insecure,
+        credentials=None if insecure else ssl_channel_credentials(authorities(settings)),
         headers=headers or None,
         timeout=_EXPORT_SECONDS,
     )

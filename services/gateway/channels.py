@@ -18,6 +18,8 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),
+    # Engines are inside; HTTPS_PROXY is for what is not, and gRPC would take it for every channel.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
 _NOT_CONNECTED = "failed to connect to all addresses"

@@ -16,6 +16,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import urllib3
 
+from services.common.outbound import pool
 from services.model_source.errors import SourceBroken, SourceRejected, broken, one_line
 from services.model_source.files import RemoteFile, is_wanted
 from services.model_source.settings import ModelSourceSettings
@@ -37,7 +38,9 @@ class HubSource:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._headers |= {"User-Agent": "temper", "Accept-Encoding": "identity"}
         self._has_token = bool(token)
-        self._pool = urllib3.PoolManager(
+        self._pool = pool(
+            settings,
+            settings.hf_endpoint,
             maxsize=settings.model_connections,
             timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=settings.model_timeout_seconds),
         )

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 import urllib3
 from minio import Minio
+from minio.credentials.providers import Provider, StaticProvider
 from minio.error import MinioException, S3Error
 
+from services.common.outbound import pool
+from services.common.s3_credentials import AmbientCredentials, s3_url
 from services.model_source.errors import SourceBroken, SourceRejected, one_line
 from services.model_source.files import RemoteFile, is_wanted
 from services.model_source.settings import ModelSourceSettings
@@ -24,20 +27,16 @@ class S3Source:
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._endpoint = settings.model_s3_endpoint or settings.s3_endpoint
-        given = (settings.model_s3_access_key, settings.model_s3_secret_key)
-        access, secret = (
-            own if own is not None else shared
-            for own, shared in zip(given, (settings.s3_access_key, settings.s3_secret_key), strict=True)
-        )
         secure = settings.s3_secure if settings.model_s3_secure is None else settings.model_s3_secure
         try:
             self._client = Minio(
                 self._endpoint,
-                access_key=access.get_secret_value() or None,
-                secret_key=secret.get_secret_value() or None,
+                credentials=_credentials(settings),
                 secure=secure,
                 region=settings.model_s3_region or settings.s3_region,
-                http_client=urllib3.PoolManager(
+                http_client=pool(
+                    settings,
+                    s3_url(self._endpoint, secure),
                     maxsize=settings.model_connections,
                     timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=settings.model_timeout_seconds),
                     retries=False,
@@ -95,3 +94,15 @@ class S3Source:
                 f"{self} refuses them: {error.code}",
             )
         return SourceBroken(f"{self} failed: {one_line([error.code, error.message])}")
+
+
+def _credentials(settings: ModelSourceSettings) -> Provider | None:
+    """None: nothing is signed."""
+    if (settings.model_s3_credentials or settings.s3_credentials) == "chain":
+        return AmbientCredentials(settings)
+    given = (settings.model_s3_access_key, settings.model_s3_secret_key)
+    access, secret = (
+        (own if own is not None else shared).get_secret_value()
+        for own, shared in zip(given, (settings.s3_access_key, settings.s3_secret_key), strict=True)
+    )
+    return StaticProvider(access, secret) if access else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
 
@@ -27,6 +28,8 @@ class ModelSourceSettings(CommonSettings):
     model_s3_access_key: SecretStr | None = None
     model_s3_secret_key: SecretStr | None = None
     """Both keys set and empty: the bucket is public, and nothing is signed."""
+    model_s3_credentials: Literal["keys", "chain"] | None = None
+    """keys or chain, as s3_credentials; unset: the same as that."""
     model_s3_region: str = ""
     model_s3_secure: bool | None = None
     hf_endpoint: str = "https://huggingface.co"

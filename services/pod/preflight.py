@@ -16,6 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from services.common.errors import CheckpointRejected, InvalidRequest, Refused, Unavailable
+from services.common.redis_client import client_of
 from services.common.store import ObjectStore
 from services.common.tls import Certificates, TlsFiles
 from services.engine.settings import EngineSettings
@@ -147,9 +148,7 @@ def check_redis(settings: EngineSettings) -> None:
     """Raises Unavailable, naming the URL without its password, if Redis does not answer; Refused if it refuses us."""
     url = settings.redis_url.get_secret_value()
     try:
-        client = redis.Redis.from_url(
-            url, socket_timeout=_REDIS_SECONDS, socket_connect_timeout=_REDIS_SECONDS, protocol=2
-        )
+        client = client_of(settings, socket_timeout=_REDIS_SECONDS, socket_connect_timeout=_REDIS_SECONDS)
         try:
             client.ping()
         finally:

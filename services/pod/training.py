@@ -7,6 +7,7 @@ import secrets
 from prometheus_client import CollectorRegistry
 
 from services.common.events import AdapterEvents
+from services.common.outbound import tls_context
 from services.common.pb import engine_pb2
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
@@ -134,4 +135,5 @@ def _webhooks(trainer: TrainerSettings) -> Webhooks:
         secret=None if secret is None else secret.get_secret_value(),
         timeout_seconds=trainer.reward_webhook_timeout_seconds,
         attempts=trainer.reward_webhook_attempts,
+        tls=tls_context(trainer),
     )

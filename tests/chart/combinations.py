@@ -7,15 +7,34 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.chart.render import merged, values_file
+from tests.chart.render import REGISTRY, merged, values_file
 
 Values = Mapping[str, Any]
 DIGEST = "0123456789abcdef" * 4
 PEERS = (
     *("gatewayFrom", "monitoringFrom", "redisFrom", "objectStoreFrom", "dnsTo", "redisTo"),
-    *("objectStoreTo", "modelSourceTo", "otlpTo", "webhookTo"),
+    *("objectStoreTo", "modelSourceTo", "otlpTo", "webhookTo", "credentialsTo", "proxyTo"),
 )
 OUTSIDE = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "somewhere"}}}]
+_MORE: Values = {
+    "extraEnv": [{"name": "TZ", "value": "UTC"}],
+    "envFrom": [{"secretRef": {"name": "more"}}],
+    "extraVolumes": [{"name": "more", "configMap": {"name": "more"}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/etc/more"}],
+    "initContainers": [
+        {
+            "name": "first",
+            "image": f"{REGISTRY}/tools:1",
+            "resources": {bound: {"cpu": "100m", "memory": "64Mi"} for bound in ("requests", "limits")},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "privileged": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
+    ],
+}
 
 AXES: Mapping[str, Mapping[str, Values]] = {
     "model": {
@@ -31,13 +50,22 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 }
             }
         },
+        "s3 by identity": {
+            "engine": {
+                "model": {
+                    "source": "s3",
+                    "digest": "unchecked",
+                    "s3": {"uri": "s3://m/4b", "endpoint": "s3.example.com", "credentials": "chain"},
+                }
+            }
+        },
         "hub": {
             "engine": {
                 "model": {
                     "source": "huggingface",
                     "digest": f"sha256:{DIGEST}",
                     "huggingface": {"repository": "Qwen/Qwen3.5-4B@main", "existingSecret": "hub"},
-                    "persistence": {"existingClaim": "shared", "storageClassName": "fast"},
+                    "sharedClaim": "shared",
                 }
             }
         },
@@ -45,9 +73,20 @@ AXES: Mapping[str, Mapping[str, Values]] = {
     "redis": {
         "bundled": {},
         "external": {"redis": {"bundled": False, "external": {"existingSecret": "redis-url", "port": 6380}}},
+        "a Secret": {"redis": {"existingSecret": "redis-password"}},
+        "sentinels": {
+            "redis": {
+                "bundled": False,
+                "external": {"existingSecret": "redis-url", "port": 6380, "sentinelPort": 26379},
+            }
+        },
     },
     "store": {
         "bundled": {},
+        "a Secret": {"objectStore": {"existingSecret": "s3-keys"}},
+        "identity": {
+            "objectStore": {"bundled": False, "external": {"endpoint": "s3.example.com", "credentials": "chain"}}
+        },
         "external": {
             "objectStore": {
                 "bundled": False,
@@ -66,6 +105,17 @@ AXES: Mapping[str, Mapping[str, Values]] = {
         "one": {},
         "two": {"engine": {"replicas": 2}},
         "scaled": {"engine": {"autoscaling": {"enabled": True, "minReplicas": 2}}},
+        "scaled to zero": {
+            "engine": {
+                "autoscaling": {
+                    "enabled": True,
+                    "minReplicas": 0,
+                    "prometheusMetadata": {"authModes": "bearer"},
+                    "authenticationRef": {"name": "prometheus", "kind": "TriggerAuthentication"},
+                    "fallback": {"behavior": "static", "replicas": 3},
+                }
+            }
+        },
         "MIG": {
             "engine": {
                 "gpu": {"resource": "nvidia.com/mig-3g.40gb"},
@@ -86,14 +136,16 @@ AXES: Mapping[str, Mapping[str, Values]] = {
     "tiers": {
         "host": {},
         "none": {"engine": {"tiers": {"names": ""}}},
-        "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "4Gi", "diskBytes": "100Gi"}}},
+        "node's disk": {"engine": {"tiers": {"names": "host,disk", "hostBytes": "1Gi", "diskBytes": "100Gi"}}},
         "all": {
             "engine": {
                 "tiers": {
                     "names": "host,disk,store",
-                    "diskPersistence": {"enabled": True, "size": "50Gi", "storageClassName": "fast"},
-                    "storeBytes": "1Ti",
-                }
+                    "diskPersistent": True,
+                    "diskBytes": "80Gi",
+                    "storeBytes": "40Gi",
+                },
+                "persistence": {"size": "100Gi", "storageClassName": "fast"},
             }
         },
     },
@@ -113,15 +165,28 @@ AXES: Mapping[str, Mapping[str, Values]] = {
     },
     "entry": {
         "service": {},
-        "load balancer": {"gateway": {"service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}}}},
-        "ingress": {"gateway": {"ingress": {"enabled": True, "className": "nginx", "tlsSecret": "tls"}}},
+        "load balancer": {
+            "gateway": {
+                "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
+                "apiKeys": {"allowNone": True},
+            }
+        },
+        "ingress": {
+            "gateway": {
+                "ingress": {"enabled": True, "className": "traefik", "tlsSecret": "tls", "annotations": {"a": "b"}},
+                "apiKeys": {"existingSecret": "keys"},
+            },
+            "test": {"apiKeyExistingSecret": "test-key"},
+        },
         "route": {
             "gateway": {
+                "apiKeys": {"allowNone": True},
+                "publicPaths": ["/v1/chat", "/v1/models"],
                 "httpRoute": {
                     "enabled": True,
                     "parentRefs": [{"name": "public", "namespace": "gateways"}],
                     "hostnames": ["temper.example.com"],
-                }
+                },
             }
         },
     },
@@ -164,6 +229,26 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                 ]
             },
             "redis": {"persistence": {"storageClassName": "fast"}, "nodeSelector": {"disk": "ssd"}},
+        },
+        "OpenShift": {"global": {"openshift": True}},
+        "beside": {
+            "caBundle": {"configMap": "authorities", "key": "all.pem"},
+            "proxy": {
+                "https": "http://proxy.example.com:3128",
+                "http": "http://proxy.example.com:3128",
+                "noProxy": [".example.internal"],
+            },
+            "extraObjects": [
+                {
+                    "apiVersion": "v1",
+                    "kind": "ConfigMap",
+                    "metadata": {"name": "mine"},
+                    "data": {"of": "{{ .Release.Name }}"},
+                },
+                "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-text\ndata: {}\n",
+            ],
+            "gateway": {**_MORE, "podSecurityContext": {"supplementalGroups": [7]}},
+            "engine": {**_MORE, "securityContext": {"runAsUser": 4711}},
         },
         "one account": {"serviceAccount": {"create": False, "name": "temper"}, "fullnameOverride": "t"},
     },

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.chart.combinations import Values, combinations
-from tests.chart.render import Rendered, merged, render
+from tests.chart.render import OURS, Rendered, merged, render
 from tests.promtool import promtool  # noqa: F401 - a fixture
 
 COMBINATIONS = combinations()
@@ -39,7 +39,7 @@ def release(combination: str, releases: dict[str, Rendered]) -> Rendered:
 @pytest.fixture
 def values(combination: str) -> Mapping[str, object]:
     """Of the release, the chart's own included."""
-    return merged(DEFAULTS, COMBINATIONS[combination])
+    return merged(DEFAULTS, OURS, COMBINATIONS[combination])
 
 
 def _defaults() -> Values:

@@ -1,17 +1,22 @@
-"""`python -m tests.chart.matrix`: the chart over all combinations of values, every object against every Kubernetes."""
+"""`python -m tests.chart.matrix`: the chart over all combinations of values, every object against every Kubernetes.
+`--pairs`: exactly two values at a time, every pair, rendered and parsed."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 
 from tests.chart.combinations import combinations
 from tests.chart.render import render
+from tests.chart.test_pairs import FRAGMENTS, told
 from tests.chart.validation import VERSIONS, problems
 
 
 def main() -> int:
     """Returns the exit status."""
+    if "--pairs" in sys.argv[1:]:
+        return _pairs()
     kinds: Counter[str] = Counter()
     failures = 0
     for name, values in combinations().items():
@@ -27,6 +32,13 @@ def main() -> int:
     )
     sys.stdout.write(f"{failures} problems\n{', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}\n")
     return 1 if failures else 0
+
+
+def _pairs() -> int:
+    wrong = {pair: problem for pair in itertools.combinations(FRAGMENTS, 2) if (problem := told(pair))}
+    sys.stdout.writelines(f"{' + '.join(pair)}: {problem}\n" for pair, problem in wrong.items())
+    sys.stdout.write(f"{len(FRAGMENTS) * (len(FRAGMENTS) - 1) // 2} pairs, {len(wrong)} problems\n")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ always reach their pods, so probes need nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,17 +113,18 @@ def peers(release: Rendered, outside: str) -> dict[str, Peer]:
     return found
 
 
-def dialled(release: Rendered, outside: Mapping[tuple[str, str], str]) -> Iterator[Edge]:
+def dialled(release: Rendered, outside: Mapping[tuple[str, str], str], dns: Sequence[int] = (53,)) -> Iterator[Edge]:
     """What the containers connect to, read off their environments: everything they have an address of, and a resolver.
 
     Args:
         outside: values of Secrets that are not the release's.
+        dns: ports of resolvers.
     """
     for workload in release.workloads:
         if workload.component not in ("gateway", "engine", "test"):
             continue  # stores dial nobody
-        for protocol in ("TCP", "UDP"):
-            yield Edge(workload.component, "dns", 53, protocol)
+        for protocol, port in itertools.product(("TCP", "UDP"), dns):
+            yield Edge(workload.component, "dns", port, protocol)
         for container in (*workload.init_containers, *workload.containers):
             env = container.env(outside)
             for name, url in env.items():
@@ -163,7 +165,9 @@ def _addresses(name: str, value: str, env: Mapping[str, str]) -> Iterator[tuple[
     elif name in ("TEMPER_S3_ENDPOINT", "TEMPER_MODEL_S3_ENDPOINT"):
         secure = env.get(name.replace("ENDPOINT", "SECURE"), "false") == "true"
         yield _host(f"//{value}", 443 if secure else 80)
-    elif name in ("TEMPER_OTLP_ENDPOINT", "TEMPER_HF_ENDPOINT"):
+    elif name in ("TEMPER_S3_CREDENTIALS", "TEMPER_MODEL_S3_CREDENTIALS") and value == "chain":
+        yield from (("identity", 443), ("identity", 80))
+    elif name in ("TEMPER_OTLP_ENDPOINT", "TEMPER_HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY"):
         yield _host(value, 443 if value.startswith("https") else 80)
     elif name == "TEMPER_REWARD_WEBHOOKS":
         for entry in value.split(","):

@@ -30,12 +30,13 @@ from tests.chart.render import NAMESPACE, Container, Rendered, Workload
 from tests.stack import ROOT
 
 _ENTRY = re.compile(r"^ENTRYPOINT (\[.*\])$", re.MULTILINE)
-_ANY = "0.0.0.0"
+_ANY, _LOOPBACK = "0.0.0.0", "127.0.0.1"
 _APP = "/app"
 """WORKDIR of the images."""
 _PROGRAMS: Mapping[str, Callable[[], str]] = {
     "python": lambda: sys.executable,
     "valkey-server": lambda: str(get_binary_path()),
+    "weed": lambda: str(Path(sys.executable).parent / "weed"),
 }
 
 
@@ -149,8 +150,10 @@ class Node:
         volumes = self._volumes(name, container, address)
         program, *texts = [*self._command(container), *container.args]
         # The program is this machine's, wherever that is; what it is told is the manifest's.
+        given = container.env(self.outside)
+        texts = [container.expanded(text, given) for text in texts]
         argv = [_PROGRAMS[program](), *(self._mapped(text, address, volumes) for text in texts)]
-        env = {key: self._mapped(text, address, volumes) for key, text in container.env(self.outside).items()}
+        env = {key: self._mapped(text, address, volumes) for key, text in given.items()}
         log = self.directory / f"{name}.log"
         with log.open("ab") as out:
             process = subprocess.Popen(argv, env={**_machine(), **env}, cwd=ROOT, stdout=out, stderr=out)
@@ -179,16 +182,12 @@ class Node:
         # A claim stays when the pod is made anew, and so does all else here.
         for path in container.mounts:
             found[path] = str(self.directory / pod / path.strip("/").replace("/", "-"))
-        for path, (volume, sub_path) in container.mounts.items():
+        for path, (volume, _) in container.mounts.items():
             files = self._files(volume)
             place = Path(found[path])
-            if sub_path:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(self._configured(files[sub_path], address, found))
-                continue
             place.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
-                (place / name).write_text(text)
+                (place / name).write_text(self._configured(text, address, found) if "configMap" in volume else text)
         return found
 
     def _files(self, volume: Mapping[str, Any]) -> dict[str, str]:
@@ -209,7 +208,8 @@ class Node:
         return text.replace("bind * -::*", f"bind {address}")
 
     def _mapped(self, text: str, address: str, volumes: Mapping[str, str]) -> str:
-        if text == _ANY:
+        # A pod's loopback is its own.
+        if text in (_ANY, _LOOPBACK):
             return address
         for path in sorted(volumes, key=len, reverse=True):
             if text == path or text.startswith(f"{path}/"):

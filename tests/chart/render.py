@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +17,9 @@ import yaml
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "temper"
 RELEASE, NAMESPACE = "demo", "ai"
+REGISTRY = "registry.example.com"
+OURS = {part: {"image": {"registry": REGISTRY}} for part in ("gateway", "engine")}
+"""What every install has to say: where its images are."""
 
 Object = Mapping[str, Any]
 
@@ -87,6 +92,9 @@ class Container:
             KeyError: a Secret or a key is nowhere.
         """
         result: dict[str, str] = {}
+        for source in self.spec.get("envFrom", ()):
+            names = [key for secret, key in (outside or {}) if secret == source.get("secretRef", {}).get("name")]
+            result |= {name: (outside or {})[source["secretRef"]["name"], name] for name in names}
         for entry in self.spec.get("env", ()):
             name = entry["name"]
             if name in result:
@@ -94,12 +102,17 @@ class Container:
             if "value" in entry:
                 if not isinstance(entry["value"], str):
                     raise TypeError(f"{name} is no text: {entry['value']!r}")
-                result[name] = entry["value"]
+                result[name] = self.expanded(entry["value"], result)
                 continue
             secret, key = self.references[name]
             given = (outside or {}).get((secret, key))
             result[name] = self.secrets[secret][key] if given is None else given
         return result
+
+    @staticmethod
+    def expanded(text: str, env: Mapping[str, str]) -> str:
+        """$(NAME) of what is said before; what nobody says stays as it is."""
+        return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda found: env.get(found[1], found[0]), text)
 
     @property
     def mounts(self) -> dict[str, tuple[Object, str]]:
@@ -181,27 +194,44 @@ class Rendered:
         return [Workload(one, self.secrets) for one in self.of("Deployment", "StatefulSet", "Pod")]
 
     def workload(self, component: str) -> Workload:
-        """The one of "gateway", "engine", "redis", "minio" or "test"."""
+        """The one of "gateway", "engine", "redis", "s3" or "test"."""
         (found,) = [workload for workload in self.workloads if workload.component == component]
         return found
 
 
-def render(*values: Mapping[str, Any], upgrade: bool = False) -> Rendered:
-    """The release with these values over the chart's.
+@functools.cache
+def _chart() -> helm_python.Chart:
+    return helm_python.Chart.load(CHART)
+
+
+def files(*values: Mapping[str, Any], upgrade: bool = False) -> dict[str, str]:
+    """Template → text, with exactly these values over the chart's.
 
     Raises:
         helm_python.HelmError: the schema refuses the values, or a template does.
     """
-    with helm_python.Chart.load(CHART) as chart:
-        files = chart.render(
-            merged(*values), name=RELEASE, namespace=NAMESPACE, is_install=not upgrade, is_upgrade=upgrade
-        )
-    notes = "".join(text for path, text in files.items() if path.endswith("NOTES.txt"))
-    texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
-    return Rendered(tuple(one for text in texts for one in _documents(text)), notes)
+    return _chart().render(
+        merged(*values), name=RELEASE, namespace=NAMESPACE, is_install=not upgrade, is_upgrade=upgrade
+    )
 
 
-def _documents(text: str) -> Iterator[Object]:
+def parsed(texts: Mapping[str, str]) -> Rendered:
+    """The objects of rendered templates."""
+    notes = "".join(text for path, text in texts.items() if path.endswith("NOTES.txt"))
+    ordered = [text for path, text in sorted(texts.items()) if path.endswith(".yaml")]
+    return Rendered(tuple(one for text in ordered for one in documents(text)), notes)
+
+
+def render(*values: Mapping[str, Any], upgrade: bool = False) -> Rendered:
+    """The release with these values over the chart's, and images from a registry.
+
+    Raises:
+        helm_python.HelmError: the schema refuses the values, or a template does.
+    """
+    return parsed(files(OURS, *values, upgrade=upgrade))
+
+
+def documents(text: str) -> Iterator[Object]:
     for document in yaml.load_all(text, Loader=_NoDuplicates):
         if document is not None:
             yield json.loads(json.dumps(document))

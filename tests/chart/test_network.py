@@ -13,8 +13,8 @@ from tests.chart.network import Edge, Peer, allows, dialled, peers
 from tests.chart.render import Rendered, render
 from tests.chart.test_objects import given
 
-PARTS = ("gateway", "engine", "redis", "minio", "test")
-PORTS = (22, 53, 80, 443, 4317, 6379, 6380, 8420, 8443, 9000, 9090, 9100, 50051, 50052)
+PARTS = ("gateway", "engine", "redis", "s3", "test")
+PORTS = (22, 53, 80, 443, 3128, 4317, 5353, 6379, 6380, 8420, 8443, 9000, 9090, 9100, 26379, 50051, 50052)
 SOMEWHERE = "somewhere"
 
 
@@ -29,7 +29,9 @@ def needed(release: Rendered, values: Mapping[str, Any]) -> set[Edge]:
     if not values["redis"]["bundled"]:
         external = values["redis"]["external"]
         outside[external["existingSecret"], external["key"]] = f"redis://redis.example.com:{external['port']}/0"
-    found = set(dialled(release, outside))
+    found = set(dialled(release, outside, (53, 5353) if values["global"]["openshift"] else (53,)))
+    if values["redis"]["external"]["sentinelPort"]:
+        found |= {Edge(part, "sentinel", values["redis"]["external"]["sentinelPort"]) for part in ("gateway", "engine")}
     if values["engine"]["trainer"]["webhooks"]:
         found |= {Edge("engine", "webhook", port) for port in values["networkPolicy"]["webhookPorts"]}
     return found
@@ -52,7 +54,7 @@ def test_every_needed_edge_is_there_and_no_other(release: Rendered, values: Mapp
     for source in inside:
         ports = {(edge.port, edge.protocol) for edge in wanted if edge.source == source and edge.target not in inside}
         for port, protocol in itertools.product(PORTS, ("TCP", "UDP")):
-            rules = policy["dnsTo"] if port == 53 else policy["redisTo"]
+            rules = policy["dnsTo"] if port in (53, 5353) else policy["redisTo"]
             place = _place(rules) if rules else known["internet"]
             assert allows(release, known[source], place, port, protocol) == ((port, protocol) in ports), (source, port)
             for other in ("internet", "elsewhere", "stranger") if rules else ():
@@ -84,7 +86,7 @@ def test_who_may_come_in(release: Rendered, values: Mapping[str, Any]) -> None:
             }
             if rules is None:
                 expected = dict.fromkeys(outside, False)
-                if (target, port) in (("redis", 6379), ("minio", 9000)) and policy["redisFrom"]:
+                if (target, port) in (("redis", 6379), ("s3", 9000)) and policy["redisFrom"]:
                     expected[SOMEWHERE] = True
             elif not rules:
                 expected = dict.fromkeys(outside, True)
@@ -109,7 +111,7 @@ def test_every_policy_selects_a_pod(release: Rendered) -> None:
     ("edge", "values"),
     [
         (("gateway", "engine", 50051), {}),
-        (("engine", "minio", 9000), {}),
+        (("engine", "s3", 9000), {}),
         (("test", "gateway", 8420), {"networkPolicy": {"gatewayFrom": OUTSIDE}}),
     ],
 )

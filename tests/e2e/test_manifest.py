@@ -1,7 +1,5 @@
 """The rendered chart, executed: each process started with the command, environment and volumes of its manifest, over
-mTLS and with API keys, probed as a kubelet probes, used, upgraded and ended. In order: each test goes on from the last.
-
-SeaweedFS stands for MinIO, which is to be had as an image only; Valkey runs from its manifest, too."""
+mTLS and with API keys, probed as a kubelet probes, used, upgraded and ended. In order: each goes on from the last."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.local_stores import s3_server
-from cli.ports import claim_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.certificates import Authority
 from tests.chart.node import Node, RunningPod
@@ -31,6 +27,7 @@ from tests.stack import ROOT, clean_environment
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pods need addresses of 127.0.0.0/8")
 
 MODEL = "qwen3.5"
+STORES = ("demo-temper-redis", "demo-temper-s3")
 STREAMS = 32
 TOKENS = 60
 SMALL = {
@@ -83,15 +80,10 @@ def node(key: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         files = authority.issue(directory / f"{part}-tls", name)
         for file, path in (("tls.crt", files.cert), ("tls.key", files.key), ("ca.crt", files.ca)):
             outside[f"{part}-tls", file] = path.read_text()
-    minio = release.secrets["demo-temper-minio"]
-    (claim,) = claim_ports(1)
-    server = s3_server(directory / "s3", claim, access_key=minio["access-key"], secret_key=minio["secret-key"])
-    with (directory / "s3.log").open("ab") as log:
-        s3 = subprocess.Popen(server.argv, env=dict(server.env), cwd=server.cwd, stdout=log, stderr=log)
-    running = Node(release, directory, outside, {"demo-temper-minio.ai.svc:9000": server.address})
+    running = Node(release, directory, outside)
     try:
         # At once, as on a cluster: nothing waits for anything, and all come up.
-        for component in ("gateway", "engine", "redis"):
+        for component in ("gateway", "engine", "redis", "s3"):
             workload = release.workload(component)
             for index in range(workload.replicas):
                 running.start(workload, index)
@@ -102,9 +94,6 @@ def node(key: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield running
     finally:
         running.kill()
-        s3.kill()
-        s3.wait()
-        server.remove_leftovers()
 
 
 def gateway(node: Node, index: int = 0) -> RunningPod:
@@ -132,7 +121,7 @@ def client(node: Node, key: tuple[str, Path]) -> Iterator[httpx.Client]:
 
 
 def test_probes_answer(node: Node) -> None:
-    assert len(node.pods) == 5
+    assert len(node.pods) == 6
     for name, pod in node.pods.items():
         for kind in ("startup", "liveness", "readiness"):
             assert pod.probe(kind), (name, kind)
@@ -153,6 +142,15 @@ def test_what_prometheus_is_told_to_read_is_there(node: Node) -> None:
 
 def test_who_has_no_key_gets_nothing(node: Node) -> None:
     assert httpx.get(f"{url(gateway(node))}/v1/models").status_code == 401
+
+
+def test_the_stores_answer_nobody_without_their_credentials(node: Node) -> None:
+    """On the address that other pods see; what asks for none listens on the loopback of the pod."""
+    s3 = node.pods["demo-temper-s3-0"]
+    assert httpx.get(f"http://{s3.address}:{s3.container.ports['s3']}/").status_code == 403
+    args = s3.container.args
+    assert args[args.index("-ip.bind") + 1] == "127.0.0.1"
+    assert httpx.get(f"http://{s3.address}:8888/buckets/temper/").status_code == 401
 
 
 def test_engines_talk_to_nobody_without_a_certificate(node: Node) -> None:
@@ -225,10 +223,10 @@ def test_all_ends_in_order(node: Node) -> None:
         assert time.monotonic() < deadline
     assert leaving.probe("liveness")
     for name, pod in node.pods.items():
-        if "redis" not in name:
+        if not name.startswith(STORES):
             pod.terminate()
-    ends = {name: pod.ended() for name, pod in node.pods.items() if "redis" not in name}
+    ends = {name: pod.ended() for name, pod in node.pods.items() if not name.startswith(STORES)}
     assert set(ends.values()) == {0}, ends
-    redis = node.pods["demo-temper-redis-0"]
-    redis.terminate()
-    assert redis.ended() == 0
+    for store in STORES:
+        node.pods[f"{store}-0"].terminate()
+        assert node.pods[f"{store}-0"].ended() == 0

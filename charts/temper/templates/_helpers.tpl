@@ -47,26 +47,55 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Pod Security Standards, restricted: dict "uid" 10001. */}}
+{{/* Parts are dict "root" $ "part" NAME "values" of the part. Metadata of their pods: no label that changes with the chart's
+     version, or each version would restart every pod; "config" is the text whose change has to. */}}
+{{- define "temper.podMeta" -}}
+labels:
+  {{- include "temper.selector" . | nindent 2 }}
+  {{- with .values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- if or .config .values.podAnnotations }}
+annotations:
+  {{- with .config }}
+  checksum/config: {{ sha256sum . }}
+  {{- end }}
+  {{- with .values.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What all pods say first: a part and "uid". */}}
+{{- define "temper.podSpec" -}}
+serviceAccountName: {{ include "temper.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- include "temper.pullSecrets" .root }}
+{{- include "temper.priorityClass" . }}
+securityContext:
+  {{- include "temper.podSecurity" . | nindent 2 }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" }}
+{{- with index $.values $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Pod Security Standards, restricted, under what the values say. OpenShift gives each namespace users and groups of its
+     own, and takes no others. */}}
 {{- define "temper.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: {{ .uid }}
-runAsGroup: {{ .uid }}
-fsGroup: {{ .uid }}
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- $context := dict "runAsNonRoot" true "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") }}
+{{- if not .root.Values.global.openshift }}
+{{- $context = merge $context (dict "runAsUser" .uid "runAsGroup" .uid "fsGroup" .uid) }}
+{{- end }}
+{{- toYaml (mergeOverwrite $context (deepCopy .values.podSecurityContext)) }}
 {{- end }}
 
 {{- define "temper.containerSecurity" -}}
-allowPrivilegeEscalation: false
-privileged: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-capabilities:
-  drop: [ALL]
-seccompProfile:
-  type: RuntimeDefault
+{{- $context := dict "allowPrivilegeEscalation" false "privileged" false "readOnlyRootFilesystem" true "runAsNonRoot" true "capabilities" (dict "drop" (list "ALL")) "seccompProfile" (dict "type" "RuntimeDefault") }}
+{{- toYaml (mergeOverwrite $context (deepCopy .values.securityContext)) }}
 {{- end }}
 
 {{- define "temper.serviceAccount" -}}
@@ -74,16 +103,15 @@ seccompProfile:
 {{- end }}
 
 {{- define "temper.priorityClass" -}}
-{{- $own := (index .root.Values .part).priorityClassName }}
-{{- if $own }}
-priorityClassName: {{ $own }}
-{{- else if .root.Values.priorityClasses.create }}
+{{- if .values.priorityClassName }}
+priorityClassName: {{ .values.priorityClassName }}
+{{- else if and .root.Values.priorityClasses.create (has .part (list "gateway" "engine")) }}
 priorityClassName: {{ include "temper.fullname" .root }}-{{ .part }}
 {{- end }}
 {{- end }}
 
 {{- define "temper.spread" -}}
-{{- $own := (index .root.Values .part).topologySpreadConstraints }}
+{{- $own := .values.topologySpreadConstraints }}
 topologySpreadConstraints:
 {{- if $own }}
 {{- toYaml $own | nindent 2 }}
@@ -104,21 +132,111 @@ topologySpreadConstraints:
 {{- if and (kindIs "float64" .) (eq (float64 (int64 .)) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
 {{- end }}
 
-{{/* Entries of env, sorted, the values' own (env, and env of the part) among the chart's, which may not be said twice:
-     dict "root" $ "part" "gateway" "env" (dict NAME value). */}}
+{{/* Entries of env: the values' own (env, and env of the part) among the chart's, which may not be said twice; then what
+     leads out of the cluster, and extraEnv. A part with "env" (dict NAME value). */}}
 {{- define "temper.env" -}}
 {{- $env := .env }}
-{{- $fixed := concat (keys .env) (list "TEMPER_REDIS_URL" "TEMPER_S3_ACCESS_KEY" "TEMPER_S3_SECRET_KEY" "TEMPER_OTLP_HEADERS" "TEMPER_REWARD_WEBHOOK_SECRET") }}
-{{- range $name, $value := merge (dict) (index .root.Values .part).env .root.Values.env }}
+{{- $fixed := concat (keys .env) (list "TEMPER_REDIS_URL" "TEMPER_S3_ACCESS_KEY" "TEMPER_S3_SECRET_KEY" "TEMPER_OTLP_HEADERS" "TEMPER_REWARD_WEBHOOK_SECRET" "TEMPER_CA_BUNDLE") }}
+{{- range $name, $value := merge (dict) .values.env .root.Values.env }}
 {{- if has $name $fixed }}
 {{- fail (printf "env.%s is set by the chart: use its value instead (helm show values)" $name) }}
 {{- end }}
 {{- $_ := set $env $name $value }}
 {{- end }}
+{{- range .values.extraEnv }}
+{{- if or (has .name $fixed) (hasKey $env .name) }}
+{{- fail (printf "extraEnv: %s is set by the chart or by env already: use its value instead (helm show values)" .name) }}
+{{- end }}
+{{- end }}
+{{- $proxy := .root.Values.proxy }}
+{{- if or $proxy.http $proxy.https }}
+{{- range $name, $url := dict "HTTP_PROXY" $proxy.http "HTTPS_PROXY" $proxy.https }}
+{{- if $url }}
+{{- $_ := set $env $name $url }}
+{{- end }}
+{{- end }}
+{{- $_ := set $env "NO_PROXY" (concat (list "localhost" "127.0.0.1" ".svc" ".cluster.local") $proxy.noProxy | join ",") }}
+{{- end }}
+{{- if .root.Values.caBundle.configMap }}
+{{- $_ := set $env "TEMPER_CA_BUNDLE" (printf "/etc/temper/ca/%s" .root.Values.caBundle.key) }}
+{{- end }}
 {{- range $name, $value := $env }}
 - name: {{ $name }}
   value: {{ include "temper.text" $value | quote }}
 {{- end }}
+{{- with .values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Beside env, and volumes that every container of gateway and engine has. */}}
+{{- define "temper.envFrom" -}}
+{{- with .values.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "temper.extraMounts" -}}
+{{- if .root.Values.caBundle.configMap }}
+- name: ca-bundle
+  mountPath: /etc/temper/ca
+  readOnly: true
+{{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "temper.extraVolumes" -}}
+{{- with .root.Values.caBundle }}
+{{- if .configMap }}
+- name: ca-bundle
+  configMap:
+    name: {{ .configMap }}
+    items:
+      - {key: {{ .key }}, path: {{ .key }}}
+{{- end }}
+{{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The files of mTLS: a part. */}}
+{{- define "temper.tlsMount" -}}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  mountPath: /etc/temper/tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "temper.tlsVolume" -}}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "temper.tlsSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+
+{{/* A volume of each pod of a StatefulSet: a part with "name" and "persistence". */}}
+{{- define "temper.claimTemplate" -}}
+- apiVersion: v1
+  kind: PersistentVolumeClaim
+  metadata:
+    name: {{ .name }}
+    labels:
+      {{- include "temper.selector" . | nindent 6 }}
+  spec:
+    accessModes: [ReadWriteOnce]
+    {{- with .persistence.storageClassName }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ .persistence.size }}
 {{- end }}
 
 {{- define "temper.secretEnv" -}}
@@ -134,12 +252,15 @@ topologySpreadConstraints:
 {{- $values := .Values }}
 {{- $env := dict "TEMPER_SERVED_MODEL_NAME" $values.engine.servedModelName "TEMPER_S3_BUCKET" $values.objectStore.bucket }}
 {{- if $values.objectStore.bundled }}
-{{- $_ := set $env "TEMPER_S3_ENDPOINT" (printf "%s-minio.%s.svc:9000" (include "temper.fullname" .) .Release.Namespace) }}
+{{- $_ := set $env "TEMPER_S3_ENDPOINT" (printf "%s-s3.%s.svc:9000" (include "temper.fullname" .) .Release.Namespace) }}
 {{- $_ := set $env "TEMPER_S3_SECURE" "false" }}
 {{- else }}
 {{- $_ := set $env "TEMPER_S3_ENDPOINT" $values.objectStore.external.endpoint }}
 {{- $_ := set $env "TEMPER_S3_SECURE" $values.objectStore.external.secure }}
 {{- $_ := set $env "TEMPER_S3_REGION" $values.objectStore.external.region }}
+{{- if eq $values.objectStore.external.credentials "chain" }}
+{{- $_ := set $env "TEMPER_S3_CREDENTIALS" "chain" }}
+{{- end }}
 {{- end }}
 {{- if $values.tls.enabled }}
 {{- $_ := set $env "TEMPER_GRPC_TLS_CERT" "/etc/temper/tls/tls.crt" }}
@@ -153,21 +274,38 @@ topologySpreadConstraints:
 {{- toJson $env }}
 {{- end }}
 
+{{/* Credentials of an S3 server: dict "prefix" "TEMPER_S3" "secret" NAME; no Secret, nothing. */}}
+{{- define "temper.s3Credentials" -}}
+{{- if .secret }}
+{{- include "temper.secretEnv" (dict "name" (printf "%s_ACCESS_KEY" .prefix) "secret" .secret "key" "access-key") }}
+{{ include "temper.secretEnv" (dict "name" (printf "%s_SECRET_KEY" .prefix) "secret" .secret "key" "secret-key") }}
+{{- end }}
+{{- end }}
+
 {{- define "temper.sharedSecretEnv" -}}
-{{ include "temper.secretEnv" (dict "name" "TEMPER_REDIS_URL" "secret" (include "temper.redisSecret" .) "key" (ternary "url" .Values.redis.external.key .Values.redis.bundled)) }}
-{{ include "temper.secretEnv" (dict "name" "TEMPER_S3_ACCESS_KEY" "secret" (include "temper.objectStoreSecret" .) "key" "access-key") }}
-{{ include "temper.secretEnv" (dict "name" "TEMPER_S3_SECRET_KEY" "secret" (include "temper.objectStoreSecret" .) "key" "secret-key") }}
+{{- $redis := include "temper.redisSecret" . }}
+{{- if .Values.redis.bundled }}
+{{- include "temper.secretEnv" (dict "name" "REDIS_PASSWORD" "secret" $redis "key" "password") }}
+- name: TEMPER_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "temper.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{- else }}
+{{- include "temper.secretEnv" (dict "name" "TEMPER_REDIS_URL" "secret" $redis "key" .Values.redis.external.key) }}
+{{- end }}
+{{- with include "temper.s3Credentials" (dict "prefix" "TEMPER_S3" "secret" (include "temper.objectStoreSecret" .)) }}
+{{ . }}
+{{- end }}
 {{- with .Values.telemetry.headersExistingSecret }}
 {{ include "temper.secretEnv" (dict "name" "TEMPER_OTLP_HEADERS" "secret" . "key" "headers") }}
 {{- end }}
 {{- end }}
 
 {{- define "temper.redisSecret" -}}
-{{- if .Values.redis.bundled }}{{ include "temper.fullname" . }}-redis{{ else }}{{ .Values.redis.external.existingSecret }}{{ end }}
+{{- if .Values.redis.bundled }}{{ default (printf "%s-redis" (include "temper.fullname" .)) .Values.redis.existingSecret }}{{ else }}{{ .Values.redis.external.existingSecret }}{{ end }}
 {{- end }}
 
+{{/* Empty: the pods' own identity. */}}
 {{- define "temper.objectStoreSecret" -}}
-{{- if .Values.objectStore.bundled }}{{ include "temper.fullname" . }}-minio{{ else }}{{ .Values.objectStore.external.existingSecret }}{{ end }}
+{{- if .Values.objectStore.bundled }}{{ default (printf "%s-s3" (include "temper.fullname" .)) .Values.objectStore.existingSecret }}{{ else if eq .Values.objectStore.external.credentials "secret" }}{{ .Values.objectStore.external.existingSecret }}{{ end }}
 {{- end }}
 
 {{- define "temper.tlsSecret" -}}
@@ -177,13 +315,6 @@ topologySpreadConstraints:
 
 {{- define "temper.tlsServerName" -}}
 {{- default (printf "%s-engine.%s.svc" (include "temper.fullname" .) .Release.Namespace) .Values.tls.serverName }}
-{{- end }}
-
-{{/* A password that stays when the release is upgraded: dict "root" $ "secret" name "key" key. Without a cluster to look
-     into (helm template) it is another one each time. */}}
-{{- define "temper.keptPassword" -}}
-{{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret }}
-{{- if and $old $old.data (hasKey $old.data .key) }}{{ index $old.data .key | b64dec }}{{ else }}{{ randAlphaNum 32 }}{{ end }}
 {{- end }}
 
 {{/* Where engines keep the checkpoint. */}}
@@ -199,12 +330,34 @@ topologySpreadConstraints:
 {{- if has .Values.engine.model.source (list "s3" "huggingface") }}true{{ end }}
 {{- end }}
 
+{{/* As many engines as there may be. */}}
+{{- define "temper.mostEngines" -}}
+{{- ternary .Values.engine.autoscaling.maxReplicas .Values.engine.replicas .Values.engine.autoscaling.enabled | int }}
+{{- end }}
+
+{{/* A quantity of Kubernetes as a number: "2Gi" 2147483648, "500m" 0.5. */}}
+{{- define "temper.number" -}}
+{{- $text := include "temper.text" . }}
+{{- $unit := regexFind "[A-Za-z]+$" $text }}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 }}
+{{- mulf (trimSuffix $unit $text | float64) (index $factors $unit) | printf "%.3f" }}
+{{- end }}
+
+{{/* How long running responses may go on after SIGTERM: as long as a request may last, if nothing is said. */}}
+{{- define "temper.gatewayDrain" -}}
+{{- .Values.gateway.shutdownGraceSeconds | toString | default (.Values.gateway.requestTimeoutSeconds | toString) | float64 | ceil | int }}
+{{- end }}
+
+{{- define "temper.engineDrain" -}}
+{{- .Values.engine.drainSeconds | toString | default (.Values.gateway.requestTimeoutSeconds | toString) | float64 | ceil | int }}
+{{- end }}
+
 {{/* SIGTERM to SIGKILL: services/gateway/settings.py and services/engine/settings.py, termination_seconds, and 10 for
      what is not in them. */}}
 {{- define "temper.gatewayTermination" -}}
-{{- add (ceil .Values.gateway.drainDelaySeconds) (ceil .Values.gateway.shutdownGraceSeconds) 15 }}
+{{- add (ceil .Values.gateway.drainDelaySeconds) (include "temper.gatewayDrain" .) 15 }}
 {{- end }}
 
 {{- define "temper.engineTermination" -}}
-{{- add (max (ceil .Values.engine.drainSeconds) (ceil .Values.engine.trainer.drainSeconds)) 15 }}
+{{- add (max (include "temper.engineDrain" .) (ceil .Values.engine.trainer.drainSeconds)) 15 }}
 {{- end }}

@@ -9,8 +9,8 @@
 {{- if not .Values.objectStore.external.endpoint }}
 {{- fail "objectStore.external.endpoint is not set: give host:port of your S3 server, or set objectStore.bundled=true" }}
 {{- end }}
-{{- if not .Values.objectStore.external.existingSecret }}
-{{- fail "objectStore.external.existingSecret is not set: name the Secret with access-key and secret-key of your S3 server, or set objectStore.bundled=true" }}
+{{- if and (eq .Values.objectStore.external.credentials "secret") (not .Values.objectStore.external.existingSecret) }}
+{{- fail "objectStore.external.existingSecret is not set: name the Secret with access-key and secret-key of your S3 server, set objectStore.external.credentials=chain for the identity of the pods, or set objectStore.bundled=true" }}
 {{- end }}
 {{- end }}
 {{- if eq $model.source "claim" }}
@@ -22,7 +22,7 @@
 {{- if not $model.s3.uri }}
 {{- fail "engine.model.s3.uri is not set: give s3://bucket/prefix of the checkpoint, or choose another engine.model.source" }}
 {{- end }}
-{{- if and $model.s3.endpoint (not $model.s3.existingSecret) }}
+{{- if and $model.s3.endpoint (eq $model.s3.credentials "secret") (not $model.s3.existingSecret) }}
 {{- fail "engine.model.s3.existingSecret is not set: name the Secret with access-key and secret-key for engine.model.s3.endpoint" }}
 {{- end }}
 {{- end }}
@@ -57,5 +57,93 @@
 {{- if ne (empty .Values.tls.gatewayExistingSecret) (empty .Values.tls.engineExistingSecret) }}
 {{- fail "tls.gatewayExistingSecret and tls.engineExistingSecret: name both Secrets, or none to have cert-manager make them" }}
 {{- end }}
+{{- end }}
+{{- include "temper.validateImages" . }}
+{{- include "temper.validateExposure" . }}
+{{- include "temper.validateStores" . }}
+{{- include "temper.validateSizes" . }}
+{{- end }}
+
+{{/* No image is published. Without a registry a name is Docker Hub's, of whoever owns the namespace there. */}}
+{{- define "temper.validateImages" -}}
+{{- range $part := list "gateway" "engine" }}
+{{- $image := (index $.Values $part).image }}
+{{- if not (or $.Values.global.imageRegistry $image.registry $image.digest (eq $image.pullPolicy "Never")) }}
+{{- fail (printf "%s.image.registry is empty, and no image of Temper is published: build it and push it to a registry of yours (docs/guides/images.md), then set %s.image.registry or global.imageRegistry; with images that are on the nodes already set %s.image.pullPolicy=Never" $part $part $part) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Who reaches a gateway without keys may do everything. */}}
+{{- define "temper.validateExposure" -}}
+{{- $gateway := .Values.gateway }}
+{{- if not (or $gateway.apiKeys.existingSecret $gateway.apiKeys.allowNone) }}
+{{- if ne $gateway.service.type "ClusterIP" }}
+{{- fail (printf "gateway.service.type is %s and gateway.apiKeys.existingSecret is not set: whoever reaches the gateway could do everything. Name the Secret with the keys, or set gateway.apiKeys.allowNone=true if that is meant" $gateway.service.type) }}
+{{- end }}
+{{- if $gateway.ingress.enabled }}
+{{- fail "gateway.ingress.enabled is true and gateway.apiKeys.existingSecret is not set: whoever reaches the gateway could do everything. Name the Secret with the keys, or set gateway.apiKeys.allowNone=true if that is meant" }}
+{{- end }}
+{{- if $gateway.httpRoute.enabled }}
+{{- fail "gateway.httpRoute.enabled is true and gateway.apiKeys.existingSecret is not set: whoever reaches the gateway could do everything. Name the Secret with the keys, or set gateway.apiKeys.allowNone=true if that is meant" }}
+{{- end }}
+{{- end }}
+{{- if and $gateway.apiKeys.existingSecret .Values.test.enabled (not .Values.test.apiKeyExistingSecret) }}
+{{- fail "test.apiKeyExistingSecret is not set, and the gateway asks for keys (gateway.apiKeys.existingSecret): name the Secret with the `api-key` of `helm test`, or set test.enabled=false" }}
+{{- end }}
+{{- end }}
+
+{{- define "temper.validateStores" -}}
+{{- if not .Values.global.generateSecrets }}
+{{- if and .Values.redis.bundled (not .Values.redis.existingSecret) }}
+{{- fail "redis.existingSecret is not set, and global.generateSecrets is false: name the Secret with the `password` of the bundled Redis" }}
+{{- end }}
+{{- if and .Values.objectStore.bundled (not .Values.objectStore.existingSecret) }}
+{{- fail "objectStore.existingSecret is not set, and global.generateSecrets is false: name the Secret with `access-key` and `secret-key` of the bundled object store" }}
+{{- end }}
+{{- end }}
+{{- if and .Values.redis.existingSecret (not .Values.redis.bundled) }}
+{{- fail "redis.existingSecret is of the bundled Redis, and redis.bundled is false: name the Secret in redis.external.existingSecret" }}
+{{- end }}
+{{- if and .Values.objectStore.existingSecret (not .Values.objectStore.bundled) }}
+{{- fail "objectStore.existingSecret is of the bundled object store, and objectStore.bundled is false: name the Secret in objectStore.external.existingSecret" }}
+{{- end }}
+{{- if and (not .Values.objectStore.bundled) (eq .Values.objectStore.external.credentials "chain") .Values.objectStore.external.existingSecret }}
+{{- fail "objectStore.external.existingSecret does nothing with objectStore.external.credentials=chain: set one of them" }}
+{{- end }}
+{{- if and (eq .Values.engine.model.s3.credentials "chain") .Values.engine.model.s3.existingSecret }}
+{{- fail "engine.model.s3.existingSecret does nothing with engine.model.s3.credentials=chain: set one of them" }}
+{{- end }}
+{{- end }}
+
+{{/* Sizes that cannot both be. */}}
+{{- define "temper.validateSizes" -}}
+{{- $engine := .Values.engine }}
+{{- $tiers := $engine.tiers }}
+{{- range $path, $resources := dict "gateway" .Values.gateway.resources "engine" $engine.resources "redis" .Values.redis.resources "objectStore" .Values.objectStore.resources "test" .Values.test.resources }}
+{{- range $name, $request := $resources.requests }}
+{{- $limit := index $resources.limits $name }}
+{{- if and $limit (gt (include "temper.number" $request | float64) (include "temper.number" $limit | float64)) }}
+{{- fail (printf "%s.resources.requests.%s (%s) is over %s.resources.limits.%s (%s)" $path $name $request $path $name $limit) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $memory := $engine.resources.limits.memory }}
+{{- if and $tiers.hostBytes (contains "host" $tiers.names) (ge (include "temper.number" $tiers.hostBytes | float64) (include "temper.number" $memory | float64)) }}
+{{- fail (printf "engine.tiers.hostBytes (%s) does not fit into engine.resources.limits.memory (%s), which has the engine itself to hold as well" $tiers.hostBytes $memory) }}
+{{- end }}
+{{- if and (contains "disk" $tiers.names) $tiers.diskPersistent (ge (include "temper.number" $tiers.diskBytes | float64) (include "temper.number" $engine.persistence.size | float64)) }}
+{{- fail (printf "engine.tiers.diskBytes (%s) does not fit into engine.persistence.size (%s), which has kernels, checkpoints and the model to hold as well" $tiers.diskBytes $engine.persistence.size) }}
+{{- end }}
+{{- $storage := index $engine.resources.limits "ephemeral-storage" }}
+{{- if and (contains "disk" $tiers.names) (not $tiers.diskPersistent) $storage (ge (include "temper.number" $tiers.diskBytes | float64) (include "temper.number" $storage | float64)) }}
+{{- fail (printf "engine.tiers.diskBytes (%s) does not fit into engine.resources.limits.ephemeral-storage (%s): the node would end the engine" $tiers.diskBytes $storage) }}
+{{- end }}
+{{- if and (contains "store" $tiers.names) .Values.objectStore.bundled (ge (include "temper.number" $tiers.storeBytes | float64) (include "temper.number" .Values.objectStore.persistence.size | float64)) }}
+{{- fail (printf "engine.tiers.storeBytes (%s) does not fit into objectStore.persistence.size (%s), which has adapters and files to hold as well" $tiers.storeBytes .Values.objectStore.persistence.size) }}
+{{- end }}
+{{- $autoscaling := $engine.autoscaling }}
+{{- if and $autoscaling.enabled (gt (int $autoscaling.fallback.replicas) (int $autoscaling.maxReplicas)) }}
+{{- fail "engine.autoscaling.fallback.replicas is over engine.autoscaling.maxReplicas" }}
 {{- end }}
 {{- end }}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Webhooks:
     timeout_seconds: float = 30.0
     """Of one attempt, from first to last byte."""
     attempts: int = 4
+    tls: ssl.SSLContext | None = None
+    """Whom to trust; None: the public authorities."""
 
     def __post_init__(self) -> None:
         for entry in self.allowed:
@@ -80,7 +83,12 @@ class WebhookScorer:
         """See Scorer.score."""
         scores: list[float] = []
         # trust_env: proxies and .netrc of the environment are nobody's choice for this.
-        with httpx.Client(follow_redirects=False, trust_env=False, timeout=self._webhooks.timeout_seconds) as client:
+        with httpx.Client(
+            follow_redirects=False,
+            trust_env=False,
+            timeout=self._webhooks.timeout_seconds,
+            verify=self._webhooks.tls or True,
+        ) as client:
             for start in range(0, len(samples), BATCH):
                 scores += self._ask(client, samples[start : start + BATCH], interrupt)
         return scores

@@ -1,0 +1,51 @@
+{{/* The credentials of a bundled store, unless a Secret that exists is named: a part with "name", "existing" and "keys". */}}
+{{- define "temper.bundledSecret" -}}
+{{- if not .existing }}
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "temper.labels" . | nindent 4 }}
+  annotations:
+    helm.sh/resource-policy: keep
+type: Opaque
+stringData:
+  {{- range $key := .keys }}
+  {{ $key }}: {{ include "temper.keptPassword" (dict "root" $.root "secret" $.name "key" $key) }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A password that stays when the release is upgraded: dict "root" $ "secret" name "key" key. Without a cluster to look
+     into (helm template) it is another one each time, which generateSecrets=false makes an error. */}}
+{{- define "temper.keptPassword" -}}
+{{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret }}
+{{- if and $old $old.data (hasKey $old.data .key) }}{{ index $old.data .key | b64dec }}{{ else }}{{ randAlphaNum 32 }}{{ end }}
+{{- end }}
+
+{{/* Spec of the StatefulSet of a store: a part. */}}
+{{- define "temper.oneOfAKind" -}}
+replicas: 1
+revisionHistoryLimit: 3
+persistentVolumeClaimRetentionPolicy:
+  whenDeleted: Retain
+  whenScaled: Retain
+selector:
+  matchLabels:
+    {{- include "temper.selector" . | nindent 4 }}
+{{- end }}
+
+{{/* The same as `temper up` gives its server. Jobs are never evicted: full, it refuses writes. Seven tenths, as what
+     clients and the rewriting of the file need comes on top of the data. */}}
+{{- define "temper.valkeyConfig" -}}
+bind * -::*
+port 6379
+dir /data
+appendonly yes
+appendfsync everysec
+save ""
+maxmemory {{ mulf 0.7 (include "temper.number" .Values.redis.resources.limits.memory | float64) | int64 }}
+maxmemory-policy noeviction
+{{- end }}
