@@ -21,6 +21,7 @@ from services.engine.metrics import EngineMetrics
 from services.engine.ports import LoopStatus
 from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
 from services.engine.updates import Finished
+from services.gateway.histogram import LoopHistogram
 from services.gateway.metrics import GatewayMetrics
 from services.trainer.metrics import TrainerMetrics
 
@@ -109,6 +110,9 @@ def _read(registry: CollectorRegistry, service: str) -> Iterator[Exported]:
             (family,) = collector.describe()
             bounds = tuple(getattr(collector, "_upper_bounds", ()))
             yield _exported(family, service, tuple(collector._labelnames), bounds)
+        elif isinstance(collector, LoopHistogram):
+            (family,) = collector.collect()
+            yield _exported(family, service, collector.label_names, collector.bounds)
         else:
             yield from _collected(collector, service)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common import tracing
 from services.common.pb import engine_pb2
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.metrics import Latencies
 from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler
 from services.gateway.text.chat import END_THINK, ChatParser, Delta
@@ -101,14 +101,14 @@ class Choice:
         self.cached_tokens = update.cached_tokens or self.cached_tokens
         return True
 
-    def take(self, update: engine_pb2.Update, metrics: GatewayMetrics) -> Step:
+    def take(self, update: engine_pb2.Update, latencies: Latencies) -> Step:
         """Takes the next update of the engine."""
         first, self.begun = not self.begun, True
         if first:
             self.adapter = update.adapter or self.adapter
             self.cached_tokens = update.cached_tokens or self.cached_tokens
         tokens, finish = list(update.token_ids), update.finish_reason
-        self._measure(first, len(tokens), metrics)
+        self._measure(first, len(tokens), latencies)
         deltas: list[Delta] = []
         early = Piece()
         used = 0 if self.silent else self._push(update, tokens, finish == _STOP, early, deltas)
@@ -228,10 +228,10 @@ class Choice:
                     return position + 1
         return count
 
-    def _measure(self, first: bool, tokens: int, metrics: GatewayMetrics) -> None:
+    def _measure(self, first: bool, tokens: int, latencies: Latencies) -> None:
         now = time.monotonic()
         if first:
-            metrics.ttft.observe(now - self._last_update, tracing.exemplar(tracing.current()))
+            latencies.ttft.observe(now - self._last_update, tracing.exemplar(tracing.current()))
         elif tokens:
-            metrics.itl.observe((now - self._last_update) / tokens, tracing.current())
+            latencies.itl.observe((now - self._last_update) / tokens, tracing.current())
         self._last_update = now

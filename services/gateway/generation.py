@@ -96,6 +96,7 @@ class Generation:
         """Set before ``steps`` is called, where a header says more than the body."""
         self._gateway = gateway
         self._started = time.monotonic()
+        self._latencies = gateway.metrics.latencies(gateway.settings.served_model_name, stream=body.stream)
         self._choices_per_prompt = body.choices
         self._adapter_field = "model" if body.adapter is None else "adapter"
         _check_tokens(body, served.info.vocab_size)
@@ -188,7 +189,6 @@ class Generation:
         Raises:
             TemperError: what an engine answered instead of tokens, or that it is gone.
         """
-        metrics = self._gateway.metrics
         if (session := self.affinity.history) is not None:
             named = session_of(session)
             for request in self._requests:
@@ -205,7 +205,7 @@ class Generation:
                         continue
                     if choice.reads(update):
                         continue
-                    step = choice.take(update, metrics)
+                    step = choice.take(update, self._latencies)
                     if step.first:
                         choice.session = exchange.session(index)
                         if self._requests[index].HasField("prompt_logprobs"):
@@ -229,7 +229,7 @@ class Generation:
 
     def _finished(self, choice: Choice, reason: str) -> None:
         metrics = self._gateway.metrics
-        metrics.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
+        self._latencies.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
         metrics.finished.labels(reason).inc()
         self._reasons.append(reason)
         if len(self._reasons) == len(self.choices) and self._span.recorded:

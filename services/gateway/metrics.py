@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.process_metrics import export_process
-from services.gateway.histogram import LoopHistogram
+from services.gateway.histogram import LoopHistogram, LoopSeries
 
 _FAST = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+_LATENCY_LABELS = ("model", "stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Where the times of one request's completions are observed."""
+
+    ttft: Histogram
+    itl: LoopSeries
+    e2e: Histogram
 
 
 class GatewayMetrics:
@@ -32,19 +46,22 @@ class GatewayMetrics:
         )
         self.ttft = Histogram(
             "temper_gateway_time_to_first_token_seconds",
-            "From the request to its first token.",
+            "From the request to its first token, by served model and whether it streams.",
+            _LATENCY_LABELS,
             buckets=_SLOW,
             registry=self.registry,
         )
         self.itl = LoopHistogram(
             "temper_gateway_inter_token_latency_seconds",
             "Between two updates of a completion, divided by their tokens.",
+            _LATENCY_LABELS,
             buckets=_FAST,
             registry=self.registry,
         )
         self.e2e = Histogram(
             "temper_gateway_completion_duration_seconds",
             "From the request to its last token.",
+            _LATENCY_LABELS,
             buckets=_SLOW,
             registry=self.registry,
         )
@@ -154,3 +171,8 @@ class GatewayMetrics:
             ("reason",),
             registry=self.registry,
         )
+
+    def latencies(self, model: str, *, stream: bool) -> Latencies:
+        """Of a request to this served model."""
+        labels = (model, "true" if stream else "false")
+        return Latencies(self.ttft.labels(*labels), self.itl.labels(*labels), self.e2e.labels(*labels))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -21,13 +22,19 @@ def exported(registry: CollectorRegistry) -> list[str]:
 @given(st.lists(st.one_of(st.floats(0, 2), st.sampled_from(BOUNDS)), max_size=30))
 def test_equals_the_librarys(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    fast = LoopHistogram("seconds", "Between two.", buckets=BOUNDS, registry=ours)
-    plain = Histogram("seconds", "Between two.", buckets=BOUNDS, registry=theirs)
-    for value in values:
-        fast.observe(value)
-        plain.observe(value)
+    fast = LoopHistogram("seconds", "Between two.", ("model", "stream"), buckets=BOUNDS, registry=ours)
+    plain = Histogram("seconds", "Between two.", ("model", "stream"), buckets=BOUNDS, registry=theirs)
     assert exported(ours) == exported(theirs)
-    assert f'seconds_bucket{{le="+Inf"}} {float(len(values))}' in exported(ours)
+    for labels in (("m", "true"), ('a "b"', "false")):
+        for value in values:
+            fast.labels(*labels).observe(value)
+            plain.labels(*labels).observe(value)
+        fast.labels(*labels)
+        plain.labels(*labels)
+    assert exported(ours) == exported(theirs)
+    assert f'seconds_bucket{{le="+Inf",model="m",stream="true"}} {float(len(values))}' in exported(ours)
+    with pytest.raises(ValueError, match="labels"):
+        fast.labels("m")
 
 
 def test_the_newest_kept_trace_of_a_bucket_is_its_exemplar() -> None:
@@ -35,7 +42,7 @@ def test_the_newest_kept_trace_of_a_bucket_is_its_exemplar() -> None:
     fast = LoopHistogram("seconds", "Between two.", buckets=BOUNDS, registry=registry)
     kept, newer, dropped = (f"00-{digit * 32}-{digit * 16}-0{flag}" for digit, flag in (("a", 1), ("b", 1), ("c", 0)))
     for value, traceparent in ((0.1, kept), (0.2, newer), (0.15, dropped), (0.15, ""), (5.0, kept), (0.0001, "")):
-        fast.observe(value, traceparent)
+        fast.labels().observe(value, traceparent)
     (family,) = text_string_to_metric_families(generate_openmetrics(registry).decode())
     shown = {sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar}
     assert {le: (example.labels["trace_id"], example.value) for le, example in shown.items()} == {
