@@ -11,9 +11,13 @@ from observability.series import ours, rate, total
 _WINDOWS = ("5m", "30m", "1h", "6h")
 _API = 'route=~"/v1/.*"'
 _READY = 'state="ready"'
+_STREAMED = 'stream="true"'
+"""Somebody reads along. Batches and others that wait for the whole answer may be served later."""
 _FAST, _SLOW = 14.4, 6
 """Times the rate at which the budget would last for 30 days: it is gone in two days, in five.
 https://sre.google/workbook/alerting-on-slos/"""
+_STREAMS = {**GATEWAY, "model": "qwen3.5", "stream": "true"}
+_WHOLE = {**_STREAMS, "stream": "false"}
 _REQUESTS = {**GATEWAY, "method": "POST", "route": "/v1/chat/completions"}
 
 
@@ -47,8 +51,8 @@ def _recorded(name: str) -> str:
 
 def _late(name: str, bound: float) -> str:
     """Share of observations above a bound, where there are enough to say."""
-    within = total(rate(ours(f"{name}_bucket", f'le="{bound:g}"'), "10m"), BY)
-    everything = total(rate(ours(f"{name}_count"), "10m"), BY)
+    within = total(rate(ours(f"{name}_bucket", _STREAMED, f'le="{bound:g}"'), "10m"), BY)
+    everything = total(rate(ours(f"{name}_count", _STREAMED), "10m"), BY)
     return f"1 - {within} / {everything} > {LATE:g}\nand {everything} > 0.05"
 
 
@@ -63,8 +67,11 @@ def _answers(failing: float) -> dict[str, str]:
 def _latency(name: str, bound: float, within: float) -> dict[str, str]:
     """100 observations a minute, of which so many are within a bound."""
     return {
-        series(f"{name}_bucket", GATEWAY, le=f"{bound:g}"): rising(within),
-        series(f"{name}_count", GATEWAY): rising(100),
+        series(f"{name}_bucket", _STREAMS, le=f"{bound:g}"): rising(within),
+        series(f"{name}_count", _STREAMS): rising(100),
+        # Whoever waits for whole answers is not asked.
+        series(f"{name}_bucket", _WHOLE, le=f"{bound:g}"): rising(50),
+        series(f"{name}_count", _WHOLE): rising(100),
     }
 
 

@@ -15,6 +15,7 @@ from services.common.pb import engine_pb2
 from services.gateway.access.caller import seconds_left
 from services.gateway.choices import Choice, Step
 from services.gateway.engines import ServedModel
+from services.gateway.genai_metrics import GenAiRequest
 from services.gateway.limits import Reservation
 from services.gateway.policies import adapter_ref
 from services.gateway.prompt_scores import PromptScores, check_complete
@@ -104,6 +105,7 @@ class Generation:
         adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
         total = len(jobs) * body.choices
         operation = "chat" if chat else "text_completion"
+        self._genai = GenAiRequest(gateway.metrics.genai, operation, gateway.settings.served_model_name)
         self._span = gateway.tracer.start(f"{operation} {body.model}", parent=traceparent, kind="client")
         traceparent = self._span.traceparent or traceparent
         self._traceparent = traceparent
@@ -207,6 +209,7 @@ class Generation:
                         continue
                     step = choice.take(update, self._latencies)
                     if step.first:
+                        self._genai.begun(index)
                         choice.session = exchange.session(index)
                         if self._requests[index].HasField("prompt_logprobs"):
                             check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
@@ -219,36 +222,48 @@ class Generation:
                     yield step
         except ModelNotFound as error:
             error.param = self._adapter_field  # the engine does not know where the name stood
-            self._span.fail(error.code)
+            self._failed(error.code)
             raise
         except TemperError as error:
-            self._span.fail(error.code, error.message)
+            self._failed(error.code, error.message)
             raise
         finally:
             self._span.end()
 
+    def _failed(self, code: str, message: str = "") -> None:
+        self._genai.failed(code)
+        self._span.fail(code, message)
+
     def _finished(self, choice: Choice, reason: str) -> None:
         metrics = self._gateway.metrics
+        self._genai.finished(choice.index, choice.tokens)
         self._latencies.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
         metrics.finished.labels(reason).inc()
         self._reasons.append(reason)
-        if len(self._reasons) == len(self.choices) and self._span.recorded:
+        if len(self._reasons) == len(self.choices):
+            self._ended(choice.adapter or self.model)
+        self._gateway.count_tokens("completion", choice.tokens)
+        if choice.index % self._choices_per_prompt == 0:
+            self._gateway.count_tokens("prompt", choice.prompt_tokens)
+            self._gateway.count_tokens("cached", choice.cached_tokens)
+
+    def _ended(self, model: str) -> None:
+        """All choices are finished."""
+        input_tokens = sum(len(job.prompt) for job in self.jobs)
+        output_tokens = sum(one.tokens for one in self.choices)
+        self._genai.ended(input_tokens=input_tokens, output_tokens=output_tokens)
+        if self._span.recorded:
+            cached = sum(one.cached_tokens for one in self.choices[:: self._choices_per_prompt])
             self._span.set(
                 {
                     "gen_ai.request.max_tokens": max(job.max_tokens for job in self.jobs),
-                    "gen_ai.response.model": choice.adapter or self.model,
+                    "gen_ai.response.model": model,
                     "gen_ai.response.finish_reasons": self._reasons,
-                    "gen_ai.usage.input_tokens": sum(len(job.prompt) for job in self.jobs),
-                    "gen_ai.usage.output_tokens": sum(one.tokens for one in self.choices),
-                    "gen_ai.usage.cache_read.input_tokens": sum(
-                        one.cached_tokens for one in self.choices[:: self._choices_per_prompt]
-                    ),
+                    "gen_ai.usage.input_tokens": input_tokens,
+                    "gen_ai.usage.output_tokens": output_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": cached,
                 }
             )
-        metrics.tokens.labels("completion").inc(choice.tokens)
-        if choice.index % self._choices_per_prompt == 0:
-            metrics.tokens.labels("prompt").inc(choice.prompt_tokens)
-            metrics.tokens.labels("cached").inc(choice.cached_tokens)
 
 
 def _attributes(body: SamplingFields, operation: str, response_id: str, choices: int) -> dict[str, tracing.Value]:

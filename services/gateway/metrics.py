@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.process_metrics import export_process
+from services.gateway.genai_metrics import GenAiMetrics
 from services.gateway.histogram import LoopHistogram, LoopSeries
 
 _FAST = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -31,6 +32,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         export_process(self.registry, service="gateway")
+        self.genai = GenAiMetrics(self.registry)
         self.requests = Counter(
             "temper_gateway_requests",
             "HTTP requests by route and status; route is unmatched where the path is that of no route.",
@@ -67,6 +69,12 @@ class GatewayMetrics:
         )
         self.tokens = Counter(
             "temper_gateway_tokens", "Tokens by kind: prompt, cached or completion.", ("kind",), registry=self.registry
+        )
+        self.key_tokens = Counter(
+            "temper_gateway_key_tokens",
+            "Tokens by API key (its id) and kind: prompt, cached or completion; with TEMPER_METRICS_BY_KEY.",
+            ("key", "kind"),
+            registry=self.registry,
         )
         self.finished = Counter(
             "temper_gateway_completions", "Completions by finish reason.", ("reason",), registry=self.registry

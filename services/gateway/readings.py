@@ -104,8 +104,8 @@ class Readings:
             # The engine does not know where the name stood.
             error.param = "model" if self._body.adapter is None else "adapter"
             raise
-        self._gateway.metrics.tokens.labels("prompt").inc(self.prompt_tokens)
-        self._gateway.metrics.tokens.labels("cached").inc(self.cached_tokens)
+        self._gateway.count_tokens("prompt", self.prompt_tokens)
+        self._gateway.count_tokens("cached", self.cached_tokens)
         return [made[index] for index in range(len(questions))]
 
     def usage(self) -> dict[str, object]:

@@ -148,6 +148,8 @@ class GatewaySettings(ListenSettings, CommonSettings):
     """Requests at a time of a key that has no limit of its own; 0: no limit."""
     metrics_public: bool = True
     """/metrics needs no API key."""
+    metrics_by_key: bool = False
+    """Tokens are counted by API key, too: a series a key and kind, named by the key's id."""
     audit_log_file: str = ""
     """Appended to, beside the log: a JSON object for every call that trains or administrates. Empty: no such file."""
     cors_allow_origins: str = ""

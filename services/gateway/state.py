@@ -9,6 +9,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 
+from services.common.api_keys import ANONYMOUS
 from services.common.errors import Unavailable
 from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
@@ -26,6 +27,7 @@ from services.gateway.responses.shelf import Shelf
 from services.gateway.responses.store import ResponseStore
 from services.gateway.sessions import SessionRouter
 from services.gateway.settings import GatewaySettings
+from services.gateway.tenancy import owner
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,6 +101,16 @@ class Gateway:
         """Held while an uploaded file is written to the object store, in a thread of ``store``."""
         self.checks = asyncio.Semaphore(_CHECKS)
         """Held while a training job is tokenized: the threads are shared with prompts."""
+
+    def count_tokens(self, kind: str, tokens: int) -> None:
+        """Counts tokens of the caller that this task works for.
+
+        Args:
+            kind: "prompt", "cached" or "completion".
+        """
+        self.metrics.tokens.labels(kind).inc(tokens)
+        if self.settings.metrics_by_key:
+            self.metrics.key_tokens.labels(owner() or ANONYMOUS, kind).inc(tokens)
 
     async def store(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs a blocking call to the object store in a thread.

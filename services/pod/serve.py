@@ -69,6 +69,8 @@ async def serve(
     nudges = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
+    if settings.metrics_port:  # while it loads, too: a target that does not answer counts as down
+        _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
     observer = metrics if traces is None else Observers(metrics, traces)
@@ -123,8 +125,6 @@ async def _serve(
     histories_pb2_grpc.add_HistoriesServicer_to_server(histories, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
-    if settings.metrics_port:
-        _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     training.start()
     health.serving(Vitals.of(loop))
     await reporter.publish()
