@@ -9,8 +9,8 @@ from services.common.queue import ClaimedJob, JobConsumer, JobQueue
 
 RECLAIM = 0.3
 """Seconds after which the consumers of tests take over the job of an owner that is silent."""
-Consumers = Callable[[str], JobConsumer]
-"""Makes the consumer of an owner."""
+Consumers = Callable[..., JobConsumer]
+"""Makes the consumer of an owner, which takes over after RECLAIM or `reclaim` seconds."""
 
 
 def sft(adapter: str = "math", **kw: object) -> SftJob:
