@@ -50,7 +50,7 @@ def test_every_metric_is_described_and_named_as_prometheus_asks() -> None:
     assert len(found) > 90
     for metric in found:
         assert len(metric.text) > 5, metric.name
-        assert metric.name.startswith(("temper_", "vllm:"))
+        assert metric.name.startswith(("temper_", "vllm:", "gen_ai_"))
         if metric.kind == "histogram":
             assert len(metric.bounds) > 5
-            assert metric.name.endswith("_seconds")
+            assert metric.name.endswith(("_seconds", "_token_usage"))
