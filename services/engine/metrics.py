@@ -21,6 +21,8 @@ from services.engine.updates import Finished
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _EACH = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _WHOLE = (*_LATENCY, 120.0, 300.0, 600.0)
+_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+"""Tokens; those of vLLM's histograms."""
 
 VLLM_LABELS = ("model_name", "engine")
 VLLM_ENGINE = "0"
@@ -82,6 +84,27 @@ class EngineMetrics:
         self.whole = Histogram(
             "temper_engine_request_seconds", "Submission to last token.", registry=registry, buckets=_WHOLE
         )
+        self.prefill = Histogram(
+            "temper_engine_prefill_seconds", "First step to first token.", registry=registry, buckets=_WHOLE
+        )
+        self.decode = Histogram(
+            "temper_engine_decode_seconds", "First token to last token.", registry=registry, buckets=_WHOLE
+        )
+        self.inference = Histogram(
+            "temper_engine_inference_seconds", "First step to last token.", registry=registry, buckets=_WHOLE
+        )
+        self.prompt_length = Histogram(
+            "temper_engine_request_prompt_tokens",
+            "Tokens of a request's prompt, cached ones too.",
+            registry=registry,
+            buckets=_LENGTHS,
+        )
+        self.output_length = Histogram(
+            "temper_engine_request_output_tokens", "Tokens of a request's answer.", registry=registry, buckets=_LENGTHS
+        )
+        self.step_length = Histogram(
+            "temper_engine_step_tokens", "Tokens that a step computes.", registry=registry, buckets=_LENGTHS
+        )
         self._swaps = Histogram(
             "temper_engine_adapter_load_seconds",
             "Parts of adapter swaps: download, bind, upload into a slot, flip of the names between two steps.",
@@ -137,6 +160,7 @@ class EngineMetrics:
         self._compute.observe(stats.compute_seconds)
         self._decoded.inc(stats.decodes)
         self._prefilled.inc(stats.prefill_tokens)
+        self.step_length.observe(stats.decodes + stats.prefill_tokens)
         # Of a new scheduler, after an error, it begins at 0 again.
         self.tiers.tier_evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
         self._evicted_bytes = stats.counts.evicted_bytes
@@ -155,7 +179,13 @@ class EngineMetrics:
         if finished.scheduled_at is not None:
             self.prompt.inc(len(finished.request.prompt_token_ids))
             self.queue.observe(finished.scheduled_at - submitted_at, example)
+            self.prompt_length.observe(len(finished.request.prompt_token_ids), example)
+            self.inference.observe(now - finished.scheduled_at, example)
+            if finished.first_token_at is not None:
+                self.prefill.observe(finished.first_token_at - finished.scheduled_at, example)
         if finished.first_token_at is not None:
+            self.output_length.observe(len(finished.output_ids), example)
+            self.decode.observe(now - finished.first_token_at, example)
             self.output.inc(len(finished.output_ids))
             self.first.observe(finished.first_token_at - submitted_at, example)
             self.whole.observe(now - submitted_at, example)

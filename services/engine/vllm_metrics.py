@@ -50,6 +50,12 @@ class VllmCollector(Collector):
             "vllm:inter_token_latency_seconds": metrics.each,
             "vllm:request_queue_time_seconds": metrics.queue,
             "vllm:e2e_request_latency_seconds": metrics.whole,
+            "vllm:request_prefill_time_seconds": metrics.prefill,
+            "vllm:request_decode_time_seconds": metrics.decode,
+            "vllm:request_inference_time_seconds": metrics.inference,
+            "vllm:request_prompt_tokens": metrics.prompt_length,
+            "vllm:request_generation_tokens": metrics.output_length,
+            "vllm:iteration_tokens_total": metrics.step_length,
         }
 
     def collect(self) -> Iterator[Metric]:

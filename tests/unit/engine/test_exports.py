@@ -74,6 +74,12 @@ def test_a_request_is_counted_once_and_shown_under_both_names(metrics: EngineMet
         ("temper_engine_time_per_output_token_seconds_sum", "vllm:request_time_per_output_token_seconds_sum", 0.5),
         ("temper_engine_request_seconds_sum", "vllm:e2e_request_latency_seconds_sum", 3.0),
         ("temper_engine_queue_seconds_count", "vllm:request_queue_time_seconds_count", 1),
+        ("temper_engine_prefill_seconds_sum", "vllm:request_prefill_time_seconds_sum", 0.5),
+        ("temper_engine_decode_seconds_sum", "vllm:request_decode_time_seconds_sum", 2.0),
+        ("temper_engine_inference_seconds_sum", "vllm:request_inference_time_seconds_sum", 2.5),
+        ("temper_engine_request_prompt_tokens_sum", "vllm:request_prompt_tokens_sum", 100),
+        ("temper_engine_request_output_tokens_sum", "vllm:request_generation_tokens_sum", 5),
+        ("temper_engine_step_tokens_count", "vllm:iteration_tokens_total_count", 0),
     ):
         assert found[ours, frozenset()] == found[theirs, frozenset(vllm)] == value
     assert found["vllm:request_success_total", frozenset({*vllm, ("finished_reason", "stop")})] == 1

@@ -53,4 +53,4 @@ def test_every_metric_is_described_and_named_as_prometheus_asks() -> None:
         assert metric.name.startswith(("temper_", "vllm:", "gen_ai_"))
         if metric.kind == "histogram":
             assert len(metric.bounds) > 5
-            assert metric.name.endswith(("_seconds", "_token_usage"))
+            assert metric.name.endswith(("_seconds", "_tokens", "_token_usage", "_tokens_total"))
