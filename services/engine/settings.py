@@ -155,6 +155,8 @@ class EngineSettings(CommonSettings):
     grpc_host: str = "127.0.0.1"
     grpc_port: int = Field(50051, ge=0, le=65535)
     """0: any free port (it is logged)."""
+    engine_name: str = Field("", max_length=128)
+    """What metrics of gateways call this engine. Empty: the host's name, which a StatefulSet keeps through restarts."""
     health_port: int = Field(0, ge=0, le=65535)
     """Port of grpc.health.v1 alone, in plaintext, from the start of the process on (the services' own port has it from
     when they serve); 0: none. On grpc_host."""

@@ -72,6 +72,8 @@ class EngineClient:
         self.address = address
         self.id = "engine-" + blake2b(address.encode(), digest_size=4).hexdigest()
         """What clients may know of it: their answers do not show addresses of a cluster."""
+        self.name = ""
+        """What it calls itself; empty: it has not been heard yet, or is of an earlier release."""
         self.model: engine_pb2.Model | None = None
         self.status: engine_pb2.EngineStatus | None = None
         self.last_error = "not connected yet"
@@ -321,6 +323,7 @@ class EngineClient:
         stub = engine_pb2_grpc.EngineStub(self._open_channel())
         model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
         await self._on_model(self, model)
+        self.name = model.engine
         await self._ask_status(stub)
         call = stub.Stream()
         await call.wait_for_connection()

@@ -157,7 +157,7 @@ class GatewayMetrics:
         )
         self.breaker = Gauge(
             "temper_gateway_engine_breaker",
-            "Circuit breaker of an engine: 0 closed, 1 half open, 2 open.",
+            "Circuit breaker of an engine, by its name: 0 closed, 1 half open, 2 open.",
             ("engine",),
             registry=self.registry,
         )

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from services.gateway.engine_client import EngineClient
 from services.gateway.state import Gateway
+
+
+def _named(clients: Sequence[EngineClient]) -> dict[str, EngineClient]:
+    """Engines by what they call themselves. An address is another after each restart on Kubernetes: it is taken only of
+    one that has not said its name yet, or that shares it."""
+    names = [client.name for client in clients]
+    return {
+        name if name and names.count(name) == 1 else client.address: client
+        for name, client in zip(names, clients, strict=True)
+    }
 
 
 async def refresh(gateway: Gateway) -> None:
@@ -16,9 +29,9 @@ async def refresh(gateway: Gateway) -> None:
     series.draining.set(gateway.stopping.is_set())
     series.breaker.clear()
     series.load.clear()
-    for client in clients:
-        series.breaker.labels(client.address).set(client.breaker.state)
-        series.load.labels(client.address).set(client.load)
+    for name, client in _named(clients).items():
+        series.breaker.labels(name).set(client.breaker.state)
+        series.load.labels(name).set(client.load)
     series.in_flight.set(gateway.admission.taken)
     series.background.set(gateway.background.running)
     await gateway.queues.refresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -231,6 +232,7 @@ def build_engine(
         tells_kept=True,
         linear_layers=target_shapes(model.config),
         teacher_vocab_size=0 if teacher is None else teacher.model.config.vocab_size,
+        engine=settings.engine_name or socket.gethostname(),
     )
     second = None if teacher is None else teacher.model
     return Engine(

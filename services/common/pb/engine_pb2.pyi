@@ -761,6 +761,7 @@ class Model(_message.Message):
     LINEAR_LAYERS_FIELD_NUMBER: _builtins.int
     TEACHER_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     WEBHOOKS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """sha256 over the checkpoint's config and tensors: what adapters are bound to."""
@@ -782,6 +783,8 @@ class Model(_message.Message):
     """Updates with `kept` are sent."""
     teacher_vocab_size: _builtins.int
     """Of the second checkpoint; 0: there is none, or an engine of an earlier release does not say."""
+    engine: _builtins.str
+    """What metrics and logs call the engine, the same after a restart; empty: an engine of an earlier release."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -814,10 +817,11 @@ class Model(_message.Message):
         linear_layers: _abc.Iterable[_builtins.str] | None = ...,
         teacher_vocab_size: _builtins.int = ...,
         webhooks: Global___RewardWebhooks | None = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["webhooks", b"webhooks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "digest", b"digest", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "linear_layers", b"linear_layers", "max_lora_rank", b"max_lora_rank", "max_model_len", b"max_model_len", "max_train_tokens", b"max_train_tokens", "name", b"name", "parameters", b"parameters", "teacher", b"teacher", "teacher_vocab_size", b"teacher_vocab_size", "tells_kept", b"tells_kept", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size", "webhooks", b"webhooks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
