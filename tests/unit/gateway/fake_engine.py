@@ -106,6 +106,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
     tells_kept: bool = True
     dies_on_abort: bool = False
     digest: str = "d" * 64
+    name: str = ""
+    """What it calls itself."""
     max_lora_rank: int = 16
     linear_layers: Sequence[str] = ()
     """Empty: like an engine of an earlier release, it does not say which there are."""
@@ -217,6 +219,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
             max_lora_rank=self.max_lora_rank,
             tokenizer_digest=self.codec.digest,
             tells_kept=self.tells_kept,
+            engine=self.name,
             linear_layers=self.linear_layers,
             webhooks=self.webhooks,
         )

@@ -400,3 +400,11 @@ def test_engines_are_described(start: Starter) -> None:
         assert 'temper_gateway_routed_total{by="only"} 1.0' in text
         (described,) = http.get("/healthz").json()["engines"]
         assert (described["address"], described["breaker"], described["leaving"]) == (name, "open", False)
+
+
+def test_metrics_call_engines_by_their_names(start: Starter) -> None:
+    """An address is another after each restart; two that call themselves alike are told apart by it."""
+    running = start(FakeEngine(name="r-engine-0"), FakeEngine(name="twin"), FakeEngine(name="twin"), FakeEngine())
+    text = httpx.get(f"{running.url}/metrics", trust_env=False).text
+    found = {line.partition('engine="')[2].partition('"')[0] for line in text.splitlines() if "engine_load{" in line}
+    assert found == {"r-engine-0", *(f"127.0.0.1:{engine.port}" for engine in running.engines[1:])}
