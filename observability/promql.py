@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _TOKEN = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.)*")|(?P<range>\[[^\]]*\])|(?P<number>\d[\d.]*(?:[eE][+-]?\d+)?[a-z]*)"""
-    r"""|(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)|(?P<operator>=~|!~|!=|>=|<=|==|[-+*/%^=<>(){},])|(?P<space>\s+)"""
+    r"""|(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)|(?P<operator>=~|!~|!=|>=|<=|==|[-+*/%^=<>(){},])|(?P<space>\s+|#[^\n]*)"""
 )
 _LISTS = frozenset({"by", "without", "on", "ignoring", "group_left", "group_right"})
 """What a list of labels follows."""

@@ -2,13 +2,14 @@
 
 Every series has the labels `namespace`, `pod` and `release` of the chart's ServiceMonitors. A dashboard's variables
 choose among them. Rules match any of them; the chart puts a release's own in the place of `namespace=~".*"` and
-`release=~".*"`, so that two releases in a cluster do not alert for each other.
+`release=~".*"`, so that two releases in a cluster do not alert for each other, and its own claims in the place of all.
 """
 
 from __future__ import annotations
 
 ANY_NAMESPACE = 'namespace=~".*"'
 ANY_RELEASE = 'release=~".*"'
+ANY_VOLUME = 'persistentvolumeclaim=~".*"'
 """What the chart replaces."""
 PLACE = "namespace, release"
 """Labels that rules keep: what an alert is about."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from observability.alerts.cases import ENGINE, GATEWAY, PLACE, fires, once, quiet, rising, series, steady
+from observability.objectives import VOLUME_FREE
 from observability.rules import Alert, Group
 from observability.series import PLACE as BY
-from observability.series import beside, ours
+from observability.series import ANY_VOLUME, beside, ours
 
 _ENGINES = 'component="engine"'
 _GATEWAYS = 'component="gateway"'
@@ -160,8 +161,8 @@ PLATFORM = Group(
         ),
         Alert(
             "TemperVolumeFull",
-            f"{beside('kubelet_volume_stats_available_bytes')}\n"
-            f"/ {beside('kubelet_volume_stats_capacity_bytes')} < 0.1",
+            f"{beside('kubelet_volume_stats_available_bytes', ANY_VOLUME)}\n"
+            f"/ {beside('kubelet_volume_stats_capacity_bytes', ANY_VOLUME)} < {VOLUME_FREE}",
             15,
             "warning",
             "A volume is nearly full",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from observability.alerts.cases import ENGINE, GATEWAY, PLACE, fires, once, quiet, rising, series, steady
-from observability.objectives import ERRORS, ITL_SECONDS, LATE, TTFT_SECONDS
+from observability.objectives import BETWEEN_TOKENS, ERRORS, FIRST_TOKEN, KV_CACHE, WAITING, Threshold
 from observability.rules import Alert, Group, Recording
 from observability.series import PLACE as BY
-from observability.series import ours, rate, total
+from observability.series import ours, quantile, rate, total
 
 _WINDOWS = ("5m", "30m", "1h", "6h")
 _API = 'route=~"/v1/.*"'
@@ -41,7 +41,7 @@ def _errors(window: str) -> Recording:
 
 
 def _burns(factor: float, long: str, short: str) -> str:
-    limit = f"{factor:g} * {ERRORS:g}"
+    limit = f"{factor:g} * {ERRORS}"
     return f"{_recorded(_ratio(long))} > {limit}\nand {_recorded(_ratio(short))} > {limit}"
 
 
@@ -49,11 +49,11 @@ def _recorded(name: str) -> str:
     return ours(name)
 
 
-def _late(name: str, bound: float) -> str:
-    """Share of observations above a bound, where there are enough to say."""
-    within = total(rate(ours(f"{name}_bucket", _STREAMED, f'le="{bound:g}"'), "10m"), BY)
+def _late(name: str, threshold: Threshold) -> str:
+    """The 95th percentile of streams where it is above a threshold, and where there are enough to say."""
+    slow = quantile(0.95, ours(f"{name}_bucket", _STREAMED), BY, "10m")
     everything = total(rate(ours(f"{name}_count", _STREAMED), "10m"), BY)
-    return f"1 - {within} / {everything} > {LATE:g}\nand {everything} > 0.05"
+    return f"{slow} > {threshold}\nand {everything} > 0.05"
 
 
 def _answers(failing: float) -> dict[str, str]:
@@ -64,15 +64,17 @@ def _answers(failing: float) -> dict[str, str]:
     }
 
 
-def _latency(name: str, bound: float, within: float) -> dict[str, str]:
-    """100 observations a minute, of which so many are within a bound."""
-    return {
-        series(f"{name}_bucket", _STREAMS, le=f"{bound:g}"): rising(within),
-        series(f"{name}_count", _STREAMS): rising(100),
-        # Whoever waits for whole answers is not asked.
-        series(f"{name}_bucket", _WHOLE, le=f"{bound:g}"): rising(50),
-        series(f"{name}_count", _WHOLE): rising(100),
-    }
+def _latency(name: str, seconds: float) -> dict[str, str]:
+    """100 streams a minute, of which each takes from three quarters of so many seconds to all of them."""
+    found = {}
+    for labels, factor in ((_STREAMS, 1.0), (_WHOLE, 100.0)):  # whoever waits for a whole answer is not asked
+        found |= {
+            series(f"{name}_bucket", labels, le=f"{0.75 * seconds * factor:g}"): rising(0),
+            series(f"{name}_bucket", labels, le=f"{seconds * factor:g}"): rising(100),
+            series(f"{name}_bucket", labels, le="+Inf"): rising(100),
+            series(f"{name}_count", labels): rising(100),
+        }
+    return found
 
 
 _TTFT, _ITL = "temper_gateway_time_to_first_token_seconds", "temper_gateway_inter_token_latency_seconds"
@@ -127,32 +129,31 @@ SERVING = Group(
         ),
         Alert(
             "TemperFirstTokenLate",
-            _late(_TTFT, TTFT_SECONDS),
+            _late(_TTFT, FIRST_TOKEN),
             10,
             "warning",
             "First tokens are late",
-            f"{{{{ $value | humanizePercentage }}}} of the completions waited longer than {TTFT_SECONDS:g} s for their "
-            "first token.",
+            "One stream in twenty waits {{ $value | humanizeDuration }} or longer for its first token.",
             (
-                fires(_latency(_TTFT, TTFT_SECONDS, 90), "30m", PLACE, "10%"),
-                quiet(_latency(_TTFT, TTFT_SECONDS, 97), "30m"),
+                fires(_latency(_TTFT, 4), "30m", PLACE, "3.95s"),
+                quiet(_latency(_TTFT, 2), "30m"),
             ),
         ),
         Alert(
             "TemperTokensLate",
-            _late(_ITL, ITL_SECONDS),
+            _late(_ITL, BETWEEN_TOKENS),
             10,
             "warning",
             "Tokens come slowly",
-            f"{{{{ $value | humanizePercentage }}}} of the times between tokens were above {ITL_SECONDS * 1000:g} ms.",
+            "One time in twenty between two tokens of a stream is {{ $value | humanizeDuration }} or longer.",
             (
-                fires(_latency(_ITL, ITL_SECONDS, 80), "30m", PLACE, "20%"),
-                quiet(_latency(_ITL, ITL_SECONDS, 99), "30m"),
+                fires(_latency(_ITL, 0.08), "30m", PLACE, "79ms"),
+                quiet(_latency(_ITL, 0.04), "30m"),
             ),
         ),
         Alert(
             "TemperRequestsWait",
-            f"avg by ({BY}) (avg_over_time({ours('vllm:num_requests_waiting')}[5m])) > 16",
+            f"avg by ({BY}) (avg_over_time({ours('vllm:num_requests_waiting')}[5m])) > {WAITING}",
             10,
             "warning",
             "Requests wait for the engines",
@@ -166,7 +167,7 @@ SERVING = Group(
         ),
         Alert(
             "TemperKvCacheFull",
-            f"{ours('vllm:kv_cache_usage_perc')} > 0.95",
+            f"{ours('vllm:kv_cache_usage_perc')} > {KV_CACHE}",
             10,
             "warning",
             "An engine's KV cache is full",

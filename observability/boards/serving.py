@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from observability.board import Board, Panel, Query, Row
-from observability.objectives import ERRORS, ITL_SECONDS, TTFT_SECONDS
+from observability.objectives import BETWEEN_TOKENS, ERRORS, FIRST_TOKEN
 from observability.series import chosen, everywhere, quantile, rate, total
 
 _REQUESTS = "temper_gateway_requests_total"
@@ -52,7 +52,7 @@ _GLANCE = Row(
             kind="number",
             unit="percentunit",
             width=3,
-            steps=((ERRORS, "yellow"), (10 * ERRORS, "red")),
+            steps=((ERRORS.value, "yellow"), (10 * ERRORS.value, "red")),
             alerts=("TemperErrorBudgetBurnsFast", "TemperErrorBudgetBurnsSlowly"),
         ),
         Panel(
@@ -62,7 +62,7 @@ _GLANCE = Row(
             kind="number",
             unit="s",
             width=3,
-            steps=((TTFT_SECONDS, "red"),),
+            steps=((FIRST_TOKEN.value, "red"),),
             alerts=("TemperFirstTokenLate",),
         ),
         Panel(
@@ -72,7 +72,7 @@ _GLANCE = Row(
             kind="number",
             unit="s",
             width=3,
-            steps=((ITL_SECONDS, "red"),),
+            steps=((BETWEEN_TOKENS.value, "red"),),
             alerts=("TemperTokensLate",),
         ),
         Panel(
@@ -115,7 +115,7 @@ _LATENCY = Row(
             _quantiles("temper_gateway_time_to_first_token_seconds"),
             unit="s",
             low=0,
-            steps=((TTFT_SECONDS, "red"),),
+            steps=((FIRST_TOKEN.value, "red"),),
             alerts=("TemperFirstTokenLate",),
         ),
         Panel(
@@ -124,7 +124,7 @@ _LATENCY = Row(
             _quantiles("temper_gateway_inter_token_latency_seconds"),
             unit="s",
             low=0,
-            steps=((ITL_SECONDS, "red"),),
+            steps=((BETWEEN_TOKENS.value, "red"),),
             alerts=("TemperTokensLate",),
         ),
         Panel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from observability.board import Board, Panel, Query, Row
-from observability.objectives import ITL_SECONDS
+from observability.objectives import BETWEEN_TOKENS
 from observability.series import chosen, everywhere, quantile, rate, total
 
 _QUEUED = 'state="queued"'
@@ -153,7 +153,7 @@ _TRAINER = Row(
             (Query(quantile(0.95, chosen("temper_gateway_inter_token_latency_seconds_bucket")), "p95", True),),
             unit="s",
             low=0,
-            steps=((ITL_SECONDS, "red"),),
+            steps=((BETWEEN_TOKENS.value, "red"),),
             alerts=("TemperTokensLate",),
         ),
         Panel(

@@ -40,6 +40,38 @@ def test_every_rule_is_installed_for_this_release(watched: Rendered) -> None:
             assert (CHART.parents[1] / "docs" / "runbooks" / f"{rule['alert']}.md").exists()
 
 
+def test_thresholds_are_those_of_the_values(promtool: Promtool, tmp_path: Path) -> None:
+    wanted = {
+        "errorShare": 0.0007,
+        "firstTokenSeconds": 30,
+        "betweenTokensSeconds": 1.5,
+        "waitingRequests": 64,
+        "kvCacheShare": 0.5,
+        "volumeFreeShare": 0.2,
+    }
+    own = render({"monitoring": {**WATCHED["monitoring"], "thresholds": wanted}})
+    text = ""
+    for rules in own.of("PrometheusRule"):
+        file = tmp_path / f"{rules['metadata']['name']}.yaml"
+        file.write_text(yaml.safe_dump(rules["spec"]))
+        assert promtool("check", "rules", file).returncode == 0
+        text += "\n".join(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]) + "\n"
+    (claims,) = set(re.findall(r'persistentvolumeclaim=~"([^"]+)"', text))
+    own_claims = [claim["metadata"]["name"] for claim in own.of("PersistentVolumeClaim")]
+    own_claims += [
+        f"{template['metadata']['name']}-{one['metadata']['name']}-0"
+        for one in own.of("StatefulSet")
+        for template in one["spec"].get("volumeClaimTemplates", ())
+    ]
+    assert own_claims
+    assert all(re.fullmatch(claims, name) for name in own_claims), "its own volumes"
+    assert not re.fullmatch(claims, "data-postgres-0"), "and no others of the namespace"
+    for name, value in wanted.items():
+        found = re.findall(rf"([0-9.]+) # {name}$", text, re.M)
+        assert found, name
+        assert {float(one) for one in found} == {value}, name
+
+
 def test_promtool_takes_them_as_installed(watched: Rendered, promtool: Promtool, tmp_path: Path) -> None:
     for rules in watched.of("PrometheusRule"):
         file = tmp_path / f"{rules['metadata']['name']}.yaml"

@@ -10,7 +10,7 @@ import pytest
 from observability.alerts import GROUPS
 from observability.catalogue import exported
 from observability.foreign import TARGET
-from observability.objectives import ITL_SECONDS, TTFT_SECONDS
+from observability.objectives import BETWEEN_TOKENS, FIRST_TOKEN, THRESHOLDS
 from observability.promql import asked
 from observability.rules import Alert, Case, Group
 from observability.series import ANY_NAMESPACE, ANY_RELEASE
@@ -76,8 +76,8 @@ def test_what_is_asked_for_exists(
 
 def test_objectives_are_bounds_of_their_histograms() -> None:
     bounds = {metric.name: metric.bounds for metric in exported()}
-    assert TTFT_SECONDS in bounds["temper_gateway_time_to_first_token_seconds"]
-    assert ITL_SECONDS in bounds["temper_gateway_inter_token_latency_seconds"]
+    assert FIRST_TOKEN.value in bounds["temper_gateway_time_to_first_token_seconds"]
+    assert BETWEEN_TOKENS.value in bounds["temper_gateway_inter_token_latency_seconds"]
     assert min(bounds["temper_gateway_inter_token_latency_seconds"]) == 0.0005
     for group in GROUPS:
         for rule in (*group.recordings, *group.alerts):
@@ -118,3 +118,10 @@ def test_an_alert_needs_a_case_that_fires_and_one_that_does_not() -> None:
         Alert("TemperTired", "up == 0", 1, "info", "s", "d", (quiet,))
     with pytest.raises(ValueError, match="a name like"):
         Alert("x", "up == 0", 1, "info", "s", "d", (quiet,))
+
+
+def test_every_threshold_is_in_a_rule_where_the_chart_finds_it() -> None:
+    text = "".join(group.render() for group in GROUPS)
+    for threshold in THRESHOLDS:
+        found = re.findall(rf"([0-9.]+) # {threshold.name}$", text, re.M)
+        assert set(found) == {f"{threshold.value:g}"}, threshold.name
