@@ -5,8 +5,8 @@ from __future__ import annotations
 from observability.alerts.cases import ENGINE, GATEWAY, PLACE, fires, once, quiet, rising, series, steady
 from observability.objectives import VOLUME_FREE
 from observability.rules import Alert, Group
-from observability.series import PLACE as BY
 from observability.series import ANY_VOLUME, beside, ours
+from observability.series import PLACE as BY
 
 _ENGINES = 'component="engine"'
 _GATEWAYS = 'component="gateway"'
