@@ -148,6 +148,7 @@ class Pipeline:
                 _log.exception("a step that nobody waits for failed")
             if not self._flights:
                 self._gate.release(0.0)
+        self.scheduler.discard()
 
     def reset(self, error: Exception, ending: TemperError) -> list[SequenceUpdate]:
         """After an error outside a step: clean books; returns the last updates of the requests that it had."""

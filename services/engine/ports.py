@@ -153,7 +153,7 @@ class AdapterResolver(Protocol):
         ...
 
     def release(self, pin: AdapterPin) -> None:
-        """The request has ended; called once for each pin."""
+        """The request has ended, and no step in flight computes for it any more; called once for each pin."""
         ...
 
 
