@@ -48,9 +48,9 @@ class Admissions:
         """Whether a waiting sequence would find a seat and its memory now, whatever it goes on from."""
         return self.has_seat and self._memory.could_hold(sequence.known, self._headroom)
 
-    def passing(self, partial: list[Sequence]) -> list[Sequence]:
-        """Sequences that lack little, best rank first, where one that lacks much would be computed with them; else
-        none. Of worse priority than that one they have to wait for it.
+    def passing(self, partial: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Sequences that lack little, best rank first, and how many there are that lack much and would be computed with
+        them. One of better priority that lacks much is passed by nobody.
 
         Args:
             partial: running sequences that lack more than a token.
@@ -59,22 +59,22 @@ class Admissions:
         if self.has_seat:
             waiting = list(takewhile(lambda sequence: not sequence.held_up, self._roster.waiting[:_LOOK_AHEAD]))
         short: list[Sequence] = []
-        long: Sequence | None = None
+        long: list[Sequence] = []
         for sequence in sorted([*partial, *waiting], key=lambda sequence: sequence.rank):
-            if self.is_short(sequence):
-                short.append(sequence)
-            elif long is None:
-                long = sequence
-        if long is None:
-            return []
-        return [sequence for sequence in short if sequence.request.priority <= long.request.priority]
+            (short if self._is_short(sequence) else long).append(sequence)
+        if not long:
+            return [], 0
+        return [sequence for sequence in short if sequence.request.priority <= long[0].request.priority], len(long)
 
-    def is_short(self, sequence: Sequence) -> bool:
+    def _is_short(self, sequence: Sequence) -> bool:
         """Whether a sequence lacks little, or did when it began."""
+        return sequence.short if sequence.slot else self.lacking(sequence) <= self._config.short_prefill
+
+    def lacking(self, sequence: Sequence) -> int:
+        """Tokens of a sequence to compute, as far as can be said before it has begun."""
         if sequence.slot:
-            return sequence.short
-        matched = self._memory.matched(sequence, self._memory.reusable(sequence))
-        return sequence.known - matched <= self._config.short_prefill
+            return sequence.lacking
+        return sequence.known - self._memory.matched(sequence, self._memory.reusable(sequence))
 
     def admit(self, draft: Draft, sequence: Sequence, *, alone: bool) -> Admission:
         """Gives a waiting sequence a seat and its memory, or says why not now.
