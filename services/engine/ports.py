@@ -178,7 +178,7 @@ class EngineGate(Protocol):
         ...
 
     def engine_idle(self) -> None:
-        """There is nothing to run."""
+        """There is nothing to run, or what there is waits for something else than the device."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The scheduler under arbitrary traffic: whatever is added, aborted, expired or failed in whatever order, nothing
-leaks, nobody starves whatever arrives meanwhile, no step reads an adapter's slot that another version is written to, and
-every answer is the one the request would have got alone.
+leaks, nobody starves whatever arrives meanwhile, no step reads an adapter's slot that another version is written to,
+and every answer is the one the request would have got alone.
 
 `python -m tests.unit.engine.test_scheduler_machine 10000` tries as many examples; the suite tries fewer.
 """
@@ -532,4 +532,6 @@ def test_who_gave_way_is_not_overtaken_by_shorter_ones_that_did_too() -> None:
 
 if __name__ == "__main__":
     examples = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
-    run_state_machine_as_test(SchedulerMachine, settings=settings(SchedulerMachine.TestCase.settings, max_examples=examples))
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(SchedulerMachine.TestCase.settings, max_examples=examples)
+    )
