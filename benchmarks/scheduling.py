@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
+from typing import Any
 
 from benchmarks.multiturn_workloads import GENERATORS, Sizes, Workload
 from services.engine.limits import SchedulerConfig
@@ -131,8 +132,8 @@ def simulate(config: SchedulerConfig, arrivals: Sequence[tuple[float, Arrival]],
         done, now = flights.popleft()
         if done.num_decodes:
             found.gaps.append(now)
-        tokens = [SampledToken(rng.randrange(100, 200_000), -1.0) for chunk in done.chunks if chunk.samples]
-        for update in scheduler.update(done, StepResult(tokens), now):
+        sampled = [SampledToken(rng.randrange(100, 200_000), -1.0) for chunk in done.chunks if chunk.samples]
+        for update in scheduler.update(done, StepResult(sampled), now):
             one = sent[update.request_id]
             if update.token is not None:
                 one.first = one.first or now
@@ -254,8 +255,8 @@ def main() -> None:
     parser.add_argument("--workload", default="a,b,c,d,e", help="of benchmarks.multiturn; empty: none")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the scheduler's config")
     options = parser.parse_args()
-    changes = dict(pair.split("=", 1) for pair in options.set)
-    config = replace(CONFIG, **{name: int(value) for name, value in changes.items()})
+    changes: dict[str, Any] = {name: int(value) for name, value in (pair.split("=", 1) for pair in options.set)}
+    config = replace(CONFIG, **changes)
     heads = ("out tok/s", "seconds", "tokens a prefill", "cold first token, ms", "warm", "between steps, ms")
     print(f"{'p50 / p95 / p99':14}" + "".join(f"{head:>26}" for head in heads))
     for case in filter(None, options.cases.split(",")):

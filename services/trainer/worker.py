@@ -107,7 +107,7 @@ class TrainerWorker:
         self._claims = JobClaims(self._consumer, session, draining=self._draining, wake=self._awake.set)
         self._begun = threading.Event()
         """Whether jobs are claimed."""
-        self._thread = threading.Thread(target=self._run, name="trainer", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="trainer", daemon=True)
 
     @property
     def current_job(self) -> str | None:
@@ -147,7 +147,7 @@ class TrainerWorker:
 
     # The thread.
 
-    def _run(self) -> None:
+    def _live(self) -> None:
         try:
             self._loop()
         except Exception as error:
