@@ -36,7 +36,7 @@ from tests.parity.fused_models import TINY, cuda_runner, random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = SchedulerConfig(
-    max_num_seqs=4, token_budget=96, block_size=16, num_blocks=200, num_slots=24, max_model_len=512
+    max_num_seqs=4, token_budget=96, block_size=16, num_blocks=400, num_slots=24, max_model_len=1024
 )
 SECONDS = 60.0
 Scores = npt.NDArray[np.float64]
