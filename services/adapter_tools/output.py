@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from services.common.durable import sync_directory
 from services.common.errors import InvalidRequest
 
 MARGIN_BYTES = 64 * 2**20
@@ -47,7 +48,7 @@ def whole_directory(target: Path, need: int) -> Iterator[Path]:
         if target.is_dir():
             target.rmdir()
         scratch.rename(target)
-        _flush_directory(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         raise InvalidRequest(f"writing {target} failed: {error.strerror or error}", param="out") from error
     finally:
@@ -58,15 +59,7 @@ def _flush(directory: Path) -> None:
     for path in directory.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    _flush_directory(directory)
-
-
-def _flush_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_directory(directory)
 
 
 def _mib(count: int) -> str:

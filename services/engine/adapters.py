@@ -39,10 +39,12 @@ _FLIP_SECONDS = 60.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sync:
     version: AdapterVersion | None
     future: Future[None]
+    lacks_slot: bool = False
+    """Whether it has been tried, and nothing but a slot was missing."""
 
 
 class _NoFreeSlot(Exception):
@@ -173,20 +175,25 @@ class AdapterManager:
         Raises:
             AdapterRejected: ``version`` does not bind.
             ModelNotFound: there is no such version.
-            Unavailable: the object store does not answer.
+            Unavailable: the object store does not answer, or not within ``timeout`` seconds.
             Overloaded: every slot stayed in use for ``timeout`` seconds.
         """
-        future: Future[None] = Future()
+        sync = _Sync(version, Future())
         with self._changed:
             if self._stopping.is_set():
                 raise Unavailable("the engine is shutting down")
-            self._syncs.append(_Sync(version, future))
+            self._syncs.append(sync)
             self._signal(look=True)
         try:
-            future.result(timeout)
+            sync.future.result(timeout)
         except TimeoutError:
-            future.cancel()
-            raise self._slots_busy() from None
+            sync.future.cancel()
+            if sync.lacks_slot:
+                raise self._slots_busy() from None
+            raise Unavailable(
+                f"{version or 'what is attached'} was not loaded within {timeout:g} s, although no slot was missing: "
+                "the object store is slow or away, or steps take long; try again"
+            ) from None
 
     def files(self, version: AdapterVersion) -> Mapping[str, bytes]:
         """A version's files, straight from the object store.
@@ -197,6 +204,11 @@ class AdapterManager:
             Unavailable: the object store does not answer.
         """
         return self._loader.files(version)[1]
+
+    @property
+    def alive(self) -> bool:
+        """Whether adapters can be loaded, once started; what liveness asks."""
+        return self._stopping.is_set() or self._threads[0].is_alive()
 
     def snapshot(self) -> AdapterSnapshot:
         with self._changed:
@@ -271,6 +283,8 @@ class AdapterManager:
                 self._look_now = False
                 wanted = dict(self._wanted)
                 syncs, self._syncs = self._syncs, []
+            for sync in syncs:
+                sync.lacks_slot = False  # from here on it is the store that it waits for
             if self._stopping.is_set():
                 with self._changed:
                     self._syncs.extend(syncs)
@@ -281,6 +295,8 @@ class AdapterManager:
                 finished, error = self._look()
                 due = time.monotonic() + self._limits.poll_seconds
             unfinished = [sync for sync in syncs if not self._finish(sync, finished, error)]
+            for sync in unfinished:
+                sync.lacks_slot = True
             with self._changed:
                 self._syncs.extend(unfinished)
                 for choice in settled:

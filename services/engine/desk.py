@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -186,13 +187,14 @@ class Desk:
             self.abort_all(sink)
 
     def _end(self, name: str, finished: Finished | None) -> None:
-        """Releases the pin of a request that has ended, remembers its rollout and counts it."""
+        """Gives up the pin of a request that has ended, remembers its rollout and counts it."""
         live = self._live.pop(name)
         self._background -= live.submission.background
         if name in self._loading:
             self._loading.remove(name)
         if live.pin is not None:
-            self._resolver.release(live.pin)
+            # Not before: a step in flight may still compute a token for it, with the weights in that slot.
+            self._pipeline.scheduler.when_landed(partial(self._resolver.release, live.pin))
         if finished is None:
             return
         if live.submission.keep_rollout and finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

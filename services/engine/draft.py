@@ -29,6 +29,8 @@ class Draft:
         """Those that wait for a state that is under way."""
         self.computed: list[Sequence] = []
         """Those whose prompt the step computes the end of."""
+        self.landed: list[Callable[[], None]] = []
+        """To be called when the step is no longer in flight."""
         self.seats_kept = 0
         """For those that are deferred."""
         self.blocks_kept = 0

@@ -102,8 +102,8 @@ class SliceGate:
         return nullcontext()
 
     def engine_idle(self) -> None:
-        """Told by the loop thread before it goes to sleep: training is unhindered until the next step, which then has
-        to wait for one layer only."""
+        """Told by the loop thread before it goes to sleep, or waits for a tier: training is unhindered until the next
+        step, which then has to wait for one layer only."""
         with self._changed:
             self._engine_idle = True
             self._credit = 0.0

@@ -2,7 +2,7 @@
 
 | service | SERVING |
 |---|---|
-| `liveness`, "" | the process can do its work: the loop's thread lives and no step hangs |
+| `liveness`, "" | the process can do its work: the threads of loop and trainer live and no step hangs |
 | `readiness`, `engine` | requests may come: loaded, steps succeed, not draining |
 | `temper.v1.Engine`, `temper.v1.Adapters`, `temper.v1.Sessions` | the same as readiness |
 | `startup` | the model is loaded; stays so to the end |
@@ -43,12 +43,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How the engine loop does; all are called from any thread.
+    """How the engine loop and what works beside it do; all are called from any thread.
 
     Args:
-        alive: its thread runs.
-        accepting: it takes requests, and its steps succeed.
-        stuck_seconds: for how long what it does now has gone on; 0 while it waits for work.
+        alive: their threads run.
+        accepting: the loop takes requests, and its steps succeed.
+        stuck_seconds: for how long what the loop does now has gone on; 0 while it waits for work.
     """
 
     alive: Callable[[], bool]
@@ -56,10 +56,14 @@ class Vitals:
     stuck_seconds: Callable[[], float]
 
     @classmethod
-    def of(cls, loop: EngineLoop) -> Vitals:
-        """Those of a loop that has been started."""
+    def of(cls, loop: EngineLoop, *beside: Callable[[], bool]) -> Vitals:
+        """Those of a loop that has been started.
+
+        Args:
+            beside: whether other threads live without which the process cannot do its work.
+        """
         return cls(
-            alive=lambda: loop.alive,
+            alive=lambda: loop.alive and all(alive() for alive in beside),
             accepting=lambda: loop.healthy and loop.status().accepting,
             stuck_seconds=lambda: loop.stuck_seconds,
         )

@@ -242,6 +242,8 @@ class EngineLoop:
                     self._iterate()
                 except Exception as error:
                     self._recover(error)
+        except Exception as error:
+            _log.critical("the engine loop cannot go on, it ends", exc_info=error)
         finally:
             self._close()
 
@@ -280,7 +282,9 @@ class EngineLoop:
         command()
 
     def _await_tiers(self) -> None:
-        """Sleeps until something comes in or a request may have waited long enough for a tier."""
+        """Sleeps until something comes in or a request may have waited long enough for a tier. No step is in flight, so
+        the device is the trainer's."""
+        self._gate.engine_idle()
         self._busy_since = None
         try:
             command = self._commands.get(timeout=_STALL_SECONDS)

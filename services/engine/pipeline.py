@@ -148,14 +148,21 @@ class Pipeline:
                 _log.exception("a step that nobody waits for failed")
             if not self._flights:
                 self._gate.release(0.0)
+        self.scheduler.discard()
 
     def reset(self, error: Exception, ending: TemperError) -> list[SequenceUpdate]:
-        """After an error outside a step: clean books; returns the last updates of the requests that it had."""
+        """After an error outside a step: clean books; returns the last updates of the requests that it had.
+
+        Raises:
+            IntegrityError: the tiers still copy, so that nothing can be handed out again.
+        """
         self.count_failure(error)
         self.discard()
         updates = self.scheduler.abandon(ending)
         if self._tiers is not None:
-            # Nothing may be written any more to memory that the new books hand out.
+            # Nothing may be written any more to memory that the new books hand out. The device is the trainer's
+            # meanwhile.
+            self._gate.engine_idle()
             self._tiers.settle()
             self._tiers.take_events()
             self._tiers.tell_all()

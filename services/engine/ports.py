@@ -155,7 +155,7 @@ class AdapterResolver(Protocol):
         ...
 
     def release(self, pin: AdapterPin) -> None:
-        """The request has ended; called once for each pin."""
+        """The request has ended, and no step in flight computes for it any more; called once for each pin."""
         ...
 
 
@@ -180,7 +180,7 @@ class EngineGate(Protocol):
         ...
 
     def engine_idle(self) -> None:
-        """There is nothing to run."""
+        """There is nothing to run, or what there is waits for something else than the device."""
         ...
 
 

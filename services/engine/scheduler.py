@@ -13,17 +13,19 @@ in the order of their plans, so a later plan may hand on blocks and slots that a
 
 from __future__ import annotations
 
-import enum
+from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
 from services.common.errors import DeadlineExceeded, TemperError
+from services.engine.admission import Admission, Admissions
 from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.draft import Draft
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.radix import Node, Pending
-from services.engine.memory.sequences import Room, SequenceMemory, Snapshot
+from services.engine.memory.sequences import SequenceMemory, Snapshot
 from services.engine.memory.sessions import Sessions
 from services.engine.memory.sharing import Sharing
 from services.engine.memory.stored import StoredHistories
@@ -34,16 +36,9 @@ from services.engine.roster import Roster
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
 
-_LOOK_AHEAD = 64
-"""Waiting sequences that are looked at for short ones."""
-
-
-class _Admission(enum.Enum):
-    ADMITTED = enum.auto()
-    DEFERRED = enum.auto()
-    """It waits for a state that another one computes, or a tier loads; others may start."""
-    BLOCKED = enum.auto()
-    """Nobody behind it may start either."""
+_LONG_FOR_A_SHORT = 8
+"""A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
+gains by a small step what so many long ones lose."""
 
 
 class Scheduler:
@@ -66,6 +61,7 @@ class Scheduler:
         self._memory = SequenceMemory(config, lambda: self._now, tiers)
         self._roster = Roster(config)
         self._sharing = Sharing()
+        self._admissions = Admissions(config, self._memory, self._roster, self._sharing)
         self.sessions = Sessions(
             self._memory.cache,
             self._memory.stored,
@@ -217,6 +213,20 @@ class Scheduler:
         ending = [sequence for sequence in draft.sequences if not sequence.ended]
         return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
 
+    def when_landed(self, call: Callable[[], None]) -> None:
+        """Calls once no step that is in flight now is any more: at once if there is none. For what steps read that
+        requests hold: a request may have ended, and a step that was launched before it did goes on computing for it."""
+        if self._in_flight:
+            self._in_flight[-1].landed.append(call)
+        else:
+            call()
+
+    def discard(self) -> None:
+        """Every step in flight is over, and nobody looks at its result: on the way out."""
+        while self._in_flight:
+            for call in self._in_flight.popleft().landed:
+                call()
+
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
         updates = self.take_expired()
@@ -277,9 +287,7 @@ class Scheduler:
         waiting, running = self._roster.waiting, self._roster.running
         while waiting and running:
             head, worst = waiting[0], running[-1]
-            if head.request.priority >= worst.request.priority or head.pending:
-                return
-            if self._memory.could_hold(head.known) and len(running) < self.config.max_num_seqs:
+            if head.request.priority >= worst.request.priority or head.pending or self._admissions.has_room(head):
                 return
             self._preempt(worst)
 
@@ -331,6 +339,9 @@ class Scheduler:
             partial: running sequences that lack more than a token, best rank first.
         """
         self._add_short(draft, partial)
+        self._add_by_rank(draft, partial)
+
+    def _add_by_rank(self, draft: Draft, partial: list[Sequence]) -> None:
         waiting = self._roster.waiting
         partial.reverse()
         turn = 0
@@ -338,107 +349,49 @@ class Scheduler:
         while draft.budget >= self.config.least_prefill:
             candidate = waiting[turn] if not blocked and turn < len(waiting) else None
             if partial and (candidate is None or partial[-1].rank < candidate.rank):
-                sequence = partial.pop()
+                self._add_chunk(draft, partial.pop())
             elif candidate is not None:
                 admission = self._admit(draft, candidate)
-                if admission is not _Admission.ADMITTED:
-                    blocked = admission is _Admission.BLOCKED
-                    turn += 1
+                if admission is Admission.ADMITTED:
+                    self._add_chunk(draft, candidate)
                     continue
-                self._roster.start(candidate)
-                sequence = candidate
+                blocked = admission is Admission.BLOCKED
+                turn += 1
             else:
                 return
-            self._add_chunk(draft, sequence)
 
     def _add_short(self, draft: Draft, partial: list[Sequence]) -> None:
-        """Plans those that lack little, such as the next turn of a conversation, ahead of one that lacks much, and
-        leaves that one little beside them: they would all wait for the end of its chunk.
+        """Plans prompts that lack little, such as the next turn of a conversation, ahead of those that lack much.
 
-        Nobody is overtaken by those behind it once it has found no memory.
+        They would all wait for the end of a long one's chunk, so that one is left little beside them; not where many
+        long ones wait, to which that does more harm. See docs/decisions/short-prompts-first.md.
         """
-        limit, waiting = self.config.short_prefill, self._roster.waiting
-        held_up = next((at for at, sequence in enumerate(waiting) if sequence.held_up), len(waiting))
-        asked = sorted([*partial, *waiting[: min(held_up, _LOOK_AHEAD)]], key=lambda sequence: sequence.rank)
-        short = [sequence for sequence in asked if self._lacks(sequence) <= limit]
-        if not short or len(short) == len(asked):
-            return
-        left = max(self.config.least_prefill, min(self.config.long_beside_short, draft.budget // 2))
+        least, budget = self.config.least_prefill, draft.budget
+        short, long = self._admissions.passing(partial)
+        small = long <= _LONG_FOR_A_SHORT * len(short)
+        kept = max(least, min(self.config.long_beside_short, budget // 2) if small else budget // 2)
         added = False
         for sequence in short:
-            if draft.budget - left < max(limit, self.config.least_prefill):
+            if draft.budget - kept < max(self.config.short_prefill, least):
                 break
-            if not sequence.slot:
-                admission = self._admit(draft, sequence)
-                if admission is _Admission.BLOCKED:
-                    break
-                if admission is _Admission.DEFERRED:
-                    continue
-                self._roster.start(sequence)
-            else:
+            if sequence.slot:
                 partial.remove(sequence)
+            else:
+                admission = self._admit(draft, sequence)
+                if admission is Admission.BLOCKED:
+                    break
+                if admission is Admission.DEFERRED:
+                    continue
+                if not sequence.short:  # what it would have gone on from had to give way to it
+                    insort(partial, sequence, key=lambda one: one.rank)
+                    continue
             self._add_chunk(draft, sequence)
             added = True
-        if added:
-            draft.budget = min(draft.budget, left)
+        if added and small:
+            draft.budget = min(draft.budget, kept)
 
-    def _lacks(self, sequence: Sequence) -> int:
-        """Tokens of a sequence to compute, as far as can be said before it is admitted."""
-        if sequence.slot:
-            return sequence.lacking
-        return sequence.known - self._memory.matched(sequence, self._memory.reusable(sequence))
-
-    def _admit(self, draft: Draft, sequence: Sequence) -> _Admission:
-        """Gives a waiting sequence a seat and its memory, or says why not now."""
-        if sequence in draft.deferred:
-            return _Admission.DEFERRED
-        if len(self._roster.running) + draft.seats_kept >= self.config.max_num_seqs:
-            return _Admission.BLOCKED
-        if sequence.pending:
-            # Preempted while a step samples its next token, which it will compute again with the rest.
-            return _Admission.BLOCKED
-        limit = self._memory.reusable(sequence)
-        if self._waits(sequence, limit):
-            return self._defer(draft, sequence)
-        # So that it does not cause a preemption at once.
-        headroom = min(len(self._roster.running), self.config.num_blocks // 64)
-        alone = not draft.has_chunks and not self._in_flight
-        shared = self._sharing.branches(sequence)
-        room, restore = self._memory.start(sequence, headroom + draft.blocks_kept, shared, last_resort=alone)
-        if room is Room.COMING:
-            sequence.load_began = self._now
-            sequence.load_until = self._now + min(self.config.load_patience, sequence.load_patience)
-            return self._defer(draft, sequence)
-        sequence.held_up = room is Room.NONE
-        if sequence.held_up:
-            return _Admission.BLOCKED
-        self._sharing.promise(sequence, sequence.splits)
-        if restore is not None:
-            draft.restores.append(restore)
-        if sequence.cached_tokens is None:
-            sequence.admitted(draft.now, self._memory.cost.seconds(0, sequence.computed))
-        return _Admission.ADMITTED
-
-    def _waits(self, sequence: Sequence, limit: int) -> bool:
-        """Whether a sequence will go on from a state that is not there yet: one that a tier loads, or that a sequence
-        of better rank is going to leave on the way through an equal beginning."""
-        if sequence.ticket:
-            loading = self._memory.is_loading(sequence.ticket)
-            if loading and self._now < sequence.load_until:
-                return True
-            ticket, sequence.ticket = sequence.ticket, 0
-            if loading and not any(other.ticket == ticket for other in self._roster.waiting):
-                self._memory.give_up(ticket)
-        promised = self._sharing.promised(sequence, limit)
-        gain = self.config.block_size
-        return promised >= gain and promised - self._memory.matched(sequence, limit) >= gain
-
-    def _defer(self, draft: Draft, sequence: Sequence) -> _Admission:
-        """Keeps a seat and memory for a sequence that waits, so that those behind it do not take them."""
-        draft.deferred.add(sequence)
-        draft.seats_kept += 1
-        draft.blocks_kept += self._memory.blocks_for(sequence.known)
-        return _Admission.DEFERRED
+    def _admit(self, draft: Draft, sequence: Sequence) -> Admission:
+        return self._admissions.admit(draft, sequence, alone=not draft.has_chunks and not self._in_flight)
 
     def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
         """Plans what the budget allows, with the snapshots that are to be taken on the way."""
@@ -495,6 +448,8 @@ class Scheduler:
         for sequence in draft.computed:
             if not sequence.waiting:
                 self._sharing.remove(sequence)
+        for call in draft.landed:
+            call()
 
     @property
     def _youngest(self) -> Pending | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken
+from services.engine.memory.radix import Path
 from services.engine.memory.tiers.ports import Space, Tier, space_of
 from services.engine.memory.tokens import encode
 from services.engine.plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
@@ -58,6 +59,7 @@ class Sequence:
         "matcher",
         "max_output",
         "output_ids",
+        "path",
         "pending",
         "preemptions",
         "prompt",
@@ -68,6 +70,7 @@ class Sequence:
         "sampling_logprobs",
         "saved_seconds",
         "scheduled_at",
+        "short",
         "slot",
         "space",
         "spare_slot",
@@ -108,7 +111,11 @@ class Sequence:
         self.load_tried = False
         """Whether it has been looked for in the tiers."""
         self.held_up = False
-        """Whether it could have started last time but for its memory."""
+        """Whether it could have started last time but for a seat or its memory: nobody behind it passes it any more."""
+        self.short = False
+        """Whether it lacked little when it began; the rest of a prompt that was cut is no short one."""
+        self.path: Path | None = None
+        """What the prefix cache had of it when it was looked for while it waits."""
         self.ticket = 0
         """Of the load that it waits for; 0: it waits for none."""
         self.load_patience = 0.0

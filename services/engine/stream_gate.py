@@ -152,7 +152,8 @@ class StreamGate:
                 self._changed.notify_all()
 
     def engine_idle(self) -> None:
-        """By the loop thread before it goes to sleep: training is unhindered until the next step."""
+        """By the loop thread before it goes to sleep, or waits for a tier: training is unhindered until the next
+        step."""
         with self._changed:
             self._engine_idle = True
             self._credit = 0.0

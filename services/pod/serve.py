@@ -58,7 +58,7 @@ async def serve(
         certificates: for TLS; None: plaintext.
 
     Raises:
-        TemperError: it cannot start, or its loop died; one line says why.
+        TemperError: it cannot start, or a thread died that it needs; one line says why.
     """
     started = time.monotonic()
     parent = os.getppid()
@@ -126,7 +126,7 @@ async def _serve(
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
     training.start()
-    health.serving(Vitals.of(loop))
+    health.serving(Vitals.of(loop, lambda: training.alive, lambda: engine.adapters.alive))
     await reporter.publish()
     await server.start()
     beside = [asyncio.create_task(reporter.run())]
@@ -140,12 +140,14 @@ async def _serve(
         seconds=round(time.monotonic() - started, 1),
     )
     try:
-        died = await _watch(stop, lambda: not loop.alive, settings.exit_with_parent, parent)
-        if died:
-            raise Unavailable("the engine loop died; its log has the reason")
+        ill = await _watch(stop, lambda: _ailment(engine, training), settings.exit_with_parent, parent)
+        if not loop.alive:
+            raise Unavailable(ill)
         health.drain()
         await reporter.publish()
         await _drain(settings, engine, training)
+        if ill:  # what streams there were have ended as they should
+            raise Unavailable(ill)
     finally:
         for task in beside:
             task.cancel()
@@ -185,17 +187,27 @@ def _serve_metrics(host: str, port: int, registry: CollectorRegistry) -> None:
         ) from error
 
 
-async def _watch(stop: asyncio.Event, dead: Callable[[], bool], with_parent: bool, parent: int) -> bool:
-    """Waits for the end: False when asked to stop, True when the loop died."""
+def _ailment(engine: Engine, training: Training) -> str:
+    """What has died without which this process cannot do its work; empty: nothing."""
+    if not engine.loop.alive:
+        return "the engine loop died; its log has the reason"
+    if not training.alive:
+        return "the trainer's thread died; its log has the reason"
+    return "" if engine.adapters.alive else "the thread that loads adapters died; its log has the reason"
+
+
+async def _watch(stop: asyncio.Event, ailment: Callable[[], str], with_parent: bool, parent: int) -> str:
+    """Waits for the end: empty when asked to stop, else what has died."""
     while not stop.is_set():
-        if dead():
-            return True
+        if ill := ailment():
+            log.critical(ill)
+            return ill
         if with_parent and os.getppid() != parent:
             log.warning("the parent process is gone, stopping")
-            return False
+            return ""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _WATCH_SECONDS)
-    return False
+    return ""
 
 
 async def _drain(settings: EngineSettings, engine: Engine, training: Training) -> None:

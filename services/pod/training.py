@@ -76,6 +76,11 @@ class Training:
         """The running job, empty when idle."""
         return (self._worker.current_job or "") if self._worker is not None else ""
 
+    @property
+    def alive(self) -> bool:
+        """Whether the trainer can do its work, if there is to be one; asked once it has been started."""
+        return self._worker is None or self._worker.alive
+
     def session_counts(self) -> tuple[str, int, int]:
         """This process's instance id, open sessions and how many there may be."""
         if self.sessions is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from services.trainer.ratios import bounded, importance_ratio
+
 LOW, HIGH = 0.9, 1.1
 """A ratio outside of these is counted."""
 
@@ -31,9 +33,9 @@ class Agreement:
         if counted is not None:
             sampler, trainer = sampler[counted], trainer[counted]
         difference = trainer.detach().double() - sampler.double()
-        ratio = difference.exp()
+        ratio = importance_ratio(difference)
         # k3 with samples of the sampler (Schulman, "Approximating KL divergence"): unbiased for KL(sampler ‖ trainer).
-        k3 = ratio - 1.0 - difference
+        k3 = ratio - 1.0 - bounded(difference)
         outside = ((ratio < LOW) | (ratio > HIGH)).sum()
         count = torch.full_like(outside, len(difference))
         self._sums += torch.stack([count, difference.abs().sum(), k3.sum(), outside])

@@ -1,7 +1,9 @@
 """Resumable checkpoints: in the object store, on the local disk while that is away.
 
-Layout: `jobs/{job id}/checkpoints/{step:08d}/{state.safetensors,state.json,manifest.json}`; the manifest is written
-last and holds the digest of the other two, so a torn checkpoint is never loaded.
+Layout: `jobs/{job id}/checkpoints/{fence:08d}-{step:08d}/{state.safetensors,state.json,manifest.json}`; the manifest is
+written last and holds the digest of the other two, so a torn checkpoint is never loaded. The fence is the claim's that
+wrote it: owners never write to the same place, and what a later one wrote counts more than what a former one did, which
+may have slept through losing the job. `{step:08d}` alone is of a release without fences, and counts as fence 0.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -16,11 +19,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors.torch
 import structlog
 from safetensors import SafetensorError
 
+from services.common.durable import sync_directory
 from services.common.errors import TemperError, Unavailable
 from services.common.schema_versions import CHECKPOINT, FIELD
 from services.common.store import ObjectNotFound, ObjectStore
@@ -29,6 +34,7 @@ from services.trainer.jobs.base import RunState
 TENSORS = "state.safetensors"
 DATA = "state.json"
 MANIFEST = "manifest.json"
+_NAME = re.compile(r"(?:(\d+)-)?(\d+)")
 _FORGOTTEN_SECONDS = 7 * 86400
 """Age at which local checkpoints of jobs that went elsewhere are removed."""
 _RETRY_SECONDS = 2.0
@@ -42,6 +48,22 @@ class Checkpoint:
     state: RunState
 
 
+class _Place(NamedTuple):
+    """Where a checkpoint lies; the one to go on from is the greatest."""
+
+    fence: int
+    step: int
+
+    @classmethod
+    def of(cls, name: str) -> _Place | None:
+        """None: no checkpoint has this name."""
+        found = _NAME.fullmatch(name)
+        return None if found is None else cls(int(found[1] or 0), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.fence:08d}-{self.step:08d}" if self.fence else f"{self.step:08d}"
+
+
 class CheckpointStore:
     """Reads and writes the checkpoints of jobs. ``directory`` is the local fallback. Thread-safe."""
 
@@ -51,19 +73,27 @@ class CheckpointStore:
         self._keep = keep
         self._log = structlog.get_logger("checkpoint")
 
-    def save(self, job_id: str, spec_sha: str, checkpoint: Checkpoint) -> None:
-        """Uploads, then drops older ones. Raises Unavailable."""
-        prefix = f"{_prefix(job_id)}{checkpoint.step:08d}/"
-        for filename, data in _encode(spec_sha, checkpoint).items():
-            self._store.put(prefix + filename, data)
-        older = sorted((step for step in self._stored_steps(job_id) if step < checkpoint.step), reverse=True)
-        for step in older[self._keep - 1 :]:
-            self._store.delete_prefix(f"{_prefix(job_id)}{step:08d}/")
-        shutil.rmtree(self._directory / job_id, ignore_errors=True)
+    def save(self, job_id: str, spec_sha: str, checkpoint: Checkpoint, fence: int = 0) -> None:
+        """Uploads, then drops older ones, never any of a later owner.
 
-    def save_locally(self, job_id: str, spec_sha: str, checkpoint: Checkpoint) -> None:
-        """Writes to the local disk, atomically, and drops older local ones."""
-        final = self._directory / job_id / f"{checkpoint.step:08d}"
+        Args:
+            fence: of the claim; 0: of none.
+
+        Raises:
+            Unavailable: the object store is away.
+        """
+        place = _Place(fence, checkpoint.step)
+        for filename, data in _encode(spec_sha, checkpoint).items():
+            self._store.put(f"{_prefix(job_id)}{place}/{filename}", data)
+        older = sorted((each for each in self._stored(job_id) if each < place), reverse=True)
+        for each in older[self._keep - 1 :]:
+            self._store.delete_prefix(f"{_prefix(job_id)}{each}/")
+        self._drop_local(job_id, place)
+
+    def save_locally(self, job_id: str, spec_sha: str, checkpoint: Checkpoint, fence: int = 0) -> None:
+        """Writes to the local disk, atomically and for good, and drops older local ones. ``fence``: see save."""
+        place = _Place(fence, checkpoint.step)
+        final = self._directory / job_id / str(place)
         partial = final.with_name(f"partial-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
         for filename, data in _encode(spec_sha, checkpoint).items():
@@ -71,11 +101,24 @@ class CheckpointStore:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+        sync_directory(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for other in final.parent.iterdir():
-            if other != final:
-                shutil.rmtree(other, ignore_errors=True)
+        for directory in (final.parent, self._directory):  # the new names in them
+            sync_directory(directory)
+        self._drop_local(job_id, place, kept=final)
+
+    def _drop_local(self, job_id: str, place: _Place, kept: Path | None = None) -> None:
+        """Removes local checkpoints up to a place, and what a process left that died while it wrote."""
+        directory = self._directory / job_id
+        if not directory.is_dir():
+            return
+        for path in directory.iterdir():
+            other = _Place.of(path.name)
+            if path != kept and (other is None or other <= place):
+                shutil.rmtree(path, ignore_errors=True)
+        if not any(directory.iterdir()):
+            directory.rmdir()
 
     def newest(self, job_id: str, spec_sha: str) -> Checkpoint | None:
         """The newest valid checkpoint of this very spec, wherever it lies.
@@ -84,10 +127,10 @@ class CheckpointStore:
             Unavailable: the object store is away and the local disk has none.
             NewerSchema: the newest one was written by a later release.
         """
-        local = self._first_valid(job_id, spec_sha, self._local_steps(job_id), self._read_local)
+        place, local = self._first_valid(job_id, spec_sha, self._local(job_id), self._read_local)
         try:
-            newer = [step for step in self._stored_steps(job_id) if local is None or step > local.step]
-            return self._first_valid(job_id, spec_sha, newer, self._read_stored) or local
+            newer = [each for each in self._stored(job_id) if place is None or each > place]
+            return self._first_valid(job_id, spec_sha, newer, self._read_stored)[1] or local
         except Unavailable:
             if local is None:
                 raise
@@ -106,33 +149,34 @@ class CheckpointStore:
             if path.is_dir() and time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _local_steps(self, job_id: str) -> list[int]:
+    def _local(self, job_id: str) -> set[_Place]:
         directory = self._directory / job_id
-        return [int(path.name) for path in directory.iterdir() if path.name.isdigit()] if directory.is_dir() else []
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+        return {place for name in names if (place := _Place.of(name)) is not None}
 
-    def _stored_steps(self, job_id: str) -> set[int]:
+    def _stored(self, job_id: str) -> set[_Place]:
         """From the keys: some servers go on listing emptied directories."""
-        parts = (key[len(_prefix(job_id)) :].split("/")[0] for key in self._store.list(_prefix(job_id)))
-        return {int(part) for part in parts if part.isdigit()}
+        names = {key[len(_prefix(job_id)) :].split("/")[0] for key in self._store.list(_prefix(job_id))}
+        return {place for name in names if (place := _Place.of(name)) is not None}
 
     def _first_valid(
-        self, job_id: str, spec_sha: str, steps: Iterable[int], read: Callable[[str, int, str], bytes | None]
-    ) -> Checkpoint | None:
-        for step in sorted(steps, reverse=True):
-            files = {filename: read(job_id, step, filename) for filename in (MANIFEST, TENSORS, DATA)}
-            checkpoint = _decode(spec_sha, step, files)
+        self, job_id: str, spec_sha: str, places: Iterable[_Place], read: Callable[[str, _Place, str], bytes | None]
+    ) -> tuple[_Place | None, Checkpoint | None]:
+        for place in sorted(places, reverse=True):
+            files = {filename: read(job_id, place, filename) for filename in (MANIFEST, TENSORS, DATA)}
+            checkpoint = _decode(spec_sha, place.step, files)
             if checkpoint is not None:
-                return checkpoint
-            self._log.warning("checkpoint.invalid", job=job_id, step=step)
-        return None
+                return place, checkpoint
+            self._log.warning("checkpoint.invalid", job=job_id, step=place.step, fence=place.fence)
+        return None, None
 
-    def _read_local(self, job_id: str, step: int, filename: str) -> bytes | None:
-        path = self._directory / job_id / f"{step:08d}" / filename
+    def _read_local(self, job_id: str, place: _Place, filename: str) -> bytes | None:
+        path = self._directory / job_id / str(place) / filename
         return path.read_bytes() if path.is_file() else None
 
-    def _read_stored(self, job_id: str, step: int, filename: str) -> bytes | None:
+    def _read_stored(self, job_id: str, place: _Place, filename: str) -> bytes | None:
         try:
-            return self._store.get(f"{_prefix(job_id)}{step:08d}/{filename}").data
+            return self._store.get(f"{_prefix(job_id)}{place}/{filename}").data
         except ObjectNotFound:
             return None
 
@@ -146,6 +190,7 @@ class CheckpointWriter:
         allowed: False once the job is lost: a former owner must not touch its successor's checkpoints.
         saved: called with the step and "s3" or "disk".
         stamp: adds what is not the run's own to the state of each checkpoint.
+        fence: of the claim; 0: of none.
     """
 
     def __init__(
@@ -157,6 +202,7 @@ class CheckpointWriter:
         allowed: Callable[[], bool],
         saved: Callable[[int, str], None],
         stamp: Callable[[RunState], RunState] = lambda state: state,
+        fence: int = 0,
     ) -> None:
         self._checkpoints = checkpoints
         self._job_id = job_id
@@ -164,6 +210,7 @@ class CheckpointWriter:
         self._allowed = allowed
         self._saved = saved
         self._stamp = stamp
+        self._fence = fence
         self._log = structlog.get_logger("checkpoint").bind(job=job_id)
         self._changed = threading.Condition()
         self._waiting: Checkpoint | None = None
@@ -223,11 +270,11 @@ class CheckpointWriter:
 
     def _upload(self, checkpoint: Checkpoint) -> bool:
         try:
-            self._checkpoints.save(self._job_id, self._spec_sha, checkpoint)
+            self._checkpoints.save(self._job_id, self._spec_sha, checkpoint, self._fence)
         except Unavailable as error:
             if self._on_disk != checkpoint.step:
                 self._log.warning("checkpoint.kept_on_disk", step=checkpoint.step, error=error.message)
-                self._checkpoints.save_locally(self._job_id, self._spec_sha, checkpoint)
+                self._checkpoints.save_locally(self._job_id, self._spec_sha, checkpoint, self._fence)
                 self._on_disk = checkpoint.step
                 self._saved(checkpoint.step, "disk")
             return False

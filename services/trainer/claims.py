@@ -16,7 +16,9 @@ _CLAIM_SECONDS = 1.0
 
 class JobClaims:
     """One job at a time: the next is claimed once the trainer has asked for it. A claimed job is kept alive from the
-    moment it is claimed, however long the trainer is still busy with something else.
+    moment it is claimed, however long the trainer is still busy with something else, for as long as its thread lives:
+    that is the one which calls ``start``. When it has died nothing more is claimed, and the claim of the job that it
+    had runs out, so that another trainer takes it over.
 
     Args:
         session: a claimed job's line to Redis, not started yet.
@@ -38,10 +40,22 @@ class JobClaims:
         self._wake = wake
         self._wanted = threading.Event()
         self._found: tuple[ClaimedJob, JobSession] | None = None
+        self._owner: threading.Thread | None = None
+        self._alive: JobSession | None = None
+        """Of the job that was claimed last."""
+        self._tidied = False
+        self._away = False
         self._log = structlog.get_logger("trainer")
         self._thread = threading.Thread(target=self._run, name="claims", daemon=True)
 
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are claimed; they are not any more while the process drains."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
+        """Begins to claim, for the thread that calls this."""
+        self._owner = threading.current_thread()
         self._wanted.set()
         self._thread.start()
 
@@ -60,31 +74,38 @@ class JobClaims:
         self._thread.join()
 
     def _run(self) -> None:
-        away = False
-        tidied = False
-        while not self._draining.is_set():
-            self._wanted.wait()
+        while self._owner is not None and self._owner.is_alive():
             if self._draining.is_set():
                 return
-            try:
-                if not tidied:
-                    self._consumer.forget_dead_consumers()
-                    tidied = True
-                claimed = self._consumer.claim(_CLAIM_SECONDS)
-                away = False
-            except Unavailable as error:
-                if not away:
-                    away = True
-                    self._log.warning("queue.away", error=error.message)
-                self._draining.wait(_CLAIM_SECONDS)
-                continue
-            except Exception:  # a bug must not end the only trainer of this engine
-                self._log.exception("claim.failed")
-                self._draining.wait(_CLAIM_SECONDS)
-                continue
-            if claimed is not None:
-                session = self._session(claimed)
-                session.start()
-                self._wanted.clear()
-                self._found = claimed, session
-                self._wake()
+            if self._wanted.wait(_CLAIM_SECONDS) and not self._draining.is_set():
+                self._claim()
+        self._log.critical("the trainer's thread has died: nothing more is claimed")
+        if self._alive is not None:
+            self._alive.close()
+
+    def _claim(self) -> None:
+        """Takes a job off the queue, if there is one soon."""
+        try:
+            if not self._tidied:
+                self._consumer.forget_dead_consumers()
+                self._tidied = True
+            claimed = self._consumer.claim(_CLAIM_SECONDS)
+            self._away = False
+            if claimed is None:
+                return
+            session = self._session(claimed)
+            session.start()
+        except Unavailable as error:
+            if not self._away:
+                self._away = True
+                self._log.warning("queue.away", error=error.message)
+            self._draining.wait(_CLAIM_SECONDS)
+            return
+        except Exception:  # a bug must not end the only trainer of this engine
+            self._log.exception("claim.failed")
+            self._draining.wait(_CLAIM_SECONDS)
+            return
+        self._wanted.clear()
+        self._alive = session
+        self._found = claimed, session
+        self._wake()

@@ -67,10 +67,15 @@ class JobSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Says no more that the owner is alive. Once more does nothing."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     @property
     def lost(self) -> bool:

@@ -105,7 +105,9 @@ class TrainerWorker:
             JobSession, self._consumer, heartbeat_seconds=settings.job_heartbeat_seconds, draining=self._draining
         )
         self._claims = JobClaims(self._consumer, session, draining=self._draining, wake=self._awake.set)
-        self._thread = threading.Thread(target=self._loop, name="trainer", daemon=True)
+        self._begun = threading.Event()
+        """Whether jobs are claimed."""
+        self._thread = threading.Thread(target=self._live, name="trainer", daemon=True)
 
     @property
     def current_job(self) -> str | None:
@@ -114,7 +116,8 @@ class TrainerWorker:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        """Whether the trainer's thread runs, and claims jobs unless it drains; what liveness asks."""
+        return self._thread.is_alive() and (self._claims.alive or self._draining.is_set() or not self._begun.is_set())
 
     def start(self) -> None:
         self._checkpoints.forget_old()
@@ -144,10 +147,19 @@ class TrainerWorker:
 
     # The thread.
 
+    def _live(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            # Of a job every error is met; this one says that the memory for training, or this code, is broken. The
+            # process counts as dead from now on, and the claim of a job that was taken runs out.
+            self._log.critical("the trainer's thread has died: liveness is off", exc_info=error)
+
     def _loop(self) -> None:
         self._host.ledger.start()
         claims = self._claims
         claims.start()
+        self._begun.set()
         while not self._draining.is_set():
             self._awake.clear()
             found = claims.take()
@@ -312,6 +324,7 @@ class TrainerWorker:
             allowed=lambda: not session.lost,
             saved=saved,
             stamp=lesson.stamp,
+            fence=int(claimed.fence),
         )
         try:
             metrics = self._steps(claimed, session, run, writer, start, lesson)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,50 @@ def test_a_former_owner_writes_nothing(checkpoints: CheckpointStore, store: Obje
     assert writer.flush(5)
     writer.close()
     assert store.list("jobs/") == []
+
+
+def test_a_later_owner_counts_and_loses_nothing_to_a_former_one(
+    checkpoints: CheckpointStore, store: ObjectStore, tmp_path: Path
+) -> None:
+    """A former owner that slept through losing its job goes on with an upload: into places of its own."""
+    for step in (3, 6):
+        checkpoints.save("job-1", SHA, checkpoint(step), 1)
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(6))
+    checkpoints.save("job-1", SHA, checkpoint(8), 2)
+    late = CheckpointStore(store, tmp_path / "elsewhere", keep=1)
+    late.save("job-1", SHA, Checkpoint(8, RunState(data={"step": 8, "of": "the former owner"})), 1)
+    late.save("job-1", SHA, checkpoint(50), 1)
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(8))
+    late.save_locally("job-1", SHA, checkpoint(60), 1)
+    assert same(late.newest("job-1", SHA), checkpoint(8)), "on its own disk neither"
+    checkpoints.save("job-1", SHA, checkpoint(9), 2)
+    assert {key.split("/")[3] for key in store.list("jobs/")} == {"00000002-00000008", "00000002-00000009"}
+    checkpoints.discard("job-1")
+    assert store.list("jobs/") == []
+
+
+def test_a_checkpoint_of_a_release_without_fences_is_gone_on_from(
+    checkpoints: CheckpointStore, store: ObjectStore
+) -> None:
+    checkpoints.save("job-1", SHA, checkpoint(7))
+    assert {key.split("/")[3] for key in store.list("jobs/")} == {"00000007"}
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(7))
+    checkpoints.save("job-1", SHA, checkpoint(2), 1)
+    assert same(checkpoints.newest("job-1", SHA), checkpoint(2))
+
+
+def test_names_on_the_disk_are_synchronized_too(checkpoints: CheckpointStore, tmp_path: Path, monkeypatch) -> None:
+    """A checkpoint that was renamed into place would otherwise be gone behind a power cut."""
+    synchronized: list[str] = []
+
+    def fsync(handle: int) -> None:
+        synchronized.append(str(Path(f"/proc/self/fd/{handle}").readlink().relative_to(tmp_path)))
+        real(handle)
+
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
+    checkpoints.save_locally("job-1", SHA, checkpoint(4), 3)
+    partial, *parents = synchronized[-3:]
+    assert partial.startswith("job-1/partial-")
+    assert parents == ["job-1", "."]
+    assert (tmp_path / "job-1" / "00000003-00000004").is_dir()

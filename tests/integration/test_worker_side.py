@@ -176,3 +176,35 @@ async def test_a_job_claimed_while_the_trainer_drains_is_handed_back(
     assert await ended(queue, job.id) == JobState.SUCCEEDED
     assert successor.drain()
     await queue.aclose()
+
+
+async def test_a_trainer_that_died_says_so_and_loses_its_job_to_another(
+    valkey: RunningServer, store: ObjectStore, settings: CommonSettings, tmp_path: Path
+) -> None:
+    """Its process would otherwise keep the job for ever, and take further ones."""
+    side, queue = Side(), JobQueue(settings)
+    workers = [worker_of(settings, tmp_path, side), worker_of(settings, tmp_path, Side())]
+    workers[0].start()
+    go_on = threading.Event()
+
+    def settle() -> None:
+        if go_on.is_set():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    workers[0]._host.ledger.settle = settle  # type: ignore[method-assign]
+    side.add(lambda: go_on.wait(30) and None)
+    job = await queue.submit(spec(steps="3"))
+    deadline = time.monotonic() + 20
+    while (await queue.get(job.id)).state != JobState.RUNNING:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert workers[0].alive
+    go_on.set()
+    await asyncio.to_thread(workers[0]._thread.join, 20)
+    assert not workers[0].alive
+    workers[1].start()
+    assert await ended(queue, job.id) == JobState.SUCCEEDED
+    assert (await queue.get(job.id)).attempts == 2
+    assert workers[1].drain()
+    assert workers[0].drain()
+    await queue.aclose()

@@ -93,6 +93,8 @@ class Path:
     """Those whose tokens it has all of, without the root."""
     shared: int = 0
     """Tokens that are in the tree: up to the end of the last node, or into one of its children."""
+    parting: Node | None = None
+    """The child inside of which the history goes another way; None: it does so nowhere, or at the end of a node."""
 
 
 class RadixTree:
@@ -117,22 +119,39 @@ class RadixTree:
             root.blocks = []
         return root
 
-    def find(self, space: Space, tokens: bytes) -> Path:
-        """The path of a history as far as it is there."""
-        path = Path()
-        node = self._roots.get(space)
+    def find(self, space: Space, tokens: bytes, before: Path | None = None) -> Path:
+        """The path of a history as far as it is there.
+
+        Args:
+            before: what was found for this history, or for a beginning of it, at some time: what has been compared
+                then is not compared again.
+        """
+        path, node = self._resume(space, before)
         while node is not None:
             path.shared = at = node.end
             child = node.children.get(tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES])
             if child is None:
                 return path
+            if before is not None and child is before.parting:
+                path.shared, path.parting = before.shared, child
+                return path
             same = shared(child.label, tokens, at)
             if same < child.end - child.start:
                 path.shared = at + same
+                if path.shared * TOKEN_BYTES < len(tokens):
+                    path.parting = child
                 return path
             path.nodes.append(child)
             node = child
         return path
+
+    def _resume(self, space: Space, before: Path | None) -> tuple[Path, Node | None]:
+        """A path up to the deepest node that was on the way before and still is, and that node or the root."""
+        for node in reversed(before.nodes if before is not None else ()):
+            if node.parent is not None:
+                # Not the nodes as they were: some may have been cut in two.
+                return Path(node.path()), node
+        return Path(), self._roots.get(space)
 
     def next(self, node: Node, tokens: bytes) -> tuple[Node, Node | None]:
         """The child of ``node`` on the way of a longer history, made or cut so that the history has all of its tokens.

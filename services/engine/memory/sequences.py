@@ -107,9 +107,11 @@ class SequenceMemory:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def could_hold(self, tokens: int) -> bool:
-        """Whether the blocks are there, if cached ones are given up."""
-        return self.blocks_for(tokens) <= self._blocks.free + self._blocks.idle
+    def could_hold(self, tokens: int, spare_blocks: int) -> bool:
+        """Whether a sequence of so many tokens finds its blocks, if cached ones are given up, and as many as are to
+        stay free beyond that; whatever it goes on from."""
+        # One more for the block that a prefix ends inside of, which is held until it has been copied.
+        return self.blocks_for(tokens) + 1 + spare_blocks <= self._blocks.free + self._blocks.idle
 
     def reusable(self, sequence: Sequence) -> int:
         """Tokens of a sequence that may come from the cache: those that leave something to compute, and all rows that
@@ -120,9 +122,14 @@ class SequenceMemory:
         return end if sequence.reading is None else min(end, sequence.reading.reusable)
 
     def matched(self, sequence: Sequence, limit: int) -> int:
-        """Tokens of a sequence that the device has now."""
-        node = self._cache.hit(self._cache.tree.find(sequence.space, sequence.history()), limit, self._unit)
+        """Tokens of a waiting sequence that the device has now."""
+        node = None if limit == 0 else self._cache.hit(self._find(sequence), limit, self._unit)
         return 0 if node is None else node.end
+
+    def _find(self, sequence: Sequence) -> Path:
+        """As far as a waiting sequence's history is known; only what has changed since the last time is compared."""
+        sequence.path = self._cache.tree.find(sequence.space, sequence.history(), sequence.path)
+        return sequence.path
 
     def start(
         self, sequence: Sequence, spare_blocks: int, shared: Iterable[int], *, last_resort: bool
@@ -138,7 +145,7 @@ class SequenceMemory:
             Whether there was enough, and the prefix hit, if any.
         """
         limit = self.reusable(sequence)
-        path = Path() if limit == 0 else self._cache.tree.find(sequence.space, sequence.history())
+        path = Path() if limit == 0 else self._find(sequence)
         return self._start(sequence, path, limit, spare_blocks, shared, last_resort=last_resort)
 
     def _start(
@@ -175,6 +182,7 @@ class SequenceMemory:
                 return self._start(sequence, Path(), limit, spare_blocks, shared, last_resort=False)
             return Room.NONE, None
         sequence.slot = slot
+        sequence.path = None
         if self._speculative and sequence.guessable:
             sequence.spare_slot = self._take_slot() or 0
         sequence.blocks = [*table[:whole], *self._blocks.take(needed)]

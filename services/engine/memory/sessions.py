@@ -6,7 +6,7 @@ device and in the tiers; then it is as any other.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -63,6 +63,8 @@ class Sessions:
         self._sessions: OrderedDict[SessionName, Session] = OrderedDict()
         self._tips: dict[Node, SessionName] = {}
         """Ends of histories that are pinned, and whose they are."""
+        self._users: Counter[Node] = Counter()
+        """In how many sessions' paths each node is."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -81,14 +83,17 @@ class Sessions:
         if session is None:
             session = self._sessions[name] = Session(name, (), adapter, now, now, now)
         self._unpin(session)
-        session.path, session.adapter, session.used = tuple(node.path()), adapter, now
+        self._follow(session, tuple(node.path()))
+        session.adapter, session.used = adapter, now
         session.expires = now + self._seconds
         session.requests += 1
         self._sessions.move_to_end(name)
         self._tips[node] = name
         self._pin(session)
         while len(self._sessions) > self._most:
-            self._unpin(self._sessions.popitem(last=False)[1])
+            oldest = self._sessions.popitem(last=False)[1]
+            self._unpin(oldest)
+            self._follow(oldest, ())
 
     def saved(self, node: Node) -> None:
         """The tiers have the state there from now on: that of a session is pinned in them as well."""
@@ -100,13 +105,14 @@ class Sessions:
         """Removes a session and what only it has use for, on the device and in the tiers."""
         session = self._sessions.pop(name)
         self._unpin(session)
-        others = {node for other in self._sessions.values() for node in other.path}
+        path = session.path
+        self._follow(session, ())
         doomed: set[Node] = set()
         keys: list[Key] = []
-        for node in reversed(session.path):
+        for node in reversed(path):
             if node.parent is None:
                 continue
-            if node in others or not doomed.issuperset(node.children.values()):
+            if node in self._users or not doomed.issuperset(node.children.values()):
                 break
             doomed.add(node)
             if node.key is not None:
@@ -114,6 +120,16 @@ class Sessions:
             self._cache.drop(node)
         if keys and self._stored is not None:
             self._stored.submit(Forget(keys))
+
+    def _follow(self, session: Session, path: tuple[Node, ...]) -> None:
+        """A session's history ends somewhere else now."""
+        self._users.update(path)
+        for node in session.path:
+            if self._users[node] == 1:
+                del self._users[node]
+            else:
+                self._users[node] -= 1
+        session.path = path
 
     def _pin(self, session: Session) -> None:
         self._keep(session, session.expires)

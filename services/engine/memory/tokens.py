@@ -31,7 +31,8 @@ def shared(label: bytes, tokens: bytes, at: int) -> int:
     """How many tokens of ``label`` stand in ``tokens`` from token ``at`` on as well."""
     offset = at * TOKEN_BYTES
     most = min(len(label), len(tokens) - offset)
-    if label[:most] == tokens[offset : offset + most]:
+    # Whole labels are compared where they lie; slices would be copies of them.
+    if tokens.startswith(label, offset) if most == len(label) else label.startswith(tokens[offset:]):
         return most // TOKEN_BYTES
     # Halving: each comparison ends at the first difference, so all of them together read the label about twice.
     low, high = 0, most // TOKEN_BYTES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -186,22 +187,15 @@ class AdapterRun(ABC):
         if index != self._finished or index >= self._total_steps:
             raise ValueError(f"step {index} asked for after {self._finished} of {self._total_steps} finished steps")
         self._watch = Stopwatch(self._host.model.device)
-        metrics = self._before(index, interrupt)
+        what = f"step {index}"
+        with self._within_plan(what):
+            metrics = self._before(index, interrupt)
         started = time.perf_counter()
         self._optimizer.zero_grad()
-        try:
+        with self._within_plan(what):
             found, tokens = self._accumulate(index, interrupt)
-        except torch.OutOfMemoryError as error:
-            self._give_memory_back()
-            raise DoesNotFit(
-                f"the device ran out of memory in step {index}, although the job's plan of {mib(self._memory.total)} "
-                f"is within the {mib(self._host.train_memory_bytes)} for training: something else takes more than its "
-                'share. Set recompute to "full", a smaller max_tokens_per_microbatch, or give the engine less of the '
-                "device (TEMPER_MEMORY_FRACTION)",
-                param="max_tokens_per_microbatch",
-            ) from error
-        with self._host.gate.training(), self._watch.part("optimizer"):
-            found |= self._optimizer.step(index) if tokens else self._optimizer.rest(index)
+            with self._host.gate.training(), self._watch.part("optimizer"):
+                found |= self._optimizer.step(index) if tokens else self._optimizer.rest(index)
         self._optimizer.zero_grad()
         self._finished = index + 1
         self._num_tokens += tokens
@@ -211,6 +205,29 @@ class AdapterRun(ABC):
         metrics["num_tokens"] = float(self._num_tokens)
         metrics["tokens_per_second"] = tokens / max(seconds, 1e-9)
         return metrics
+
+    @contextmanager
+    def _within_plan(self, what: str) -> Iterator[None]:
+        """Around whatever computes: a device without memory fails the job in words, and what the job held of it that
+        nobody needs goes to the device.
+
+        Args:
+            what: computes.
+
+        Raises:
+            DoesNotFit: the device ran out of memory.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self._give_memory_back()
+            raise DoesNotFit(
+                f"the device ran out of memory in {what}, although the job's plan of {mib(self._memory.total)} "
+                f"is within the {mib(self._host.train_memory_bytes)} for training: something else takes more than its "
+                'share. Set recompute to "full", a smaller max_tokens_per_microbatch, or give the engine less of the '
+                "device (TEMPER_MEMORY_FRACTION)",
+                param="max_tokens_per_microbatch",
+            ) from error
 
     def _make_forwards(self) -> None:
         """Of larger microbatches than those trained on (an evaluation may pack more) none is captured."""

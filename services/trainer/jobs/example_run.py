@@ -85,14 +85,16 @@ class ExampleRun(AdapterRun):
         if not self._held_out:
             return {}
         started = time.perf_counter()
-        found = {f"eval_{name}": value for name, value in self._evaluate(self._held_out, interrupt).items()}
+        with self._within_plan("the evaluation"):
+            found = {f"eval_{name}": value for name, value in self._evaluate(self._held_out, interrupt).items()}
         return found | {"eval_seconds": time.perf_counter() - started}
 
     def examine(self, interrupt: Callable[[], None] = lambda: None) -> dict[str, float]:
         """See JobRun.examine."""
         lengths = [sum(document.length for document in example) for example in self._examples]
         chosen = [self._examples[index] for index in self._examined(lengths, least=self._smallest_step)]
-        return {name: value for name, value in self._evaluate(chosen, interrupt).items() if name in _EXAMINED}
+        with self._within_plan("looking at the examples"):
+            return {name: value for name, value in self._evaluate(chosen, interrupt).items() if name in _EXAMINED}
 
     @abstractmethod
     def _evaluate(self, examples: Sequence[Sequence[Document]], interrupt: Callable[[], None]) -> dict[str, float]:

@@ -166,7 +166,7 @@ class GrpoRun(AdapterRun):
         total = 0.0
         for microbatch in self._pack([self._rollouts[at].document for at in chosen]):
             interrupt()
-            with self._host.gate.training(), torch.no_grad():
+            with self._within_plan("looking at the rollouts"), self._host.gate.training(), torch.no_grad():
                 logprobs = self._logprobs(microbatch, with_adapter=True)
                 means = [part.mean() for part in torch.split(logprobs, _sizes(microbatch))]
                 total -= sum(

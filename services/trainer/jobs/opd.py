@@ -29,6 +29,7 @@ from services.trainer.jobs.lessons import Lesson, Lessons, Pupil, drawn, known_p
 from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
 from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed
+from services.trainer.ratios import importance_ratio
 from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.teacher import Teacher
@@ -198,7 +199,7 @@ class OpdRun(AdapterRun):
         sums.add(
             loss=loss * total,
             kl_student_teacher=(behaviour - teacher).sum(),
-            ratio_mean=torch.exp(logprobs - behaviour).sum(),
+            ratio_mean=importance_ratio(logprobs - behaviour).sum(),
         )
         return loss
 
@@ -298,7 +299,7 @@ class OpdRun(AdapterRun):
         sums = _Sums()
         for microbatch in self._pack(documents):
             interrupt()
-            with self._host.gate.training(), torch.no_grad():
+            with self._within_plan("the evaluation"), self._host.gate.training(), torch.no_grad():
                 own = self._teacher.hidden(microbatch, self._host.gate.give_way)
                 hidden = self._scored_hidden(microbatch, self._lora)
                 found = self._compare(hidden, own)

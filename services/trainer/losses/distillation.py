@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from services.trainer.ratios import importance_ratio
 
 
 def divergence_loss(divergences: Tensor, total_tokens: int) -> Tensor:
@@ -28,4 +29,4 @@ def sampled_reverse_kl(logprobs: Tensor, behaviour: Tensor, teacher: Tensor, tot
         teacher: [N] float32 under the teacher.
     """
     advantage = (teacher - behaviour).detach()
-    return -(torch.exp(logprobs - behaviour.detach()) * advantage).sum() / total_tokens
+    return -(importance_ratio(logprobs - behaviour.detach()) * advantage).sum() / total_tokens

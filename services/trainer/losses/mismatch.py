@@ -15,6 +15,7 @@ from torch import Tensor
 from services.common.jobs.grpo import MismatchCorrection
 from services.trainer.agreement import Agreement
 from services.trainer.losses.sequences import per_row, sequence_sums
+from services.trainer.ratios import importance_ratio
 
 
 def mismatch_weights(
@@ -38,7 +39,7 @@ def mismatch_weights(
     level, action = correction.split("_")
     if level == "sequence":
         difference = per_row(sequence_sums(difference, lengths), lengths)
-    ratio = difference.exp()
+    ratio = importance_ratio(difference)
     outside = ratio > cap
     return (ratio.clamp(max=cap) if action == "truncate" else ratio.masked_fill(outside, 0.0)), outside
 

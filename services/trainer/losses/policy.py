@@ -12,6 +12,7 @@ from torch import Tensor
 
 from services.common.jobs.grpo import LossType
 from services.trainer.losses.sequences import per_row, sequence_sums
+from services.trainer.ratios import bounded, importance_ratio
 
 ADVANTAGE_EPSILON = 1e-4
 """Added to the standard deviation of a group's rewards, as in TRL's GRPOTrainer."""
@@ -99,6 +100,8 @@ def policy_loss(
     KL_t is k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, "Approximating KL divergence"); ``unbiased_kl``
     multiplies it by r, so that its gradient is that of the KL also off policy (DeepSeek-V3.2, arXiv 2512.02556).
 
+    Log-ratios count up to `services.trainer.ratios.MOST_NATS`, so that every loss is a number.
+
     Args:
         logprobs: [N] float32 under the policy being trained, with gradient.
         behaviour: [N] float32 under the policy that sampled.
@@ -110,7 +113,7 @@ def policy_loss(
         correction: [N] float32, of `mismatch_weights`; None: 1.
     """
     log_ratio = logprobs - behaviour
-    token_ratio = log_ratio.exp()
+    token_ratio = importance_ratio(log_ratio)
     ratio = token_ratio
     low = torch.zeros_like(advantages, dtype=torch.bool)
     if form == "cispo":
@@ -121,7 +124,7 @@ def policy_loss(
             if lengths is None:
                 raise ValueError("the form sequence needs the lengths of the completions")
             means = sequence_sums(log_ratio, lengths) / torch.tensor(lengths, device=log_ratio.device)
-            ratio = per_row(means.exp(), lengths)
+            ratio = per_row(importance_ratio(means), lengths)
         clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
         per_token = -torch.minimum(ratio * advantages, clipped * advantages)
         low = (advantages < 0) & (ratio.detach() < 1.0 - clip_low)
@@ -130,7 +133,7 @@ def policy_loss(
         per_token = correction * per_token
     kl = torch.zeros_like(per_token)
     if reference is not None:
-        difference = reference - logprobs
+        difference = bounded(reference - logprobs)
         kl = difference.exp() - difference - 1.0
         per_token = per_token + beta * (token_ratio * kl if unbiased_kl else kl)
     if weights is not None:
@@ -142,6 +145,6 @@ def policy_loss(
             ratio=ratio.sum(),
             clipped_low=low.sum().float(),
             clipped_high=high.sum().float(),
-            drift=(token_ratio - 1.0 - log_ratio).sum(),
+            drift=(token_ratio - 1.0 - bounded(log_ratio)).sum(),
             kl=kl.sum(),
         )

@@ -85,8 +85,7 @@ class SessionPolicy:
             self._forget_gradients()
             self._broken = f"forward_backward seq {call.seq} failed"
             if isinstance(error, torch.OutOfMemoryError):
-                self._host.ledger.out_of_memory()
-                raise Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}") from error
+                raise self._out_of_memory(error) from error
 
         try:
             if call.longest > self._shape.microbatch_tokens:
@@ -111,6 +110,7 @@ class SessionPolicy:
 
         Raises:
             InvalidRequest: there is no gradient, or it is not finite; nothing was applied, and none is left.
+            Overloaded: the device ran out of memory; no gradient is left.
         """
         if self._broken is not None:
             reason, self._broken = self._broken, None
@@ -133,10 +133,17 @@ class SessionPolicy:
                     weight_decay=call.weight_decay,
                     max_grad_norm=call.max_grad_norm,
                 )
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(error) from error
             finally:
                 self._forget_gradients()
         self.steps += 1
         return {"step": self.steps, "grad_norm": norm, "learning_rate": rate}
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> Overloaded:
+        """What to raise; what nobody uses goes to the device."""
+        self._host.ledger.out_of_memory()
+        return Overloaded(f"the device ran out of memory: {str(error).splitlines()[0][:200]}")
 
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad()

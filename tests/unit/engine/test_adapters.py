@@ -367,6 +367,40 @@ def test_a_swap_waits_for_a_slot_while_the_old_version_serves() -> None:
     world.loop.stop()
 
 
+def test_a_slow_store_is_not_called_a_lack_of_slots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.publish("a", attach=False)
+    world.start()
+    go_on = threading.Event()
+    files = world.registry.files
+    monkeypatch.setattr(world.registry, "files", lambda version: go_on.wait(20) and files(version))
+    with pytest.raises(Unavailable, match=r"a@1 was not loaded within 0.2 s, although no slot was missing"):
+        world.manager.sync(AdapterVersion("a", 1), timeout=0.2)
+    go_on.set()
+    world.manager.sync(AdapterVersion("a", 1), timeout=20)
+
+
+def test_a_slow_store_is_not_called_a_lack_of_slots_at_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    pointers = world.registry.pointers
+    monkeypatch.setattr(world.registry, "pointers", lambda: go_on.wait(20) and pointers())
+    monkeypatch.setattr("services.engine.adapters._FLIP_SECONDS", 0.2)
+    with pytest.raises(Unavailable, match="what is attached was not loaded within"):
+        world.start()
+    go_on.set()
+
+
+def test_slots_that_stay_in_use_are_named_behind_a_store_that_was_slow() -> None:
+    world = World(slots=1).start()
+    world.publish("a", attach=False)
+    world.publish("b", attach=False)
+    pin = world.pin(named("a"))
+    with pytest.raises(Overloaded, match="TEMPER_ADAPTER_SLOTS"):
+        world.manager.sync(AdapterVersion("b", 1), timeout=0.3)
+    world.manager.release(pin)
+    world.manager.stop()
+    world.loop.stop()
+
+
 def test_an_outage_keeps_what_is_loaded(world: World) -> None:
     world.publish("a")
     world.start()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
@@ -51,6 +53,28 @@ def test_a_loop_that_died_is_a_reason_to_restart() -> None:
     health.serving(loop.vitals)
     loop.alive = False
     assert said(health) == (False, False, True)
+
+
+def test_what_works_beside_the_loop_is_part_of_its_life() -> None:
+    """A trainer whose thread has died keeps no job, but would keep its claim."""
+
+    class Started:
+        alive = healthy = True
+        stuck_seconds = 0.0
+
+        def status(self) -> Any:
+            return SimpleNamespace(accepting=True)
+
+    beside, health = [True, True], ProcessHealth()
+    health.serving(Vitals.of(cast(Any, Started()), lambda: beside[0], lambda: beside[1]))
+    assert said(health) == (True, True, True)
+    for index in range(2):
+        beside[index] = False
+        assert said(health) == (False, False, True)
+        beside[index] = True
+    beside[0] = False
+    health.drain()
+    assert said(health) == (True, False, True), "it ends with what it has to do"
 
 
 def test_a_step_that_hangs() -> None:

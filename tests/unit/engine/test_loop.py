@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
@@ -21,6 +23,8 @@ from services.common.errors import (
 from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
+from services.engine.memory.integrity import IntegrityError
+from services.engine.memory.tiers.ports import Load, Tier
 from services.engine.plan import StepPlan, StepResult
 from services.engine.ports import NoObserver, StepStats, Submission
 from services.engine.request import BASE_PIN, AdapterPin, FinishReason, SamplingParams
@@ -28,6 +32,7 @@ from services.engine.rollouts import RolloutMemory
 from services.engine.updates import Finished, SequenceUpdate
 from services.engine.wire import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, reference
+from tests.unit.engine.toy_tiers import ToyTiers
 
 CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=16, block_size=4, num_blocks=40, num_slots=8, max_model_len=64)
 TIMEOUT = 30.0
@@ -88,7 +93,7 @@ class Computing:
         self.value = value
 
     def result(self) -> StepResult:
-        assert self.runner.running.wait(TIMEOUT)
+        self.runner.await_turn()
         self.runner.in_flight -= 1
         if self.runner.late_failures:
             self.runner.late_failures -= 1
@@ -106,6 +111,7 @@ class StoppableRunner(ToyRunner):
         self.in_flight = 0
         self.most_in_flight = 0
         self.entered: SimpleQueue[StepPlan] = SimpleQueue()
+        self.one = threading.Semaphore(0)
         self.running = threading.Event()
         self.running.set()
 
@@ -120,11 +126,21 @@ class StoppableRunner(ToyRunner):
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         return computing
 
+    def await_turn(self) -> None:
+        for _ in range(1000 * int(TIMEOUT)):
+            if self.one.acquire(blocking=False) or self.running.wait(0.001):
+                return
+        raise AssertionError("the runner was held for good")
+
     def hold(self) -> None:
         self.running.clear()
 
     def go_on(self) -> None:
         self.running.set()
+
+    def go_on_once(self) -> None:
+        """Gives one result out."""
+        self.one.release()
 
 
 class Recorder(NoObserver):
@@ -593,3 +609,128 @@ def test_a_step_that_fails_late_ends_its_requests_and_serving_goes_on(engine: Fi
     engine.submit("lucky")
     assert tokens(engine.client.wait("lucky")["lucky"]) == reference((1, 2, 3), 5)
     engine.check_nothing_left()
+
+
+def adapted() -> AdapterChoice:
+    return AdapterChoice(name="a")
+
+
+def test_an_adapter_is_released_when_no_step_in_flight_computes_with_it() -> None:
+    """A request that is aborted ends at once; the steps that were launched for it before go on reading its slot."""
+    with running(depth=2) as engine:
+        engine.runner.hold()
+        engine.submit("r", tuple(range(1, 40)), adapter=adapted())
+        engine.wait_until_held()
+        engine.loop.abort("r")
+        engine.runner.go_on_once()
+        assert engine.client.wait("r")["r"][-1].finish_reason is FinishReason.ABORT
+        assert engine.runner.in_flight == 1
+        assert len(engine.adapters.pins) == 1, "the step that was launched behind the first one is still in flight"
+        engine.runner.go_on()
+        engine.check_nothing_left()
+
+
+def test_an_adapter_of_a_request_that_no_step_computed_for_is_released_too() -> None:
+    with running(depth=2) as engine:
+        engine.submit("r", adapter=adapted(), max_tokens=2)
+        engine.client.wait("r")
+        engine.check_nothing_left()
+        engine.adapters.loaded = False
+        engine.submit("waits", adapter=adapted())
+        engine.settle()
+        engine.loop.abort("waits")
+        assert engine.client.wait("waits")["waits"][-1].finish_reason is FinishReason.ABORT
+        engine.check_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["late", "launch", "books", "stop"])
+def test_adapters_are_released_however_the_steps_in_flight_end(how: str) -> None:
+    with running(depth=2) as engine:
+        engine.runner.hold()
+        engine.submit("r", max_tokens=30, adapter=adapted())
+        engine.wait_until_held()
+        engine.loop.abort("r")
+        if how == "late":
+            engine.runner.late_failures = 2
+        elif how == "launch":
+            engine.submit("other", max_tokens=3)
+            engine.runner.failures = 1
+        elif how == "books":
+            engine.loop.call_at_boundary(lambda: setattr(engine.loop._pipeline, "advance", _broken))
+        engine.runner.go_on()
+        engine.client.wait("r")
+        if how != "stop":
+            engine.settle()
+    assert engine.adapters.pins == []
+
+
+def _broken(waiting: int) -> list[SequenceUpdate]:
+    raise IntegrityError("the books are broken")
+
+
+class IdleGate(SliceGate):
+    """Remembers when it was told that the engine idles."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05)
+        self.told: SimpleQueue[bool] = SimpleQueue()
+        self.busy = False
+
+    def engine_idle(self) -> None:
+        self.told.put(self.busy)
+        super().engine_idle()
+
+
+def test_the_trainer_has_the_device_while_all_requests_wait_for_a_tier() -> None:
+    fixture = Fixture()
+    tiers = ToyTiers(fixture.runner, CONFIG.block_size)
+    gate = IdleGate()
+    config = replace(CONFIG, token_seconds=1.0)
+    loop = EngineLoop(config, fixture.runner, fixture.adapters, gate, RolloutMemory(1, 60.0), tiers=tiers)
+    fixture.loop, fixture.gate = loop, gate
+    loop.start()
+    try:
+        prompt = tuple(range(1, 20))
+        fixture.submit("first", prompt)
+        fixture.client.wait("first")
+        counts = loop.status().counts
+        for _ in range(100):
+            loop.call_with_scheduler(lambda scheduler: tiers.work()).result(TIMEOUT)
+            loop.call_with_scheduler(lambda scheduler: scheduler.clear_cache()).result(TIMEOUT)
+            counts = loop.call_with_scheduler(lambda scheduler: scheduler.counts()).result(TIMEOUT)
+            if not counts.blocks_cached and tiers.entries:
+                break
+        assert (counts.blocks_cached, bool(tiers.entries)) == (0, True)
+        fixture.submit("second", prompt)
+        while not any(isinstance(job, Load) for job in tiers.jobs):
+            time.sleep(0.001)
+        gate.busy = True
+        while not gate.told.get(timeout=TIMEOUT):
+            """Of the time before."""
+        with gate.training():  # returns while the request waits: nobody else has the device
+            pass
+        assert any(isinstance(job, Load) for job in tiers.jobs), "it still waits"
+        loop.call_with_scheduler(lambda scheduler: tiers.work()).result(TIMEOUT)
+        assert fixture.client.wait("second")["second"][-1].finished.cached_from is Tier.HOST  # type: ignore[union-attr]
+    finally:
+        loop.stop()
+
+
+class StuckTiers(ToyTiers):
+    def settle(self) -> None:
+        raise IntegrityError("the tiers still copy after 60 s")
+
+
+def test_a_loop_that_cannot_have_clean_books_answers_everybody_and_ends() -> None:
+    fixture = Fixture()
+    tiers = StuckTiers(fixture.runner, CONFIG.block_size)
+    loop = EngineLoop(CONFIG, fixture.runner, fixture.adapters, fixture.gate, RolloutMemory(1, 60.0), tiers=tiers)
+    fixture.loop = loop
+    loop.start()
+    loop.call_at_boundary(lambda: setattr(loop._pipeline, "advance", _broken)).result(TIMEOUT)
+    fixture.submit("r")
+    assert isinstance(fixture.client.wait("r")["r"][-1].error, Unavailable)
+    loop._thread.join(TIMEOUT)
+    assert not loop.alive
+    with pytest.raises(Unavailable):
+        fixture.submit("later")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from services.engine.memory.blocks import BlockPool
 from services.engine.memory.cost import ComputeCost
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.prefix import PrefixCache, Sizes
-from services.engine.memory.radix import Node, Pending
+from services.engine.memory.radix import Node, Path, Pending, RadixTree
 from services.engine.memory.slots import SlotPool
-from services.engine.memory.tiers.ports import space_of
+from services.engine.memory.tiers.ports import TOKEN_BYTES, space_of
 from services.engine.memory.tokens import encode
 
 
@@ -256,3 +258,37 @@ def test_blocks_that_a_copy_holds_are_nobodys_for_the_asking() -> None:
     assert pool.free == 3
     with pytest.raises(IntegrityError):
         pool.let_go([block])
+
+
+def test_a_search_that_goes_on_from_an_earlier_one_finds_the_same() -> None:
+    """Whatever is added, cut and removed meanwhile; also for a history that has grown."""
+    rng = random.Random(3)
+    tree, space = RadixTree(), space_of("", "")
+
+    def some(length: int) -> bytes:
+        return encode(tuple(rng.randrange(2) for _ in range(length)))
+
+    searches: list[tuple[bytes, Path]] = []
+    resumed = 0
+    for _ in range(4000):
+        what = rng.randrange(4)
+        if what == 0:
+            tokens = some(rng.randrange(1, 12))
+            node = tree.root(space)
+            while node.end * TOKEN_BYTES < len(tokens):
+                node, _ = tree.next(node, tokens)
+        elif what == 1 and (leaves := [node for node in tree if not node.children]):
+            tree.remove(rng.choice(leaves))
+        elif what == 2 or not searches:
+            tokens = some(rng.randrange(1, 12))
+            searches.append((tokens, tree.find(space, tokens)))
+        else:
+            at = rng.randrange(len(searches))
+            tokens, before = searches[at]
+            tokens += some(rng.choice((0, 0, 1, 3)))
+            found = tree.find(space, tokens, before)
+            fresh = tree.find(space, tokens)
+            assert (found.nodes, found.shared, found.parting) == (fresh.nodes, fresh.shared, fresh.parting)
+            searches[at] = tokens, found
+            resumed += 1
+    assert resumed > 500

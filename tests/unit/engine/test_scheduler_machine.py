@@ -1,19 +1,27 @@
 """The scheduler under arbitrary traffic: whatever is added, aborted, expired or failed in whatever order, nothing
-leaks, nobody starves, and every answer is the one the request would have got alone."""
+leaks, nobody starves whatever arrives meanwhile, no step reads an adapter's slot that another version is written to,
+and every answer is the one the request would have got alone.
+
+`python -m tests.unit.engine.test_scheduler_machine 10000` tries as many examples; the suite tries fewer.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Set
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.common.names import AdapterVersion
+from services.engine.adapter_slots import SlotTable
 from services.engine.limits import SchedulerConfig
 from services.engine.plan import StepPlan, StepResult
-from services.engine.request import AdapterPin, FinishReason, Pooling
+from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Pooling, Request
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
@@ -31,7 +39,9 @@ READS: list[dict[str, object]] = [
     {"prompt_logprobs": 1, "pooling": Pooling.MEAN},
 ]
 """What requests want to know of their prompts; nothing, mostly."""
-PINS = [AdapterPin(), AdapterPin("a@1", "digest-a", 1)]
+VERSIONS = [None, AdapterVersion("a", 1), AdapterVersion("a", 2), AdapterVersion("b", 1)]
+"""More than there are slots for; None: the base."""
+SLOTS = 2
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -48,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         interval=st.sampled_from([9, 1000]),
         tiers=st.booleans(),
-        short=st.sampled_from([256, 256, 2, 5]),
+        short=st.sampled_from([256, 2, 2, 5]),
     )
     def start(
         self,
@@ -94,7 +104,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config, depth, self.tiers)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
-        self.requests = {}
+        self.table = SlotTable(SLOTS)
+        self.weights: dict[int, str] = {}
+        """Digest of what is in each adapter slot."""
+        self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.told: dict[str, Told] = {}
         self.live: set[str] = set()
@@ -111,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sets(st.integers(1, 49), max_size=3),
         priority=st.integers(-1, 1),
         patience=st.none() | st.floats(0.0, 20.0),
-        pin=st.sampled_from(PINS),
+        version=st.sampled_from(VERSIONS),
         salt=st.sampled_from(["", "x"]),
         copies=st.integers(1, 4),
         presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
@@ -128,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop,
         priority,
         patience,
-        pin,
+        version,
         salt,
         copies,
         presence_penalty,
@@ -138,9 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if "prompt_logprobs_from" in reads:
             reads = {**reads, "prompt_logprobs_from": min(5, len(prompt) - 1)}
         for _ in range(copies):
-            self.added += 1
-            added = request(
-                f"r{self.added}",
+            self._submit(
+                version,
                 prompt,
                 max_tokens=max_tokens,
                 min_tokens=min(min_tokens, max_tokens),
@@ -149,20 +161,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=frozenset(stop),
                 priority=priority,
                 deadline=None if patience is None else self.now + patience,
-                pin=pin,
                 cache_salt=salt,
-                arrival=self.added,
                 **reads,
             )
-            size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
-            if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
-                with pytest.raises(InvalidRequest):
-                    self.scheduler.add(added)
-                return
-            self.scheduler.add(added)
-            self.requests[added.request_id] = added
-            self.outputs[added.request_id] = []
-            self.live.add(added.request_id)
 
     @rule(
         data=st.data(),
@@ -181,64 +182,83 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
         history = (*before.prompt_token_ids, *self.outputs[before.request_id])
         prompt = (*history[: len(history) - back], *tail)
+        version = next((one for one in VERSIONS if one is not None and str(one) == before.pin.version), None)
         for _ in range(copies):
-            self.added += 1
-            added = request(
-                f"r{self.added}",
+            self._submit(
+                version,
                 prompt,
                 max_tokens=max_tokens,
-                pin=before.pin,
                 cache_salt=before.cache_salt,
-                arrival=self.added,
                 boundaries=tuple(sorted(mark for mark in marks if mark < len(prompt))),
             )
-            size = min(len(prompt) + max_tokens, self.config.max_model_len) - 1
-            if len(prompt) >= self.config.max_model_len or size > self.config.capacity_tokens:
-                with pytest.raises(InvalidRequest):
-                    self.scheduler.add(added)
-                return
-            self.scheduler.add(added)
-            self.requests[added.request_id] = added
-            self.outputs[added.request_id] = []
-            self.live.add(added.request_id)
 
     @rule(
         shared=st.sampled_from([1, 3, 12, 24]),
         given=st.lists(st.integers(0, 49), min_size=1, max_size=12),
         priority=st.integers(-1, 1),
-        pin=st.sampled_from(PINS),
+        version=st.sampled_from(VERSIONS),
         copies=st.integers(1, 3),
     )
-    def add_forced(self, shared: int, given: list[int], priority: int, pin: AdapterPin, copies: int) -> None:
+    def add_forced(
+        self, shared: int, given: list[int], priority: int, version: AdapterVersion | None, copies: int
+    ) -> None:
         """Requests that bring their tokens, stop tokens among them."""
         prompt = tuple(position % 4 for position in range(shared))
         for copy in range(copies):
-            self.added += 1
             forced = tuple(given[copy:] or given)
-            added = request(
-                f"r{self.added}",
-                prompt,
-                max_tokens=len(forced),
-                ignore_eos=True,
-                forced_ids=forced,
-                priority=priority,
-                pin=pin,
-                arrival=self.added,
-            )
-            size = len(prompt) + len(forced)
-            if size > self.config.max_model_len or size - 1 > self.config.capacity_tokens:
-                with pytest.raises(InvalidRequest):
-                    self.scheduler.add(added)
-                return
-            self.scheduler.add(added)
-            self.requests[added.request_id] = added
-            self.outputs[added.request_id] = []
-            self.live.add(added.request_id)
+            changes = {"max_tokens": len(forced), "forced_ids": forced, "ignore_eos": True, "priority": priority}
+            self._submit(version, prompt, **changes)
+
+    def _submit(self, version: AdapterVersion | None, prompt: tuple[int, ...], **changes: object) -> None:
+        """Pins the version's slot as the engine does, and adds a request; nothing if every slot is in use."""
+        pin = self._pin(version)
+        if pin is None:
+            return
+        self.added += 1
+        added = request(f"r{self.added}", prompt, pin=pin, arrival=self.added, **changes)
+        length, tokens = len(prompt), added.sampling.max_tokens
+        most = tokens if added.sampling.forced_ids else min(tokens, self.config.max_model_len - length)
+        if most < 1 or length + most > self.config.max_model_len or length + most - 1 > self.config.capacity_tokens:
+            with pytest.raises(InvalidRequest):
+                self.scheduler.add(added)
+            self.scheduler.when_landed(partial(self.table.release, pin))
+            return
+        self.scheduler.add(added)
+        self.requests[added.request_id] = added
+        self.outputs[added.request_id] = []
+        self.live.add(added.request_id)
+
+    def _pin(self, version: AdapterVersion | None) -> AdapterPin | None:
+        """A version's slot, into which it is written if it is in none; None: every slot is in use."""
+        if version is None:
+            return BASE_PIN
+        resident = self.table.get(version)
+        if resident is None:
+            slot = self.table.take(set())
+            if slot is None:
+                return None
+            read = {chunk.request.pin.slot for plan, _ in self.flight for chunk in plan.chunks}
+            assert slot not in read, "a slot is written to that a step in flight reads"
+            self.weights[slot] = f"digest {version}"
+            resident = self.table.put(version, self.weights[slot], slot)
+        return self.table.acquire(resident)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         if self.live:
             self._abort(data.draw(st.sampled_from(sorted(self.live))))
+
+    @rule(launches=st.integers(0, 2), kept=st.integers(0, 3))
+    def swap(self, launches: int, kept: int) -> None:
+        """Whoever has an adapter is aborted, perhaps while steps compute for it, and versions that are in no slot are
+        asked for at once."""
+        for _ in range(launches):
+            self.launch()
+        for name in sorted(name for name in self.live if self.requests[name].pin != BASE_PIN)[kept:]:
+            self._abort(name)
+        for version in VERSIONS:
+            if version is not None and self.table.get(version) is None:
+                self._submit(version, (1, 2, 3), max_tokens=2)
 
     @rule(passed=st.floats(0.0, 5.0))
     def wait(self, passed: float) -> None:
@@ -257,6 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Takes in the results of the oldest step."""
         if self.flight:
             plan, result = self.flight.pop(0)
+            self._check_weights(plan)
             self._take(self.scheduler.update(plan, result, self.now))
 
     @rule()
@@ -272,6 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.flight:
             return
         plan, _ = self.flight.pop(0)
+        self._check_weights(plan)
         updates = self.scheduler.fail(plan, TemperError("the step failed"))
         names = {chunk.request.request_id for chunk in plan.chunks}
         assert {update.request_id for update in updates} == names & self.live
@@ -303,19 +325,49 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.take_events(self.tiers.take_events())
             self.tiers.submit(self.scheduler.take_jobs())
 
+    @rule(
+        lengths=st.sampled_from([(1,), (2, 1), (1, 2, 3), (1, 30)]),
+        version=st.sampled_from(VERSIONS),
+        quits=st.sampled_from([0, 0, 2, 5]),
+    )
+    def flood(self, lengths: tuple[int, ...], version: AdapterVersion | None, quits: int) -> None:
+        """Whatever arrives, who is there ends within a bound that no starving scheduler meets: more wait at all times
+        than there are seats, and are aborted now and then. (Whoever is of better priority goes first; they are not.)"""
+        there = set(self.live)
+        worst = max((self.requests[name].priority for name in there), default=0)
+        arrived = 0
+        for count in range(self._bound(there)):
+            if not there & self.live:
+                break
+            while len(self.scheduler._roster.waiting) <= self.config.max_num_seqs and arrived < 20 * (count + 1):
+                length = min(lengths[arrived % len(lengths)], self.config.max_model_len - 1)
+                arrived += 1
+                prompt = tuple(1 + (arrived + position) % 40 for position in range(length))
+                self._submit(version if arrived % 3 else None, prompt, max_tokens=1 + arrived % 4, priority=worst)
+            if quits and count % quits == 1 and (others := sorted(self.live - there)):
+                self._abort(others[count % len(others)])
+            self._step_with_tiers()
+        assert not there & self.live, "starved"
+
+    def _bound(self, names: Set[str]) -> int:
+        """Steps that requests may take, and those that run meanwhile."""
+        requests = [self.requests[name] for name in names]
+        total = sum(len(each.prompt_token_ids) + each.sampling.max_tokens for each in requests)
+        return 20 + 2 * (total + 34 * self.config.max_num_seqs) * (len(requests) + 2)
+
+    def _step_with_tiers(self) -> None:
+        self.step()
+        if self.tiers is not None:
+            self.tiers.work()
+            self._serve_tiers()
+
     @rule()
     def run_dry(self) -> None:
-        """With no new arrivals every request ends, within a bound that no starving scheduler meets."""
-        total = sum(
-            len(self.requests[name].prompt_token_ids) + self.requests[name].sampling.max_tokens for name in self.live
-        )
-        for _ in range(10 + 2 * total * (len(self.live) + 2)):
+        """With no new arrivals every request ends, and nothing is held any more."""
+        for _ in range(self._bound(self.live)):
             if not self.live:
                 break
-            self.step()
-            if self.tiers is not None:
-                self.tiers.work()
-                self._serve_tiers()
+            self._step_with_tiers()
         assert not self.live
         while self.flight:
             self.land()
@@ -325,6 +377,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         counts = self.scheduler.counts()
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert not self.scheduler.has_work
+        assert all(resident.requests == 0 for _, resident in self.table.published)
 
     @invariant()
     def sound(self) -> None:
@@ -349,6 +402,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if prompts[name] < s.known < s.known_at_end and (s.lacking == 1 or (s.lacking <= 4 and self._answers(s)))
         ]
         preemptions = self.scheduler.counts().preemptions
+        refused = {s.request.request_id for s in self.scheduler._roster.waiting if s.held_up}
         plan = self.scheduler.schedule(self.now)
         expired = self.scheduler.take_expired()
         for update in expired:
@@ -361,14 +415,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan is not None or self.flight or not self.live or self.scheduler._memory.copying
         self._serve_tiers()
         if plan is not None:
-            self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions)
+            self._check_fairness(plan, before.keys(), [s for s in decoding if not s.ended], preemptions, refused)
         return plan
+
+    def _check_weights(self, plan: StepPlan) -> None:
+        """A step has run: the weights that it read were those of its requests' versions all the time."""
+        for pin in {chunk.request.pin for chunk in plan.chunks} - {BASE_PIN}:
+            assert self.weights[pin.slot] == pin.digest
 
     def _answers(self, sequence: Sequence) -> bool:
         return self.config.speculative and sequence.computed >= len(sequence.request.prompt_token_ids)
 
     def _check_fairness(
-        self, plan: StepPlan, before: Set[str], decoding: list[Sequence], preemptions_before: int
+        self,
+        plan: StepPlan,
+        before: Set[str],
+        decoding: list[Sequence],
+        preemptions_before: int,
+        refused: Set[str],
     ) -> None:
         planned = {chunk.request.request_id for chunk in plan.chunks}
         running = {s.request.request_id: s for s in self.scheduler._roster.running}
@@ -383,15 +447,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         best = min([*running.values(), *waiting], key=lambda s: s.rank)
         if best.request.request_id in running:
             assert best.request.request_id in planned or best.known == best.known_at_end
-        # Only those are overtaken who wait for what one of better rank computes, and by short ones those who lack
-        # more.
-        started = [running[name].rank for name in planned - before]
+        # Only those are overtaken who wait for what one of better rank computes or a tier loads, and by short ones of
+        # no worse priority those who lack more; these not once they have been refused a seat or memory.
+        started = [running[name] for name in planned - before]
+        admissions = self.scheduler._admissions
         for sequence in waiting:
-            if started and sequence.rank < max(started):
-                limit = self.scheduler._memory.reusable(sequence)
-                promised = self.scheduler._sharing.promised(sequence, limit)
-                long = self.scheduler._lacks(sequence) > self.config.short_prefill
-                assert sequence.ticket or promised >= self.config.block_size or long
+            passed_by = [other for other in started if other.rank > sequence.rank]
+            limit = self.scheduler._memory.reusable(sequence)
+            promised = self.scheduler._sharing.promised(sequence, limit) >= self.config.block_size
+            if not passed_by or sequence.ticket or promised:
+                continue
+            assert admissions.lacking(sequence) > self.config.short_prefill
+            assert sequence.request.request_id not in refused
+            assert all(other.request.priority <= sequence.request.priority for other in passed_by)
 
     def _abort(self, request_id: str) -> None:
         update = self.scheduler.abort(request_id)
@@ -418,6 +486,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert not self._stops(name)
                 continue
             self.live.remove(name)
+            self.scheduler.when_landed(partial(self.table.release, asked.pin))  # as the engine's desk does
             assert update.finished is not None
             assert list(update.finished.output_ids) == output
             assert len(update.finished.sampling_logprobs) == len(output)
@@ -465,10 +534,16 @@ def test_who_gave_way_is_not_overtaken_by_shorter_ones_that_did_too() -> None:
         tiers=False,
         short=2,
     )
-    base = AdapterPin(version="", digest="", slot=0)
     common = {"family": 0, "shared": 0, "min_tokens": 0, "ignore_eos": False, "stop": set(), "patience": None}
-    common |= {"pin": base, "salt": "", "presence_penalty": 0.0}
+    common |= {"version": None, "salt": "", "presence_penalty": 0.0}
     for tail in ([], [], [1, 2, 1], [], [], [], [1, 2, 1]):
         state.add(copies=1, max_tokens=1, priority=0, reads={}, tail=tail, **common)
     state.add(copies=4, max_tokens=7, priority=1, reads={"prompt_logprobs": 0}, tail=[1, 1], **common)
     state.teardown()
+
+
+if __name__ == "__main__":
+    examples = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(SchedulerMachine.TestCase.settings, max_examples=examples)
+    )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
 
-from services.trainer.losses import group_advantages, negative_log_likelihood, policy_loss
+from services.common.sessions import LossConfig
+from services.trainer.losses import group_advantages, negative_log_likelihood, policy_loss, sampled_reverse_kl
+from services.trainer.ratios import MOST_NATS, importance_ratio
+from services.trainer.sessions.losses import token_loss
 
 
 def test_negative_log_likelihood_is_a_mean_over_the_whole_step() -> None:
@@ -83,3 +87,50 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     result.loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 0.25]
+
+
+FORMS: list[dict[str, Any]] = [
+    {"form": "token"},
+    {"form": "sequence", "lengths": [2, 2]},
+    {"form": "cispo"},
+    {"form": "token", "reference": "far", "beta": 0.1},
+    {"form": "token", "reference": "far", "beta": 0.1, "unbiased_kl": True},
+]
+
+
+@pytest.mark.parametrize("far", [30.0, 89.0, 1000.0, math.inf])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
+def test_a_token_that_one_policy_finds_impossible_leaves_numbers(form: dict[str, Any], far: float) -> None:
+    """An advantage of 0 times a ratio without bound is no number, and would end the job."""
+    logprobs = torch.tensor([-0.5, -0.1, -0.7, -0.2], requires_grad=True)
+    behaviour = torch.tensor([-0.5, -0.1 - far, -0.6, -0.2 - far])
+    given = {**form}
+    if "reference" in given:
+        given["reference"] = torch.tensor([-0.5, far, -0.7, -0.2])
+    advantages = torch.tensor([1.0, 0.0, -1.0, -2.0])
+    result = policy_loss(logprobs, behaviour, advantages, clip_low=0.2, clip_high=0.28, total_tokens=4, **given)
+    result.loss.backward()
+    assert logprobs.grad is not None
+    for value in (result.loss, result.ratio, result.drift, result.kl, logprobs.grad):
+        assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo"])
+def test_so_do_the_losses_of_sessions_and_of_distillation(kind: Any) -> None:
+    logprobs = torch.tensor([-0.5, -0.1], requires_grad=True)
+    behaviour, ones = torch.tensor([-0.5, -200.0]), torch.ones(2)
+    found = token_loss(kind, LossConfig(), logprobs, ones, torch.tensor([1.0, 0.0]), behaviour)
+    distilled = sampled_reverse_kl(logprobs, behaviour, behaviour, 2)
+    (found.loss + distilled).backward()
+    assert logprobs.grad is not None
+    for value in (found.loss, distilled, logprobs.grad, *found.sums.values()):
+        assert torch.isfinite(value).all()
+
+
+def test_the_bound_changes_nothing_of_ordinary_ratios() -> None:
+    difference = torch.linspace(-60.0, MOST_NATS, 97, requires_grad=True)
+    ratio = importance_ratio(difference)
+    assert torch.equal(ratio, difference.exp())
+    (gradient,) = torch.autograd.grad(ratio.sum(), difference)
+    assert torch.equal(gradient, difference.exp())
+    assert importance_ratio(torch.tensor(500.0)) == torch.tensor(MOST_NATS).exp()

@@ -219,3 +219,19 @@ def test_a_device_without_memory_fails_the_job_in_words_and_leaves_it_as_it_was(
     again = prepared(host, max_tokens_per_microbatch=40)
     again.load_state(before)
     assert run.step(1)["loss"] == again.step(1)["loss"]
+
+
+@pytest.mark.parametrize("where", ["optimizer", "evaluation"])
+def test_a_device_without_memory_behind_the_backward_pass_fails_the_job_in_words_too(
+    where: str, host: TrainingHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared(host, max_tokens_per_microbatch=40, eval_fraction=0.5)
+
+    def exhausted(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    target, method = (run._optimizer, "step") if where == "optimizer" else (run, "_evaluate")
+    monkeypatch.setattr(target, method, exhausted)
+    with pytest.raises(DoesNotFit, match=r"out of memory in (step 0|the evaluation)"):
+        run.step(0) if where == "optimizer" else run.evaluate()
+    assert not host.gate.inside

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import structlog
 
 from services.common.store import ObjectStore
+from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.tiers.arena import HostArena
 from services.engine.memory.tiers.bandwidth import Bandwidth
 from services.engine.memory.tiers.disk import DiskFiles
@@ -52,6 +53,8 @@ from services.engine.memory.tiers.troubles import Troubles
 from services.engine.memory.tiers.worker import Worker
 
 _MOMENT = 0.002
+_SETTLE_SECONDS = 60.0
+"""For copies from and to the device to end when nothing new is to be copied; waits for bytes have ended by then."""
 _END_SECONDS = 2.0
 """For the threads to end, beyond what closing may take."""
 
@@ -180,9 +183,19 @@ class TierManager:
             return math.inf
         return self._bandwidth.seconds(tier, size)
 
-    def settle(self) -> None:
-        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long."""
+    def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
+        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long.
+
+        Raises:
+            IntegrityError: something still is after ``seconds``.
+        """
+        until = time.monotonic() + seconds
         while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
+            if time.monotonic() >= until:
+                raise IntegrityError(
+                    f"the tiers still copy after {seconds:g} s, {self._loads.under_way} loads among it: the device's "
+                    "memory cannot be handed out anew"
+                )
             time.sleep(_MOMENT)
 
     def tell_all(self) -> None:

@@ -261,7 +261,11 @@ class Tiers(Protocol):
         ...
 
     def settle(self) -> None:
-        """Waits until nothing is copied from or to the device any more."""
+        """Waits until nothing is copied from or to the device any more.
+
+        Raises:
+            IntegrityError: something still is after a long time.
+        """
         ...
 
     def tell_all(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidRequest, NotFound
+from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.tiers.header import Header, item_bytes
 from services.engine.memory.tiers.ports import (
     Bytes,
@@ -459,3 +460,17 @@ def test_damage_is_not_exported() -> None:
         with pytest.raises(Unavailable, match="damaged"):
             bench.manager.read(entry.key)
         assert bench.settle() == [Dropped(entry.key, Tier.HOST)]
+
+
+def test_settling_ends_also_where_a_copy_does_not() -> None:
+    (entry,) = chain(8)
+    with Bench() as bench:
+        go_on = threading.Event()
+        bench.device.before_save = lambda: go_on.wait(20) and None
+        bench.submit(bench.put(entry))
+        began = time.monotonic()
+        with pytest.raises(IntegrityError, match=r"the tiers still copy after 0\.1 s"):
+            bench.manager.settle(0.1)
+        assert time.monotonic() - began < 5
+        go_on.set()
+        bench.manager.settle()
