@@ -66,7 +66,7 @@ def _answers(failing: float) -> dict[str, str]:
 
 def _latency(name: str, seconds: float) -> dict[str, str]:
     """100 streams a minute, of which each takes from three quarters of so many seconds to all of them."""
-    found = {}
+    found: dict[str, str] = {}
     for labels, factor in ((_STREAMS, 1.0), (_WHOLE, 100.0)):  # whoever waits for a whole answer is not asked
         found |= {
             series(f"{name}_bucket", labels, le=f"{0.75 * seconds * factor:g}"): rising(0),

@@ -97,7 +97,7 @@ class Generation:
         """Set before ``steps`` is called, where a header says more than the body."""
         self._gateway = gateway
         self._started = time.monotonic()
-        self._latencies = gateway.metrics.latencies(gateway.settings.served_model_name, stream=body.stream)
+        self._latencies = gateway.metrics.latencies(gateway.settings.served_model_name, stream=bool(body.stream))
         self._choices_per_prompt = body.choices
         self._adapter_field = "model" if body.adapter is None else "adapter"
         _check_tokens(body, served.info.vocab_size)
