@@ -394,7 +394,7 @@ async def test_s3_away_until_after_the_last_step(
     with outage(s3, how):
 
         def kept() -> list[Path]:
-            return list(trainer_settings.checkpoint_dir.glob("*/00000012/manifest.json"))
+            return list(trainer_settings.checkpoint_dir.glob("*/*-00000012/manifest.json"))
 
         waiting = await until(queue, job.id, lambda j: j.progress.step == 12 and bool(kept()))
         assert waiting.state is JobState.RUNNING

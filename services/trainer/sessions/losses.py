@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from services.common.sessions import Loss, LossConfig
-from services.trainer.ratios import bounded, importance_ratio
 
 DEFAULT_CLIP = 0.2
 """PPO's ε (Schulman et al., arXiv 1707.06347, §6.1)."""
@@ -47,7 +46,7 @@ def token_loss(
     if advantages is None or behaviour is None:
         raise ValueError(f"the loss {kind} needs advantages and log-probabilities of the behaviour policy")
     log_ratio = logprobs - behaviour
-    ratio = importance_ratio(log_ratio)
+    ratio = log_ratio.exp()
     high = low = torch.zeros_like(ratio, dtype=torch.bool)
     if kind == "importance_sampling":
         losses = -ratio * advantages
@@ -61,7 +60,7 @@ def token_loss(
         losses = -ratio.detach().clamp(max=cap) * advantages * logprobs
         high = ratio > cap
     with torch.no_grad():
-        sums = {"ratio_mean": ratio.sum(), "behaviour_kl": (ratio - 1.0 - bounded(log_ratio)).sum()}
+        sums = {"ratio_mean": ratio.sum(), "behaviour_kl": (ratio - 1.0 - log_ratio).sum()}
         if kind == "ppo":
             sums["clip_fraction_low"] = low.sum().float()
         if kind != "importance_sampling":
