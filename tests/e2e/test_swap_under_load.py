@@ -14,7 +14,7 @@ from tests.e2e.adapters_for_tests import AdapterFiles, Reference
 from tests.stack import Stack
 
 STREAMS = 32
-TOKENS = 12
+TOKENS = 24
 VERSIONS = 50
 TIE = 1e-3
 """Two tokens whose logits differ by less than this may swap between batch shapes."""

@@ -1,9 +1,8 @@
 """Compiles kernels for Hopper (sm_90) on a machine without a GPU: the real launchers, called with CPU tensors.
 
 ``python -m tests.kernels.hopper tests.kernels.gpu.cases_x`` runs ``launches()`` of that module and prints a line a
-kernel (or JSON with --json): registers, spilled bytes, shared memory. A variant takes half a second: --most N compiles
-so many of each kernel, spread over its launches. Must be a process of its own: Triton decides at import whether it
-interprets.
+kernel (or JSON with --json): registers, spilled bytes, shared memory. Must be a process of its own: Triton decides at
+import whether it interprets.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,7 +78,7 @@ def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
-        if describe and kernel is not None and kernel.hash not in seen:
+        if describe and kernel.hash not in seen:
             seen.add(kernel.hash)
             constants = {name: value for name, value in kwargs.items() if isinstance(value, int | float | bool | str)}
             found.append(_describe(self.__name__, kernel, constants))
@@ -92,37 +90,6 @@ def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
         yield found
     finally:
         JITFunction.run = original
-
-
-@contextmanager
-def _asked(skip: Callable[[str, str], bool]) -> Iterator[None]:
-    """Inside, a variant of which ``skip`` (kernel, key) is true is not compiled."""
-    import triton
-
-    before = triton.knobs.runtime.jit_cache_hook
-    triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: skip(fn.name, key)
-    try:
-        yield
-    finally:
-        triton.knobs.runtime.jit_cache_hook = before
-
-
-def launch_some(launch: Callable[[], None], most: int) -> None:
-    """Runs ``launch`` so that at most ``most`` variants of each kernel are compiled, the first and the last of them."""
-    found: dict[str, dict[str, None]] = defaultdict(dict)
-
-    def note(name: str, key: str) -> bool:
-        found[name][key] = None
-        return True
-
-    with _asked(note):
-        launch()
-    chosen: set[str] = set()
-    for keys in map(list, found.values()):
-        count = min(most, len(keys))
-        chosen.update(keys[round(place * (len(keys) - 1) / max(count - 1, 1))] for place in range(count))
-    with _asked(lambda _, key: key not in chosen):
-        launch()
 
 
 def _describe(name: str, kernel: Any, constants: dict[str, Any]) -> Compiled:
@@ -155,12 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="+")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--most", type=int, help="variants of a kernel; all of them by itself")
     options = parser.parse_args()
     with compiled() as kernels:
         for module in options.modules:
-            launches = importlib.import_module(module).launches
-            launches() if options.most is None else launch_some(launches, options.most)
+            importlib.import_module(module).launches()
     rows = [{key: value for key, value in asdict(k).items() if key not in ("ptx", "cubin")} for k in kernels]
     if options.json:
         json.dump(rows, sys.stdout)

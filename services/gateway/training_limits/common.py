@@ -58,9 +58,12 @@ def check_split(served: ServedModel, job: ExampleJob[E], fits: Callable[[str, E]
     Args:
         fits: whether something of the example (after its place in the job) is left; may raise InvalidRequest.
     """
-    left = {id(example) for name, example in job.numbered_examples() if fits(name, example)}
+    left = {name for name, example in job.numbered_examples() if fits(name, example)}
     trained, held, field = job.split
-    kept = Kept(*([example for _, example in part if id(example) in left] for part in (trained, held)))
+    kept = Kept(
+        [example for index, example in trained if f"examples[{index}]" in left],
+        [example for index, example in held if f"{field}[{index}]" in left],
+    )
     limit = served.info.max_train_tokens
     if not kept.trained:
         every = "every one of the" if len(trained) == len(job.examples) else "every one that is left to train on of the"
