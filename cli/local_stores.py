@@ -88,7 +88,8 @@ def valkey_server(data_dir: Path, port: ClaimedPort, *, password: str | None = N
         "port": str(port.number),
         "dir": str(data_dir.resolve()),
         "appendonly": "yes",
-        "appendfsync": "everysec",
+        # With everysec a write is acknowledged while it waits for the fsync before it, and a kill loses it.
+        "appendfsync": "always",
         "save": "",
         "maxmemory-policy": "noeviction",
         "daemonize": "no",

@@ -83,11 +83,18 @@ class JobConsumer(Delivery[Job, Spec]):
         """The adapter versions that unfinished jobs name."""
         return versions_needed(self._run(scripts.UNFINISHED, [scripts.INDEX], []))
 
-    def report(self, claimed: ClaimedJob, progress: JobProgress, metrics: Mapping[str, float]) -> None:
-        """Stores progress and the newest metrics, and adds a progress event. Raises JobLost."""
+    def report(
+        self, claimed: ClaimedJob, progress: JobProgress, metrics: Mapping[str, float], number: int | None = None
+    ) -> None:
+        """Stores progress and the newest metrics, and adds a progress event. Raises JobLost.
+
+        Args:
+            number: above those of everything that this owner has reported of the job: when it comes again, because its
+                answer got lost, it changes nothing. None: it may count twice.
+        """
         numbers = finite(metrics)
         data = {**numbers, **progress.model_dump(exclude_none=True)}
-        args = [claimed.fence, progress.model_dump_json(), json.dumps(numbers), json.dumps(data)]
+        args = [claimed.fence, _once(number), progress.model_dump_json(), json.dumps(numbers), json.dumps(data)]
         self._owned(scripts.REPORT, claimed, [scripts.events_key(claimed.id)], args)
 
     def describe(
@@ -96,15 +103,19 @@ class JobConsumer(Delivery[Job, Spec]):
         settings: Mapping[str, float],
         notes: Sequence[str],
         metrics: Mapping[str, float],
+        number: int | None = None,
     ) -> None:
-        """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost."""
+        """Stores what the job trains with, all that its user should know, and more metrics. Raises JobLost.
+
+        ``number``: see report.
+        """
         numbered = {str(number): note for number, note in enumerate(notes)}
         args = [json.dumps(dict(settings)), json.dumps(numbered), json.dumps(finite(metrics))]
-        self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, *args])
+        self._owned(scripts.DESCRIBE, claimed, [], [claimed.fence, _once(number), *args])
 
-    def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any]) -> None:
-        """Adds an event. Raises JobLost."""
-        args = [claimed.fence, kind, json.dumps(dict(data))]
+    def event(self, claimed: ClaimedJob, kind: EventKind, data: Mapping[str, Any], number: int | None = None) -> None:
+        """Adds an event. ``number``: see report. Raises JobLost."""
+        args = [claimed.fence, _once(number), kind, json.dumps(dict(data))]
         self._owned(scripts.EVENT, claimed, [scripts.events_key(claimed.id)], args)
 
     def succeed(self, claimed: ClaimedJob, result_adapter: str) -> None:
@@ -146,3 +157,7 @@ class JobConsumer(Delivery[Job, Spec]):
                 self._bury(entry, f"idempotency key {key!r} was used for job {existing} with another spec", text)
             return None
         return str(existing)
+
+
+def _once(number: int | None) -> str:
+    return "" if number is None else str(number)

@@ -14,7 +14,8 @@ A job is in exactly one of these places: unread in the stream (queued), pending 
 (terminal). Jobs of one adapter run one after another, whoever runs them, so that each starts from what the one before
 made: only the head of a line may begin, and the end of its job puts the next one back into the stream. An entry handed
 back is pending with an old idle time, so that the next claim takes it first. Scripts are atomic; those of an owner
-compare the fencing token and answer LOST when it is stale. Every script may be repeated when its answer got lost.
+compare the fencing token and answer LOST when it is stale. Every script may be repeated when its answer got lost: what
+an owner reports carries a number that grows, and what is not above its last one (`said`) has been written already.
 
 Times are Redis's own clock in unix seconds, so that hosts need not agree.
 """
@@ -117,6 +118,13 @@ local function emit(events, kind, data)
 end
 local function owned(job, fence)
   return redis.call('HGET', job, 'fence') == fence and redis.call('HGET', job, 'state') == 'running'
+end
+local function said(job, fence, number)
+  if number == '' then return false end
+  local before, last = string.match(redis.call('HGET', job, 'said') or '', '^(%S+) (%S+)$')
+  if before == fence and tonumber(last) >= tonumber(number) then return true end
+  redis.call('HSET', job, 'said', fence .. ' ' .. number)
+  return false
 end
 local function head(line)
   while true do
@@ -261,12 +269,13 @@ return 'OK'
 REPORT = (
     _PRELUDE
     + f"""
--- KEYS job events; ARGV fence progress metrics data
+-- KEYS job events; ARGV fence number progress metrics data. number: see said.
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
 local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
-for name, value in pairs(cjson.decode(ARGV[3])) do metrics[name] = value end
-redis.call('HSET', KEYS[1], 'progress', ARGV[2], 'metrics', cjson.encode(metrics))
-emit(KEYS[2], 'progress', ARGV[4])
+for name, value in pairs(cjson.decode(ARGV[4])) do metrics[name] = value end
+redis.call('HSET', KEYS[1], 'progress', ARGV[3], 'metrics', cjson.encode(metrics))
+emit(KEYS[2], 'progress', ARGV[5])
 return 'OK'
 """
 )
@@ -274,11 +283,12 @@ return 'OK'
 DESCRIBE = (
     _PRELUDE
     + f"""
--- KEYS job; ARGV fence settings notes metrics
+-- KEYS job; ARGV fence number settings notes metrics
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
 local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
-for name, value in pairs(cjson.decode(ARGV[4])) do metrics[name] = value end
-redis.call('HSET', KEYS[1], 'settings', ARGV[2], 'notes', ARGV[3], 'metrics', cjson.encode(metrics))
+for name, value in pairs(cjson.decode(ARGV[5])) do metrics[name] = value end
+redis.call('HSET', KEYS[1], 'settings', ARGV[3], 'notes', ARGV[4], 'metrics', cjson.encode(metrics))
 return 'OK'
 """
 )
@@ -286,9 +296,10 @@ return 'OK'
 EVENT = (
     _PRELUDE
     + f"""
--- KEYS job events; ARGV fence kind data
+-- KEYS job events; ARGV fence number kind data
 if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
-emit(KEYS[2], ARGV[2], ARGV[3])
+if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
+emit(KEYS[2], ARGV[3], ARGV[4])
 return 'OK'
 """
 )

@@ -6,10 +6,12 @@ reports wait in memory and training continues.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +51,8 @@ class JobSession:
         self._draining = draining
         self._log = structlog.get_logger("trainer").bind(job=claimed.id, attempt=claimed.attempt)
         self._pending: deque[Callable[[], None]] = deque(maxlen=_BUFFERED)
+        self._numbers = itertools.count(1)
+        """Of what is reported: a server that was only slow carries out a report that was sent again as well."""
         self._wake = threading.Condition()
         self._closed = False
         self._lost = False
@@ -104,24 +108,25 @@ class JobSession:
 
     def report(self, progress: JobProgress, metrics: Mapping[str, float]) -> None:
         copy = dict(metrics)
-        self._post(lambda: self._consumer.report(self._claimed, progress, copy))
+        self._post(lambda number: self._consumer.report(self._claimed, progress, copy, number))
 
     def describe(self, settings: Mapping[str, float], notes: Sequence[str], metrics: Mapping[str, float]) -> None:
         copies = dict(settings), list(notes), dict(metrics)
-        self._post(lambda: self._consumer.describe(self._claimed, *copies))
+        self._post(lambda number: self._consumer.describe(self._claimed, *copies, number))
 
     def event(self, kind: EventKind, data: Mapping[str, Any]) -> None:
         copy = dict(data)
-        self._post(lambda: self._consumer.event(self._claimed, kind, copy))
+        self._post(lambda number: self._consumer.event(self._claimed, kind, copy, number))
 
     def flush(self, timeout: float) -> bool:
         """Waits until nothing is left to write; False if Redis stayed away."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._pending or self._lost or not self._thread.is_alive(), timeout)
 
-    def _post(self, write: Callable[[], None]) -> None:
+    def _post(self, write: Callable[[int], None]) -> None:
         with self._wake:
-            self._pending.append(write)
+            # In the order in which they are written: the queue takes a smaller number for a repetition.
+            self._pending.append(partial(write, next(self._numbers)))
             self._wake.notify_all()
 
     def _run(self) -> None:
