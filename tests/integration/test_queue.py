@@ -54,6 +54,27 @@ async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.R
     assert raw.hget(scripts.job_key(job.id), "spec") is None
 
 
+async def test_what_an_owner_reports_again_changes_nothing(queue: JobQueue, consumers: Consumers) -> None:
+    """Its answer got lost, or a server that was frozen carries out what was sent again as well, behind newer reports."""
+    job = await queue.submit(sft())
+    before, after = consumers("a"), consumers("b")
+    claimed = must_claim(before)
+    for step, number in ((1, 1), (1, 1), (2, 3), (1, 1), (2, 3)):
+        before.report(claimed, JobProgress(step=step, total_steps=2), {"loss": 1 / step}, number)
+    for number in (2, 3, 4, 4):
+        before.event(claimed, "log", {"number": number}, number)
+    before.describe(claimed, {"epochs": 2}, ["new"], {}, 6)
+    before.describe(claimed, {"epochs": 1}, ["old"], {}, 5)
+    await asyncio.sleep(RECLAIM + 0.05)
+    again = must_claim(after)
+    after.event(again, "log", {"number": 1}, 1)  # another owner counts anew
+    now = await queue.get(job.id)
+    assert (now.progress.step, now.metrics, now.settings, now.notes) == (2, {"loss": 0.5}, {"epochs": 2}, ["new"])
+    after.succeed(again, "math@1")
+    events = [event for event in await read_events(queue, job.id) if event.kind != "state"]
+    assert [event.data.get("step", event.data.get("number")) for event in events] == [1, 2, 4, 1]
+
+
 async def test_idempotency(queue: JobQueue, raw: redis.Redis) -> None:
     first = await queue.submit(sft(), idempotency_key="k 1")
     assert (await queue.submit(sft(), idempotency_key="k 1")).id == first.id

@@ -12,7 +12,7 @@ import redis
 from services.common.errors import Unavailable
 from services.common.jobs import JobProgress, JobState
 from services.common.queue import JobQueue
-from tests.integration.jobs import Consumers, must_claim, sft
+from tests.integration.jobs import Consumers, must_claim, read_events, sft
 from tests.integration.servers import RunningServer
 
 
@@ -58,16 +58,21 @@ async def test_frozen_redis_is_unavailable_within_seconds(
     job = await queue.submit(sft())
     consumer = consumers("a")
     claimed = must_claim(consumer)
+    consumer.report(claimed, JobProgress(step=0, total_steps=2), {}, 1)
     with valkey.frozen():
         began = time.monotonic()
         with pytest.raises(Unavailable):
             await queue.ping()
         with pytest.raises(Unavailable):
-            consumer.report(claimed, JobProgress(), {})
+            consumer.report(claimed, JobProgress(step=1, total_steps=2), {}, 2)
         assert time.monotonic() - began < 11
+    # What was sent to the frozen server is carried out as well.
+    consumer.report(claimed, JobProgress(step=1, total_steps=2), {}, 2)
     consumer.heartbeat(claimed)
     consumer.succeed(claimed, "math@1")
     assert (await queue.get(job.id)).state is JobState.SUCCEEDED
+    steps = [event.data["step"] for event in await read_events(queue, job.id) if event.kind == "progress"]
+    assert steps == [0, 1]
 
 
 async def test_an_abandoned_job_is_found_behind_many_that_run(

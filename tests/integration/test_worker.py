@@ -377,6 +377,9 @@ async def test_redis_away_in_the_middle(
     assert done.attempts == 1
     await asyncio.to_thread(worker.drain)
     await check_done(queue, registry, done, wanted)
+    reports = [event.data for event in await events_of(queue, job.id) if event.kind == "progress"]
+    steps = [report["step"] for report in reports if "loss" in report]
+    assert steps == list(range(1, 31)), "a report whose answer is lost is sent again, and written once"
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
