@@ -76,11 +76,16 @@ def seaweed(data_dir: Path, ports: Ports, credentials: Secrets, *, gateway_port:
 
 def _service(server: LocalServer, data_dir: Path) -> Service:
     server.remove_leftovers()
+
+    def health() -> str | None:
+        return None if server.is_ready() else f"{server.address} does not answer"
+
     return Service(
         name=server.name,
         argv=server.argv,
         log=data_dir / "logs" / f"{server.name}.log",
-        health=lambda: None if server.is_ready() else f"{server.address} does not answer",
+        health=health,
+        alive=health,
         env=server.env,
         cwd=server.cwd,
         stop_timeout=server.stop_grace,

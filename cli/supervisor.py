@@ -25,7 +25,8 @@ from cli.process import die_with_parent, tail
 _SAME_WISH_SECONDS = 1.0
 
 HealthCheck = Callable[[], str | None]
-"""None when the service is ready, else why it is not. Must return within about a second and must not raise."""
+"""None when the service is ready, or alive, else why it is not. Must return within seconds, for everything else waits
+meanwhile, and must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,10 @@ class Service:
         stop_stage: services with a higher stage are stopped first; equal ones together.
         start_timeout: seconds to become ready.
         stop_timeout: seconds between SIGTERM and SIGKILL.
+        alive: asked now and then once it is ready; a process that hangs is killed, and started again. None: one that
+            runs is alive.
+        look_every: seconds between two such questions.
+        patience: how many in a row must fail.
         cleanup: called after the process is gone (left-over sockets).
     """
 
@@ -90,11 +95,16 @@ class Service:
     start_timeout: float = 60.0
     stop_timeout: float = 10.0
     restart: RestartPolicy = RestartPolicy()
+    alive: HealthCheck | None = None
+    look_every: float = 10.0
+    patience: int = 6
     cleanup: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if not self.argv:
             raise ValueError(f"service {self.name} has an empty command")
+        if self.look_every <= 0 or self.patience < 1:
+            raise ValueError("look_every must be above 0 and patience at least 1")
 
 
 class Phase(enum.StrEnum):
@@ -135,6 +145,8 @@ class _Runner:
         self.was_ready = False
         self.since = 0.0
         self.retry_at = 0.0
+        self.look_at = float("inf")
+        self.misses = 0
         self.log_offset = 0
         self._env = {**base_env, **service.env}
 
@@ -264,10 +276,18 @@ class Supervisor:
             if problem is None:
                 self._emit(runner, phase=Phase.READY)
                 runner.was_ready, runner.since = True, now
+                runner.misses, runner.look_at = 0, now + runner.service.look_every
             elif now - runner.since > runner.service.start_timeout:
                 _kill(process)
                 limit = f"{runner.service.start_timeout:.0f} s"
                 self._died(runner, now, f"{runner.service.name} was not ready after {limit}: {problem}")
+        elif runner.service.alive is not None and now >= runner.look_at:
+            problem = runner.service.alive()
+            runner.misses = 0 if problem is None else runner.misses + 1
+            runner.look_at = time.monotonic() + runner.service.look_every
+            if runner.misses >= runner.service.patience:
+                _kill(process)
+                self._died(runner, now, f"{runner.service.name} hangs and was killed: {problem}")
 
     def _died(self, runner: _Runner, now: float, reason: str) -> None:
         service, policy = runner.service, runner.service.restart
@@ -324,7 +344,12 @@ class Supervisor:
 
     def _pause(self) -> float:
         phases = {runner.phase for runner in self._runners.values()}
-        return 0.05 if phases & {Phase.STARTING, Phase.WAITING} else 0.2 if Phase.RESTARTING in phases else 5.0
+        if phases & {Phase.STARTING, Phase.WAITING}:
+            return 0.05
+        if Phase.RESTARTING in phases:
+            return 0.2
+        looks = [runner.look_at for runner in self._runners.values() if runner.service.alive is not None]
+        return min(5.0, max(0.05, min(looks, default=float("inf")) - time.monotonic()))
 
     def _sleep(self, seconds: float) -> None:
         """Until the time is over, a child ends, or somebody asks for a stop."""

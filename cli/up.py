@@ -30,6 +30,8 @@ from services.common.errors import Conflict, InvalidRequest, TemperError
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
+_ALIVE_SECONDS = 5.0
+"""For an answer of a process that works: as long as the chart's probes give it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,7 @@ def _engine(
         argv=[sys.executable, "-m", "services.pod"],
         log=data_dir / "logs" / "engine.log",
         health=grpc_ready(f"127.0.0.1:{port}", "engine", tls),
+        alive=grpc_ready(f"127.0.0.1:{port}", "liveness", tls, _ALIVE_SECONDS),
         env={
             **env,
             "TEMPER_MODEL": str(options.model.absolute()),
@@ -207,6 +210,7 @@ def _gateway(
         argv=[sys.executable, "-m", "services.gateway"],
         log=data_dir / "logs" / "gateway.log",
         health=http_ready(f"{_local_url(options)}/readyz"),
+        alive=http_ready(f"{_local_url(options)}/livez", _ALIVE_SECONDS),
         env={
             **env,
             "TEMPER_ENGINES": f"127.0.0.1:{engine}",

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.kills import Plan, campaign
 from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.e2e import jobs
 from tests.stack import Stack
@@ -146,6 +147,16 @@ def test_store_killed_in_the_middle_of_a_job(faulty: Stack, undisturbed: dict[in
             os.kill(faulty.pid(service), signal.SIGKILL)
             check_outcome(client, job_id, adapter, undisturbed)
         assert seconds
+
+
+def test_every_process_killed_under_streams_and_jobs(faulty: Stack) -> None:
+    """A part of `python -m benchmarks.kills`: each process once, in any order, then as the dice say."""
+    outcome = campaign(faulty, Plan(seconds=28, every=(1.5, 5), seed=3, streams=4, jobs=2))
+    assert outcome.breaches == []
+    assert outcome.processes() == {"valkey", "s3", "engine", "gateway"}
+    assert outcome.answers["whole"] > 0
+    assert outcome.answers["cut"] + outcome.answers["unreachable"] > 0, "the kills met nobody: they say nothing"
+    assert outcome.jobs["succeeded"] > 1
 
 
 def status(stack: Stack) -> engine_pb2.EngineStatus:

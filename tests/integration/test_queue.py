@@ -55,7 +55,7 @@ async def test_life_of_a_job(queue: JobQueue, consumers: Consumers, raw: redis.R
 
 
 async def test_what_an_owner_reports_again_changes_nothing(queue: JobQueue, consumers: Consumers) -> None:
-    """Its answer got lost, or a server that was frozen carries out what was sent again as well, behind newer reports."""
+    """Its answer got lost, or a server that was frozen carries out what has been sent again since."""
     job = await queue.submit(sft())
     before, after = consumers("a"), consumers("b")
     claimed = must_claim(before)

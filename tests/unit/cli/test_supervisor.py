@@ -210,6 +210,37 @@ def test_what_is_never_ready_is_killed_with_the_reason(tmp_path: Path) -> None:
         supervisor.run(lambda: None)
 
 
+def test_what_hangs_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """A process that is frozen is there, and answers nobody; one look in between that fails means nothing."""
+    looks: list[str | None] = ["late", None, "late", "late", None, "late", "late", "late"]
+    frozen = threading.Event()
+    service = sleeper(
+        tmp_path,
+        "frozen",
+        alive=lambda: looks.pop(0) if looks and frozen.is_set() else None,
+        look_every=0.01,
+        patience=3,
+        restart=RestartPolicy(first_delay=0.01),
+    )
+    supervisor, events = supervise(service)
+    first: list[int] = []
+
+    def freeze() -> None:
+        first.append(supervisor.pids()["frozen"])
+        os.kill(first[0], signal.SIGSTOP)
+        (tmp_path / "frozen.flag").unlink()
+        frozen.set()
+        wait_until(lambda: order(events, Phase.READY) == ["frozen"] * 2)
+        time.sleep(0.3)  # it stays, once it answers
+        supervisor.request_stop()
+
+    supervisor.run(lambda: threading.Thread(target=freeze, daemon=True).start())
+    (restart,) = [event for event in events if event.phase is Phase.RESTARTING]
+    assert "hangs and was killed: late" in restart.detail
+    assert looks == []
+    assert not psutil.pid_exists(first[0])
+
+
 def test_kills_what_ignores_the_stop_signal(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     code = (

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from cli.main import app
+from cli.ports import free_ports
 from cli.process import DirectoryLock, tail
 from cli.settings import UpSettings
 from cli.stores import Ports
@@ -166,6 +167,13 @@ def test_stops_what_takes_requests_first(tmp_path: Path) -> None:
     services, _ = compose(UpOptions(), tmp_path, UpSettings(), ports_of(tmp_path))
     stages = {service.name: service.stop_stage for service in services}
     assert stages["gateway"] > stages["engine"] > stages["s3"] == stages["valkey"]
+
+
+def test_what_hangs_is_noticed_in_every_process(tmp_path: Path) -> None:
+    services, _ = compose(UpOptions(port=free_ports(1)[0]), tmp_path, UpSettings(), ports_of(tmp_path))
+    for service in services:
+        assert service.alive is not None
+        assert service.alive(), f"nothing listens for {service.name}, and it counts as alive"
 
 
 def test_external_stores_replace_local_ones(tmp_path: Path) -> None:
