@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -95,22 +95,21 @@ class Question:
 
 async def known_questions(client: httpx.AsyncClient, model: str) -> list[Question]:
     """Questions with their answers, without those whose answer hangs on a tie."""
-    known = []
-    for prompt, length in itertools.product(_PROMPTS, _LENGTHS):
-        question = Question(prompt, length)
-        asked = await client.post(
-            "/v1/chat/completions", json=question.body(model) | {"logprobs": True, "top_logprobs": 2}
-        )
-        choice = asked.raise_for_status().json()["choices"][0]
-        tops = [
-            sorted((top["logprob"] for top in token["top_logprobs"]), reverse=True)
-            for token in choice["logprobs"]["content"]
-        ]
-        if all(top[0] - top[1] > TIE for top in tops if len(top) > 1):
-            known.append(Question(prompt, length, choice["message"]["content"], choice["finish_reason"]))
+    asked = [Question(prompt, length) for prompt, length in itertools.product(_PROMPTS, _LENGTHS)]
+    known = [question for question in await asyncio.gather(*(_known(client, model, q) for q in asked)) if question]
     if not known:
         raise RuntimeError("every answer of this model hangs on a tie: there is nothing to compare")
     return known
+
+
+async def _known(client: httpx.AsyncClient, model: str, question: Question) -> Question | None:
+    body = question.body(model) | {"logprobs": True, "top_logprobs": 2}
+    answer = await client.post("/v1/chat/completions", json=body)
+    choice = answer.raise_for_status().json()["choices"][0]
+    tops = [[top["logprob"] for top in token["top_logprobs"]] for token in choice["logprobs"]["content"]]
+    if any(len(top) > 1 and abs(top[0] - top[1]) < TIE for top in tops):
+        return None
+    return replace(question, answer=choice["message"]["content"], reason=choice["finish_reason"])
 
 
 async def ask(client: httpx.AsyncClient, model: str, question: Question) -> tuple[End, str]:

@@ -120,12 +120,12 @@ class Killer:
         """When the last kill was over."""
 
     async def run(self, progress: Progress | None = None) -> None:
-        """Kills for as long as the plan says, or until the supervisor is gone."""
+        """Kills for as long as the plan says and each has had its turn, or until the supervisor is gone."""
         began = time.monotonic()
         task = progress.add_task("kills", total=self._plan.seconds) if progress is not None else None
         while self._alive():
             pause = self._rng.uniform(*self._plan.every)
-            if time.monotonic() + pause > began + self._plan.seconds:
+            if not self._turns and time.monotonic() + pause > began + self._plan.seconds:
                 return
             await asyncio.sleep(pause)
             await self._kill(self._turns.pop() if self._turns else self._rng.choice(self._names))
@@ -171,9 +171,9 @@ async def _campaign(stack: Stack, plan: Plan, outcome: Outcome, progress: Progre
     alone = httpx.Limits(max_connections=None, max_keepalive_connections=plan.streams)
     async with httpx.AsyncClient(base_url=stack.url, timeout=ANSWER_SECONDS, limits=alone, trust_env=False) as client:
         model = stack.served_model_name
-        streams = Streams(client, model, await known_questions(client, model))
         jobs = Jobs(client, f"kills-{plan.seed}")
-        curve = await jobs.curve()
+        questions, curve = await asyncio.gather(known_questions(client, model), jobs.curve())
+        streams = Streams(client, model, questions)
         killer = Killer(stack, plan, outcome)
         asking = [
             asyncio.create_task(streams.run(random.Random(f"{plan.seed} {number}"))) for number in range(plan.streams)

@@ -34,7 +34,7 @@ class RestartPolicy:
     """When a process that died is started again.
 
     A process that was ready once is started again for ever: what it lacks may come back. One that has never been ready
-    is given up.
+    is given up. One that was ready and ended by itself with status 0 was asked to, by somebody else: no failure.
 
     Args:
         first_delay: seconds before the first restart; doubles with each failure in a row.
@@ -300,6 +300,11 @@ class Supervisor:
             # What it needs was there when it was started, and has gone since: that it ended is no failure of its own.
             runner.retry_at = now + policy.first_delay
             self._emit(runner, phase=Phase.RESTARTING, detail=f"{reason}; waiting for {', '.join(lacks)}")
+            return
+        if runner.phase is Phase.READY and runner.process is not None and runner.process.returncode == 0:
+            runner.retry_at = now + policy.first_delay
+            again = f"{reason}; starting it again in {policy.first_delay:.1f} s"
+            self._emit(runner, phase=Phase.RESTARTING, detail=again)
             return
         runner.failures += 1
         times = "" if runner.failures == 1 else f" ({runner.failures} times in a row)"

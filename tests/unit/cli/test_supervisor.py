@@ -148,6 +148,31 @@ def test_a_loop_of_crashes_is_told_and_ends_nothing(tmp_path: Path) -> None:
     assert order(events, Phase.STOPPED)[-1] == "store", "the others went on until they were stopped"
 
 
+def test_who_is_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
+    """By somebody else than the supervisor, again and again, soon after it got ready."""
+    flag = tmp_path / "flag"
+    code = (
+        "import pathlib,signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    policy = RestartPolicy(first_delay=0.01, longest_delay=60.0, alarm_after=2)
+    asked = Service("asked", python(code, flag), tmp_path / "asked.log", exists(flag), restart=policy)
+    supervisor, events = supervise(asked)
+
+    def ask() -> None:
+        for count in range(1, 5):
+            wait_until(lambda count=count: len(order(events, Phase.READY)) == count)  # type: ignore[misc]
+            flag.unlink()
+            os.kill(supervisor.pids()["asked"], signal.SIGTERM)
+        wait_until(lambda: len(order(events, Phase.READY)) == 5)
+        supervisor.request_stop()
+
+    supervisor.run(lambda: threading.Thread(target=ask, daemon=True).start())
+    restarts = [event for event in events if event.phase is Phase.RESTARTING]
+    assert [event.detail for event in restarts] == ["asked exited with status 0; starting it again in 0.0 s"] * 4
+    assert not any(event.alarming for event in restarts)
+
+
 def test_what_has_never_worked_is_given_up(tmp_path: Path) -> None:
     broken = Service(
         name="broken",
