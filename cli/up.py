@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -72,7 +73,7 @@ class UpOptions:
 
 def run_up(options: UpOptions) -> int:
     """Runs until a stop signal (returns 0) or until a part turns out not to start (returns 1)."""
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True, highlight=False)
     try:
         _check_model(options.model)
         settings = UpSettings()
@@ -96,24 +97,10 @@ def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Cons
     # Claimed until this returns: the engine listens seconds after its port is chosen.
     ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
     services, used = compose(options, data_dir, settings, ports)
-    state_file = data_dir / "state.json"
-
-    def report(event: Event) -> None:
-        colour = {Phase.READY: "green", Phase.RESTARTING: "bold red" if event.alarming else "yellow"}.get(
-            event.phase, "dim"
-        )
-        seconds = f" {event.seconds:.1f} s" if event.phase is Phase.READY else ""
-        detail = f" {escape(event.detail)}" if event.detail else ""
-        console.print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}", soft_wrap=True)
-        write_state()
-
-    supervisor = Supervisor(services, base_env=inherited_environment(), report=report)
-
-    def write_state() -> None:
-        state = {"url": options.url, "pid": os.getpid(), "ports": used, "pids": supervisor.pids()}
-        scratch = state_file.with_suffix(".tmp")
-        scratch.write_text(json.dumps(state, indent=1) + "\n")
-        scratch.replace(state_file)
+    told = Told(console, data_dir / "state.json", {"url": options.url, "pid": os.getpid(), "ports": used})
+    supervisor = Supervisor(
+        services, base_env=inherited_environment(), report=lambda event: told(event, supervisor.pids())
+    )
 
     def announce() -> None:
         line = {"url": options.url, "data_dir": str(data_dir), "pids": supervisor.pids()}
@@ -123,8 +110,52 @@ def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Cons
     try:
         supervisor.run(announce)
     finally:
-        state_file.unlink(missing_ok=True)
+        told.forget()
     return 0
+
+
+class Terminal(Console):
+    """A terminal without which work goes on: rich would end the process when nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class Told:
+    """What is told of the processes: a line on the terminal for each change, and the file that says what runs now.
+
+    A full disk ends nothing that works.
+    """
+
+    def __init__(self, console: Console, state_file: Path, facts: Mapping[str, object]) -> None:
+        self._console = console
+        self._file = state_file
+        self._facts = facts
+        self._failed = False
+
+    def __call__(self, event: Event, pids: Mapping[str, int]) -> None:
+        colours = {Phase.READY: "green", Phase.RESTARTING: "bold red" if event.alarming else "yellow"}
+        seconds = f" {event.seconds:.1f} s" if event.phase is Phase.READY else ""
+        detail = f" {escape(event.detail)}" if event.detail else ""
+        colour = colours.get(event.phase, "dim")
+        self._print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}")
+        scratch = self._file.with_suffix(".tmp")
+        try:
+            scratch.write_text(json.dumps({**self._facts, "pids": dict(pids)}, indent=1) + "\n")
+            scratch.replace(self._file)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self._print(f"[yellow]{self._file} is out of date: {escape(str(error))}[/]")
+            self._failed = True
+
+    def forget(self) -> None:
+        """Nothing runs any more."""
+        self._file.unlink(missing_ok=True)
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError):
+            self._console.print(line, soft_wrap=True)
 
 
 def compose(

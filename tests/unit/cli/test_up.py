@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import socket
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from cli.ports import free_ports
 from cli.process import DirectoryLock, tail
 from cli.settings import UpSettings
 from cli.stores import Ports
-from cli.up import UpOptions, compose, run_up
+from cli.supervisor import Event, Phase
+from cli.up import Terminal, Told, UpOptions, compose, run_up
 from services.common.errors import Conflict, InvalidRequest
 from tests.stack import ROOT, clean_environment
 
@@ -221,3 +225,25 @@ def test_tail_reads_only_what_is_new(tmp_path: Path) -> None:
     assert tail(log, lines=2, offset=offset) == ["line 18", "line 19"]
     assert tail(log, lines=99, offset=offset)[0] == "line 0"
     assert tail(tmp_path / "none", lines=2) == []
+
+
+def test_what_cannot_be_told_ends_nothing(tmp_path: Path) -> None:
+    """The disk is full and comes back; the terminal is gone for good."""
+    state, event = tmp_path / "gone" / "state.json", Event("engine", Phase.READY, 7, 1.0)
+    text = io.StringIO()
+    told = Told(Terminal(file=text), state, {"url": "u"})
+    told(event, {"engine": 7})
+    told(event, {"engine": 7})
+    assert text.getvalue().count("state.json is out of date") == 1, text.getvalue()
+    state.parent.mkdir()
+    told(event, {"engine": 7})
+    assert json.loads(state.read_text()) == {"url": "u", "pids": {"engine": 7}}
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe = io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True)
+    unheard = Told(Terminal(file=pipe), state, {"url": "u"})
+    for pid in (8, 9):
+        unheard(event, {"engine": pid})
+    assert json.loads(state.read_text())["pids"] == {"engine": 9}
+    with suppress(BrokenPipeError):
+        pipe.close()
