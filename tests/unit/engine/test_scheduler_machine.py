@@ -366,13 +366,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         lengths=st.sampled_from([(1,), (2, 1), (1, 2, 3), (1, 30)]),
-        versions=st.lists(st.sampled_from(VERSIONS), min_size=1, max_size=4),
+        versions=st.lists(st.sampled_from(VERSIONS), max_size=4),
         quits=st.sampled_from([0, 0, 2, 5]),
     )
     def flood(self, lengths: tuple[int, ...], versions: list[AdapterVersion | None], quits: int) -> None:
         """Whatever arrives, who is there ends within a bound that nobody meets who starves: more wait at all times
         than there are seats, for all slots, too, and are aborted now and then. (Whoever is of better priority goes
-        first; they are not.)"""
+        first; they are not.)
+
+        Args:
+            versions: what is asked for; none: all that have a slot then, while another one waits for its first.
+        """
+        if not versions:
+            for version in VERSIONS:
+                self._submit(version, (1, 2, 3)[: self.config.max_model_len - 1], max_tokens=1)
+            versions = [None, *(version for version, _ in self.table.published)]
         there = self.here
         priorities = [self.requests[name].priority for name in self.live]
         worst = max([0, *priorities, *(waiting.changes.get("priority", 0) for waiting in self.unpinned.values())])
