@@ -136,7 +136,9 @@ class Aliases:
             return False
 
     def _flip(self, loop: Loop, attached: AdapterVersion | None, current: dict[str, int]) -> None:
-        """Makes aliases mean new versions, on the loop thread between two steps."""
+        """Makes aliases mean new versions, on the loop thread between two steps; nothing if they mean them already."""
+        if (attached, current) == (self.attached, self.current):
+            return
 
         def flip() -> None:
             with self._changed:

@@ -184,7 +184,9 @@ class AdapterManager:
         wait = self._limits.wait_seconds
         with self._changed:
             version = self._aliases.version_of(choice) if isinstance(choice, AdapterChoice) else choice
-            lacks_slot = choice in self._table.queue or (version is not None and self._table.get(version) is not None)
+            resident = None if version is None else self._table.get(version)
+            gives_way = resident is not None and not self._takes_requests(resident)
+            lacks_slot = gives_way or choice in self._table.queue
         if lacks_slot:
             self._observer.adapter_failed("no_slot")
             return self._slots_busy(wait)
@@ -288,8 +290,10 @@ class AdapterManager:
         while not self._stopping.is_set():
             try:
                 happened = nudges.wait(self._limits.poll_seconds)
-            except TemperError:
-                # Redis is away; polling still finds everything.
+            except Exception as error:
+                if not isinstance(error, TemperError):
+                    log.exception("waiting for adapter events failed")
+                # Mostly Redis is away; polling still finds everything.
                 self._stopping.wait(self._limits.poll_seconds)
                 continue
             if happened:
@@ -305,11 +309,13 @@ class AdapterManager:
                 while not self._signalled and not self._stopping.is_set() and time.monotonic() < due:
                     self._changed.wait(due - time.monotonic())
                 self._signalled = False
-                look = self._look_now or time.monotonic() >= due
-                self._look_now = False
                 wanted = list(self._wanted)
                 queued = len(self._table.queue)
                 syncs, self._syncs = self._syncs, []
+                # Syncs are told of the pointers: what was not settled at the last look may be now.
+                unsettled = bool(syncs) and not self._aliases.settled
+                look = self._look_now or unsettled or time.monotonic() >= due
+                self._look_now = False
             for sync in syncs:
                 sync.lacks_slot = False  # from here on it is the store that it waits for
             if self._stopping.is_set():

@@ -541,6 +541,46 @@ def test_a_swap_waits_for_a_slot_while_the_old_version_serves() -> None:
     world.loop.stop()
 
 
+def test_a_sync_waits_for_pointers_that_are_not_live_whatever_else_is_asked_for_meanwhile() -> None:
+    with in_use(2) as (world, held):
+        world.registry.attachment = world.publish("c", attach=False)
+        done = threading.Thread(target=world.sync, daemon=True)
+        done.start()
+        until(lambda: world.manager._table.queue)
+        for name in "xyz":
+            with pytest.raises(ModelNotFound):
+                world.pin(named(name))
+        assert done.is_alive()
+        world.manager.release(held[0])
+        done.join(5)
+        assert not done.is_alive()
+        assert world.manager.snapshot().attached == "c@1"
+
+
+class FailingNudges:
+    """Fails once as no client of Redis should, then tells of an event."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, timeout: float) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("a bug")
+        time.sleep(0.01)
+        return True
+
+
+def test_a_bug_in_waiting_for_events_does_not_end_the_thread() -> None:
+    registry, nudges, loop = FakeRegistry(), FailingNudges(), FakeLoop()
+    loader = AdapterLoader(cast(Any, registry), cast(Any, FakeLora()), lambda files: cast(Any, files), base_digest="")
+    manager = AdapterManager(cast(Any, registry), nudges, loader, AdapterLimits(2, 0.1, 5.0))
+    manager.start(loop)
+    until(lambda: nudges.waits > 2)
+    manager.stop()
+    loop.stop()
+
+
 def test_a_slow_store_is_not_called_a_lack_of_slots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.publish("a", attach=False)
     world.start()
