@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -17,6 +18,10 @@ from services.engine.ports import AdapterResolver, LoopObserver, Sink, Submissio
 from services.engine.request import AdapterPin, FinishReason
 from services.engine.rollouts import Rollout, RolloutMemory
 from services.engine.updates import Finished, SequenceUpdate
+
+if TYPE_CHECKING:
+    from services.engine.private_versions import PrivateVersion
+    from services.engine.wire import AdapterChoice
 
 _log = structlog.get_logger(__name__)
 
@@ -132,10 +137,13 @@ class Desk:
         if not self._loading:
             return
         if retry:
+            refused: set[AdapterChoice | PrivateVersion] = set()
             for name in list(self._loading):
                 # A failing sink may have taken it with it.
-                if name in self._loading:
+                if name in self._loading and (choice := self._live[name].submission.adapter) not in refused:
                     self._admit(name)
+                    if name in self._loading:
+                        refused.add(choice)  # the others that wait for it would hear the same
         now = self._clock()
         late = [name for name in self._loading if self._loading_until(name) <= now]
         self.publish([_failed(name, self._too_late(name, now)) for name in late])

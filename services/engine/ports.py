@@ -235,7 +235,7 @@ LoadFailure: TypeAlias = Literal["rejected", "missing", "unavailable", "no_slot"
 
 
 class AdapterObserver(Protocol):
-    """Metrics of adapters. Called on the threads that load them; never blocks."""
+    """Metrics of adapters. Called on the threads that load them, and the loop's; never blocks."""
 
     def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
         """A part of a swap has succeeded after so long."""
