@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.common.errors import TemperError
 from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
 from services.engine.loop import EngineLoop
@@ -52,6 +53,13 @@ class BaseOnly:
 
     def release(self, pin: AdapterPin) -> None:
         """Nothing to give back."""
+
+    def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
+        """Nobody waits."""
+
+    def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
+        """Nobody waits."""
+        return TemperError(f"{choice} was waited for, although the base always serves")
 
 
 class EngineUnderTest:

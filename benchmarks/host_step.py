@@ -18,6 +18,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TypeVar
 
+from services.common.errors import TemperError
 from services.engine.desk import Desk
 from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
@@ -72,6 +73,12 @@ class BaseOnly:
 
     def release(self, pin: AdapterPin) -> None:
         """Nothing is held."""
+
+    def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
+        """Nobody waits."""
+
+    def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
+        return TemperError(f"{choice} was waited for, although the base always serves")
 
 
 def measure(sequences: int, steps: int) -> dict[str, float]:

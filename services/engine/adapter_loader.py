@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from services.common.errors import AdapterRejected
 from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry
+from services.common.registry import AdapterRegistry, Manifest
 from services.engine.ports import AdapterObserver, NoObserver
 
 if TYPE_CHECKING:
@@ -62,15 +62,22 @@ class AdapterLoader:
             raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
         return digest
 
+    def check(self, version: AdapterVersion) -> None:
+        """Looks whether there is such a version, and of this base model. Raises as load does."""
+        self._manifest(version)
+
     def files(self, version: AdapterVersion) -> tuple[str, Mapping[str, bytes]]:
         """The version's digest and its files, downloaded and verified. Raises as load does, but binds nothing."""
+        return self._manifest(version).digest, self._registry.files(version)
+
+    def _manifest(self, version: AdapterVersion) -> Manifest:
         manifest = self._registry.manifest(version)
         if manifest.base_digest and manifest.base_digest != self._base_digest:
             raise AdapterRejected(
                 f"{version} belongs to another base model (digest {manifest.base_digest[:12]}, this engine serves "
                 f"{self._base_digest[:12]})"
             )
-        return manifest.digest, self._registry.files(version)
+        return manifest
 
     def load_files(self, files: Mapping[str, bytes], slot: int) -> None:
         """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""

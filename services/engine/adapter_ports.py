@@ -37,7 +37,9 @@ class AdapterLimits:
     num_slots: int
     poll_seconds: float
     wait_seconds: float
-    """How long a version may wait for a slot that no request uses."""
+    """How long a request, or a job's policy, may wait for a slot."""
+    turn_seconds: float = 1.0
+    """How long a version takes new requests at least once it has a slot, whoever waits for one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 One I/O thread talks to the object store. It downloads, verifies digests, binds strictly and copies into a spare slot;
 nothing reads that slot yet. Then the aliases (attached version, current versions of names) are flipped on the loop
-thread between two steps. A request pins the version it got at admission, so an answer never mixes versions. When the
-store or Redis is away, what is loaded goes on serving.
+thread between two steps. A request pins the version it got at admission, so an answer never mixes versions. Versions
+that find no slot wait in line for one; see docs/decisions/adapter-slots-in-turn.md. When the store or Redis is away,
+what is loaded goes on serving.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.common.errors import AdapterRejected, ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
+from services.common.errors import ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry
+from services.engine.adapter_aliases import Aliases
 from services.engine.adapter_loader import AdapterLoader
+from services.engine.adapter_placement import NoFreeSlot, Placement
 from services.engine.adapter_ports import AdapterLimits, AdapterSnapshot, LoadedAdapter, Loop, Nudges
 from services.engine.adapter_slots import Resident, SlotTable
-from services.engine.ports import AdapterObserver, LoadFailure, NoObserver
+from services.engine.ports import AdapterObserver, NoObserver
 from services.engine.private_versions import PrivateVersion, PrivateVersions
 from services.engine.request import BASE_PIN, AdapterPin
 from services.engine.wire import AdapterChoice
@@ -32,9 +35,9 @@ _FAILURE_SECONDS = 2.0
 _AWAITED_SECONDS = 5.0
 """How long a version that was loaded for waiting requests is kept for them."""
 _REMEMBERED = 1024
-"""Failures and refused versions remembered at most."""
-_FLIP_SECONDS = 60.0
-"""Longest wait for the loop to reach a boundary."""
+"""Failures remembered at most."""
+_START_SECONDS = 60.0
+"""Longest wait for the attached version at the start."""
 
 log = structlog.get_logger(__name__)
 
@@ -45,10 +48,6 @@ class _Sync:
     future: Future[None]
     lacks_slot: bool = False
     """Whether it has been tried, and nothing but a slot was missing."""
-
-
-class _NoFreeSlot(Exception):
-    """Every slot is pinned; try again when a request ends."""
 
 
 class AdapterManager:
@@ -77,7 +76,12 @@ class AdapterManager:
         self._stopping = threading.Event()
         # Guarded by the condition's lock.
         self._changed = threading.Condition()
-        self._table = SlotTable(limits.num_slots)
+        self._table = SlotTable(
+            limits.num_slots,
+            # Before half of the wait is over, every version that can has been asked to give up its slot.
+            drain_seconds=limits.wait_seconds / (2 * limits.num_slots),
+            turn_seconds=limits.turn_seconds,
+        )
         self.private = PrivateVersions(
             self._changed,
             self._table,
@@ -87,17 +91,23 @@ class AdapterManager:
             wait_seconds=limits.wait_seconds,
         )
         """Policies of training jobs, in the same slots."""
-        self._attached: AdapterVersion | None = None
-        self._current: dict[str, int] = {}
-        self._wanted: dict[AdapterChoice, float] = {}
+        self._placement = Placement(self._changed, self._table, loader, self._kept, self._observer)
+        self._aliases = Aliases(
+            registry,
+            self._changed,
+            self._table,
+            ensure=self._placement.ensure,
+            flipped=lambda: self._failures.clear(),
+            observer=self._observer,
+        )
+        self._wanted: dict[AdapterChoice, None] = {}
+        """What requests wait for, oldest first."""
         self._awaited: dict[AdapterVersion, float] = {}
         self._failures: dict[AdapterChoice, tuple[float, TemperError]] = {}
-        self._rejected: dict[AdapterVersion, AdapterRejected] = {}
         self._syncs: list[_Sync] = []
         self._signalled = False
         self._look_now = False
         # Used by the I/O thread only.
-        self._applied: str | None = None
         self._store_away = False
         self._unreachable: tuple[float, Unavailable] | None = None
         self._threads = [threading.Thread(target=self._run, name="adapters", daemon=True)]
@@ -115,7 +125,7 @@ class AdapterManager:
         self._loop = loop
         for thread in self._threads:
             thread.start()
-        self.sync(None, timeout=_FLIP_SECONDS)
+        self.sync(None, timeout=_START_SECONDS)
 
     def stop(self) -> None:
         """Ends the threads; what waits for them gets Unavailable."""
@@ -134,22 +144,21 @@ class AdapterManager:
         """The version that answers a request, held until `release`; never blocks.
 
         Returns:
-            None while it is being loaded; `Loop.retry_adapters` follows.
+            None while it is being loaded or waits for a slot; `Loop.retry_adapters` follows.
 
         Raises:
             ModelNotFound: there is no such adapter.
             AdapterRejected: that version does not bind.
-            Overloaded: every slot stayed in use for too long.
             Unavailable: it is not loaded and the store does not answer.
         """
         with self._changed:
             if isinstance(choice, PrivateVersion):
                 return self._pin_private(choice)
-            version = self._version_of(choice)
+            version = self._aliases.version_of(choice)
             if version is None and choice.name is None:
                 return BASE_PIN
             resident = None if version is None else self._table.get(version)
-            if version is not None and resident is not None:
+            if version is not None and resident is not None and self._takes_requests(resident):
                 self._awaited.pop(version, None)
                 return self._table.acquire(resident)
             failure = self._failures.get(choice)
@@ -157,9 +166,31 @@ class AdapterManager:
                 if failure[0] > time.monotonic():
                     raise failure[1]
                 del self._failures[choice]
-            self._wanted.setdefault(choice, time.monotonic())
+            self._wanted.setdefault(choice)
             self._signal(look=False)
             return None
+
+    def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
+        """No request waits for that choice any more: others may have the slot that it waited for."""
+        with self._changed:
+            if isinstance(choice, AdapterChoice) and choice in self._wanted:
+                del self._wanted[choice]
+                self._table.leave(choice)
+                if self._wanted:
+                    self._signal(look=False)
+
+    def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
+        """Why a request has not got its pin in all the time that it may wait."""
+        wait = self._limits.wait_seconds
+        with self._changed:
+            version = self._aliases.version_of(choice) if isinstance(choice, AdapterChoice) else choice
+            resident = None if version is None else self._table.get(version)
+            gives_way = resident is not None and not self._takes_requests(resident)
+            lacks_slot = gives_way or choice in self._table.queue
+        if lacks_slot:
+            self._observer.adapter_failed("no_slot")
+            return self._slots_busy(wait)
+        return Unavailable(f"the adapter was not loaded within {wait:g} s, although no slot was missing: retry later")
 
     def release(self, pin: AdapterPin) -> None:
         """Ends one request's pin."""
@@ -189,7 +220,7 @@ class AdapterManager:
         except TimeoutError:
             sync.future.cancel()
             if sync.lacks_slot:
-                raise self._slots_busy() from None
+                raise self._slots_busy(timeout) from None
             raise Unavailable(
                 f"{version or 'what is attached'} was not loaded within {timeout:g} s, although no slot was missing: "
                 "the object store is slow or away, or steps take long; try again"
@@ -214,9 +245,9 @@ class AdapterManager:
         with self._changed:
             published = list(self._table.published)
             return AdapterSnapshot(
-                str(self._attached or ""),
+                str(self._aliases.attached or ""),
                 tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in published),
-                tuple(v.name if self._current.get(v.name) == v.version else str(v) for v, _ in published),
+                tuple(v.name if self._aliases.current.get(v.name) == v.version else str(v) for v, _ in published),
                 tuple(sorted({_asked_for(choice) for choice in self._wanted if choice.name is not None})),
             )
 
@@ -228,32 +259,29 @@ class AdapterManager:
 
     def _slot_freed(self) -> None:
         """Whoever waits for a slot tries again."""
-        if self._wanted or self._syncs or self._applied is None:
+        if self._wanted or self._syncs or not self._aliases.settled:
             self._signal(look=True)
 
     def _kept(self) -> set[AdapterVersion]:
         """Versions that stay in their slots although no request is pinned to them."""
         now = time.monotonic()
         self._awaited = {v: until for v, until in self._awaited.items() if until > now}
-        return set(self._awaited) if self._attached is None else {*self._awaited, self._attached}
+        attached = self._aliases.attached
+        return set(self._awaited) if attached is None else {*self._awaited, attached}
+
+    def _takes_requests(self, resident: Resident) -> bool:
+        return not self._table.queue or self._table.takes_requests(resident, self._kept())
 
     def _signal(self, *, look: bool) -> None:
         self._signalled = True
         self._look_now = self._look_now or look
         self._changed.notify_all()
 
-    def _version_of(self, choice: AdapterChoice) -> AdapterVersion | None:
-        if choice.attached:
-            return self._attached
-        if choice.name is None:
-            return None
-        number = choice.version or self._current.get(choice.name)
-        return None if number is None else AdapterVersion(choice.name, number)
-
-    def _slots_busy(self) -> Overloaded:
+    def _slots_busy(self, waited: float) -> Overloaded:
         return Overloaded(
-            f"all {self._limits.num_slots} adapter slots are in use by running requests; try again, or raise "
-            "TEMPER_ADAPTER_SLOTS"
+            f"all {self._limits.num_slots} adapter slots are in use, and none became free in {waited:g} s: the "
+            "attached adapter and the policies of jobs keep theirs, other adapters until their running requests end; "
+            "try again, or raise TEMPER_ADAPTER_SLOTS"
         )
 
     # The event thread.
@@ -262,8 +290,10 @@ class AdapterManager:
         while not self._stopping.is_set():
             try:
                 happened = nudges.wait(self._limits.poll_seconds)
-            except TemperError:
-                # Redis is away; polling still finds everything.
+            except Exception as error:
+                if not isinstance(error, TemperError):
+                    log.exception("waiting for adapter events failed")
+                # Mostly Redis is away; polling still finds everything.
                 self._stopping.wait(self._limits.poll_seconds)
                 continue
             if happened:
@@ -279,17 +309,20 @@ class AdapterManager:
                 while not self._signalled and not self._stopping.is_set() and time.monotonic() < due:
                     self._changed.wait(due - time.monotonic())
                 self._signalled = False
-                look = self._look_now or time.monotonic() >= due
-                self._look_now = False
-                wanted = dict(self._wanted)
+                wanted = list(self._wanted)
+                queued = len(self._table.queue)
                 syncs, self._syncs = self._syncs, []
+                # Syncs are told of the pointers: what was not settled at the last look may be now.
+                unsettled = bool(syncs) and not self._aliases.settled
+                look = self._look_now or unsettled or time.monotonic() >= due
+                self._look_now = False
             for sync in syncs:
                 sync.lacks_slot = False  # from here on it is the store that it waits for
             if self._stopping.is_set():
                 with self._changed:
                     self._syncs.extend(syncs)
                 return
-            settled = [choice for choice, since in wanted.items() if self._serve(choice, since)]
+            settled = [choice for choice in wanted if self._serve(choice)]
             finished, error = True, None
             if look:
                 finished, error = self._look()
@@ -301,13 +334,19 @@ class AdapterManager:
                 self._syncs.extend(unfinished)
                 for choice in settled:
                     self._wanted.pop(choice, None)
+                asked = {_choice(sync.version) for sync in unfinished if sync.version is not None}
+                self._table.retain({*self._wanted, *asked, *self._aliases.waiting})
+                if self._wanted and len(self._table.queue) < queued:
+                    self._signal(look=False)  # versions that gave way to those that have a slot now go on
             if settled and self._loop is not None:
                 self._loop.retry_adapters()
 
     def _look(self) -> tuple[bool, TemperError | None]:
         """Reads and applies the pointers: whether all of them are live now, and why not if that failed."""
         try:
-            finished = self._refresh()
+            if self._loop is None:
+                raise RuntimeError("start() was not called")
+            finished = self._aliases.refresh(self._loop)
         except TemperError as error:
             if not self._store_away:
                 log.warning("adapter store away, serving what is loaded", reason=error.message)
@@ -332,8 +371,8 @@ class AdapterManager:
             return False
         try:
             if sync.version is not None:
-                self._ensure(sync.version)
-        except _NoFreeSlot:
+                self._placement.ensure(_choice(sync.version), sync.version)
+        except NoFreeSlot:
             return False
         except TemperError as problem:
             return _settle(sync.future, problem)
@@ -342,31 +381,29 @@ class AdapterManager:
             return _settle(sync.future, TemperError(f"loading the adapter failed: {type(problem).__name__}"))
         return _settle(sync.future, None)
 
-    def _serve(self, choice: AdapterChoice, since: float) -> bool:
-        """Loads what requests wait for; False if no slot is free for it yet."""
+    def _serve(self, choice: AdapterChoice) -> bool:
+        """Loads what requests wait for; False if it has to wait for a slot, or gives its own to those that do."""
         try:
             if self._unreachable is not None and time.monotonic() < self._unreachable[0]:
                 raise self._unreachable[1]  # one timeout a while is enough, however many choices wait
             with self._changed:
-                version = self._version_of(choice)
+                version = self._aliases.version_of(choice)
             if version is None and choice.name is not None:
                 version = self._registry.current(choice.name)
                 with self._changed:
-                    self._current.setdefault(version.name, version.version)
-                # The pointers that were applied did not have it: compare again, also if they look as before.
-                self._applied = None
+                    self._aliases.learn(version)
             if version is not None:
-                self._ensure(version)
+                loaded = self._placement.ensure(choice, version)
                 with self._changed:
+                    resident = self._table.get(version)
+                    if not loaded and resident is not None and not self._takes_requests(resident):
+                        return False
                     self._awaited[version] = time.monotonic() + _AWAITED_SECONDS
             return True
-        except _NoFreeSlot:
-            if time.monotonic() - since < self._limits.wait_seconds:
-                return False
-            failure: TemperError = self._slots_busy()
-            self._observer.adapter_failed("no_slot")
+        except NoFreeSlot:
+            return False
         except NotFound:
-            failure = _not_found(choice)
+            failure: TemperError = _not_found(choice)
         except TemperError as error:
             failure = error
             if isinstance(error, Unavailable) and (self._unreachable is None or error is not self._unreachable[1]):
@@ -380,125 +417,13 @@ class AdapterManager:
             self._failures[choice] = (time.monotonic() + _FAILURE_SECONDS, failure)
         return True
 
-    def _ensure(self, version: AdapterVersion) -> None:
-        """Loads a version into a spare slot, unless it is in one.
 
-        Raises:
-            AdapterRejected, ModelNotFound, Unavailable, _NoFreeSlot
-        """
-        with self._changed:
-            if self._table.get(version) is not None:
-                return
-            if version in self._rejected:
-                raise self._rejected[version]
-            slot = self._table.take(self._kept())
-        if slot is None:
-            raise _NoFreeSlot
-        started = time.monotonic()
-        try:
-            digest = self._loader.load(version, slot)
-        except BaseException as error:
-            self._observer.adapter_failed(_reason(error))
-            with self._changed:
-                self._table.give_back(slot)
-                if isinstance(error, AdapterRejected):
-                    if len(self._rejected) >= _REMEMBERED:
-                        self._rejected.clear()
-                    self._rejected[version] = error
-            raise
-        with self._changed:
-            self._table.put(version, digest, slot)
-        log.info("adapter loaded", version=str(version), slot=slot, seconds=round(time.monotonic() - started, 3))
-
-    def _refresh(self) -> bool:
-        """Applies the pointers; False if a version that should be live has no slot yet."""
-        pointers = self._registry.pointers()
-        if pointers.fingerprint == self._applied:
-            return True
-        self._applied = None
-        self._forget_replaced(pointers.current)
-        finished = True
-        current = dict(pointers.current)
-        for name, number in pointers.current.items():
-            before = self._current.get(name)
-            if before is not None and before != number and self._is_resident(AdapterVersion(name, before)):
-                # In use: the new version is loaded before the name means it, and never if it does not bind.
-                live = self._go_live(AdapterVersion(name, number))
-                finished = finished and live is not None
-                current[name] = number if live else before
-        attached = pointers.attached
-        if attached is not None and attached != self._attached:
-            live = self._go_live(attached)
-            finished = finished and live is not None
-            attached = attached if live else self._attached
-        self._flip(attached, current)
-        if finished:
-            self._applied = pointers.fingerprint
-        return finished
-
-    def _go_live(self, version: AdapterVersion) -> bool | None:
-        """Loads a version that an alias will point to: True, False if it is refused, None if no slot is free."""
-        try:
-            self._ensure(version)
-        except _NoFreeSlot:
-            return None
-        except (AdapterRejected, NotFound) as error:
-            log.error("adapter refused, what served before stays live", version=str(version), reason=error.message)
-            return False
-        return True
-
-    def _is_resident(self, version: AdapterVersion) -> bool:
-        with self._changed:
-            return self._table.get(version) is not None
-
-    def _forget_replaced(self, current: Mapping[str, int]) -> None:
-        """Forgets versions whose adapter was deleted, or deleted and made again with other content."""
-        with self._changed:
-            loaded = [entry for entry in self._table.published if entry[0] != self._attached]
-        for version, resident in loaded:
-            if not self._still_exists(version, resident, current):
-                with self._changed:
-                    self._table.forget(version)
-
-    def _still_exists(self, version: AdapterVersion, resident: Resident, current: Mapping[str, int]) -> bool:
-        if version.name not in current:
-            return False
-        try:
-            return self._registry.manifest(version).digest == resident.pin.digest
-        except NotFound:
-            return False
-
-    def _flip(self, attached: AdapterVersion | None, current: dict[str, int]) -> None:
-        """Makes aliases mean new versions, on the loop thread between two steps."""
-
-        def flip() -> None:
-            with self._changed:
-                if attached != self._attached:
-                    log.info("attached", version=str(attached or "base"), before=str(self._attached or "base"))
-                self._attached = attached
-                self._current = current
-                self._failures.clear()
-
-        if self._loop is None:
-            raise RuntimeError("start() was not called")
-        began = time.monotonic()
-        try:
-            self._loop.call_at_boundary(flip).result(_FLIP_SECONDS)
-        except TimeoutError as error:
-            raise Unavailable("the engine loop did not reach a step boundary") from error
-        self._observer.adapter_phase("flip", time.monotonic() - began)
+def _choice(version: AdapterVersion) -> AdapterChoice:
+    return AdapterChoice(name=version.name, version=version.version)
 
 
 def _asked_for(choice: AdapterChoice) -> str:
     return f"{choice.name}" if choice.version is None else f"{choice.name}@{choice.version}"
-
-
-def _reason(error: BaseException) -> LoadFailure:
-    if isinstance(error, AdapterRejected):
-        return "rejected"
-    if isinstance(error, NotFound):
-        return "missing"
-    return "unavailable" if isinstance(error, Unavailable) else "error"
 
 
 def _not_found(choice: AdapterChoice) -> ModelNotFound:

@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
-from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
+from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.pipeline import Pipeline
 from services.engine.ports import AdapterResolver, LoopObserver, Sink, Submission
 from services.engine.request import AdapterPin, FinishReason
 from services.engine.rollouts import Rollout, RolloutMemory
 from services.engine.updates import Finished, SequenceUpdate
+
+if TYPE_CHECKING:
+    from services.engine.private_versions import PrivateVersion
+    from services.engine.wire import AdapterChoice
 
 _log = structlog.get_logger(__name__)
 
@@ -40,7 +45,7 @@ class Desk:
         resolver: pins adapter versions.
         rollouts: where finished completions go whose submission says ``keep_rollout``.
         observer: gets the metrics.
-        adapter_wait_seconds: how long a request waits for its adapter to load.
+        adapter_wait_seconds: how long a request waits for its adapter to load or for a slot.
         clock: seconds; deadlines are on it.
     """
 
@@ -60,8 +65,8 @@ class Desk:
         self._adapter_wait = adapter_wait_seconds
         self._clock = clock
         self._live: dict[str, _Live] = {}
-        self._loading: list[str] = []
-        """Requests whose adapter is loading, oldest first."""
+        self._loading: dict[str, None] = {}
+        """Requests whose adapter is loading or waits for a slot, oldest first."""
         self._arrivals = 0
         self._background = 0
         self.retry = False
@@ -108,7 +113,6 @@ class Desk:
 
     def fail_all(self, updates: list[SequenceUpdate], ending: TemperError) -> None:
         """Publishes the last updates that there are, and ends all other requests with an error."""
-        self._loading = []
         ended = {update.request_id for update in updates}
         self.publish([*updates, *(_failed(name, ending) for name in self._live if name not in ended)])
 
@@ -133,11 +137,13 @@ class Desk:
         if not self._loading:
             return
         if retry:
-            names, self._loading = self._loading, []
-            for name in names:
+            refused: set[AdapterChoice | PrivateVersion] = set()
+            for name in list(self._loading):
                 # A failing sink may have taken it with it.
-                if name in self._live:
+                if name in self._loading and (choice := self._live[name].submission.adapter) not in refused:
                     self._admit(name)
+                    if name in self._loading:
+                        refused.add(choice)  # the others that wait for it would hear the same
         now = self._clock()
         late = [name for name in self._loading if self._loading_until(name) <= now]
         self.publish([_failed(name, self._too_late(name, now)) for name in late])
@@ -154,9 +160,9 @@ class Desk:
         try:
             live.pin = self._resolver.pin(live.submission.adapter)
             if live.pin is None:
-                if name not in self._loading:
-                    self._loading.append(name)
+                self._loading.setdefault(name)
                 return
+            self._loading.pop(name, None)
             self._arrivals += 1
             self._pipeline.scheduler.add(live.submission.pinned(live.pin, self._arrivals))
         except TemperError as error:
@@ -172,10 +178,10 @@ class Desk:
         return patience if live.submission.deadline is None else min(patience, live.submission.deadline)
 
     def _too_late(self, name: str, now: float) -> TemperError:
-        deadline = self._live[name].submission.deadline
-        if deadline is not None and deadline <= now:
+        submission = self._live[name].submission
+        if submission.deadline is not None and submission.deadline <= now:
             return DeadlineExceeded("the deadline passed while the adapter was loading")
-        return Unavailable(f"the adapter was not loaded within {self._adapter_wait:g} s: retry later")
+        return self._resolver.overdue(submission.adapter)
 
     # Ends.
 
@@ -191,7 +197,10 @@ class Desk:
         live = self._live.pop(name)
         self._background -= live.submission.background
         if name in self._loading:
-            self._loading.remove(name)
+            del self._loading[name]
+            choice = live.submission.adapter
+            if all(self._live[other].submission.adapter != choice for other in self._loading):
+                self._resolver.give_up(choice)
         if live.pin is not None:
             # Not before: a step in flight may still compute a token for it, with the weights in that slot.
             self._pipeline.scheduler.when_landed(partial(self._resolver.release, live.pin))

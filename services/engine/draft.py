@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceABC
 
 from services.engine.memory.radix import Pending
 from services.engine.memory.sequences import Restore, Snapshot
-from services.engine.plan import Chunk, StateCopy, StepPlan
+from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
 from services.engine.reads import PromptRead, PromptReport
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
@@ -106,6 +106,17 @@ class Draft:
             masked=self.masked,
         )
         return self.plan
+
+    def check(self, result: StepResult, *, speculative: bool) -> None:
+        """Raises ValueError if a result is not one of this step."""
+        plan = self.plan
+        if plan is None:
+            raise ValueError("a result came before the plan was finished")
+        rows = sum(chunk.sampled_rows for chunk in plan.chunks) if speculative else len(self.sampling)
+        if len(result.tokens) != rows or (speculative and len(result.guesses) != len(self.sampling)):
+            raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
+        if len(result.reports) != len(plan.reads):
+            raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
 
     def told(
         self, reports: SequenceABC[PromptReport], end: Callable[[Sequence], SequenceUpdate]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, TemperError
 from services.engine.histories import SessionName, check_session
 from services.engine.limits import Counts
 from services.engine.plan import StepPlan, StepResult
@@ -141,13 +141,14 @@ class Runner(Protocol):
 
 
 class AdapterResolver(Protocol):
-    """Called on the loop thread only; neither method blocks."""
+    """Called on the loop thread only; no method blocks."""
 
     def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
         """The version that answers a request, held until ``release``.
 
         Returns:
-            None while it is being loaded; the loop asks again after ``EngineLoop.retry_adapters`` or a boundary call.
+            None while it is being loaded, or waits for a slot; the loop asks again after ``EngineLoop.retry_adapters``
+            or a boundary call.
 
         Raises:
             TemperError: there is no such adapter, or it cannot be loaded.
@@ -156,6 +157,14 @@ class AdapterResolver(Protocol):
 
     def release(self, pin: AdapterPin) -> None:
         """The request has ended, and no step in flight computes for it any more; called once for each pin."""
+        ...
+
+    def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
+        """No request waits for its pin to that choice any more, and the last of them did not get one."""
+        ...
+
+    def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
+        """What to tell a request that has waited for its pin for as long as any may."""
         ...
 
 
@@ -226,7 +235,7 @@ LoadFailure: TypeAlias = Literal["rejected", "missing", "unavailable", "no_slot"
 
 
 class AdapterObserver(Protocol):
-    """Metrics of adapters. Called on the threads that load them; never blocks."""
+    """Metrics of adapters. Called on the threads that load them, and the loop's; never blocks."""
 
     def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
         """A part of a swap has succeeded after so long."""

@@ -82,8 +82,8 @@ class PrivateVersions:
             Overloaded: no slot became free in time.
             AdapterRejected: the files do not bind.
         """
-        slot = self._take(interrupt)
         version = PrivateVersion.fresh()
+        slot = self._take(version, interrupt)
         try:
             self._loader.load_files(files, slot)
         except BaseException:
@@ -100,18 +100,23 @@ class PrivateVersions:
                 self._table.forget(version)
                 self._freed()
 
-    def _take(self, interrupt: Callable[[], None]) -> int:
+    def _take(self, version: PrivateVersion, interrupt: Callable[[], None]) -> int:
         until = time.monotonic() + self._wait_seconds
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    slot = self._table.take(version, version, self._keep())
+                if slot is not None:
+                    return slot
+                if time.monotonic() >= until:
+                    raise Overloaded(
+                        f"the job found no adapter slot for its policy in {self._wait_seconds:g} s: all of them are in "
+                        "use by running requests; submit it again when there is less traffic on adapters, or raise "
+                        "TEMPER_ADAPTER_SLOTS"
+                    )
+                interrupt()
+                time.sleep(_PAUSE_SECONDS)
+        finally:
             with self._changed:
-                slot = self._table.take(self._keep())
-            if slot is not None:
-                return slot
-            if time.monotonic() >= until:
-                raise Overloaded(
-                    f"the job found no adapter slot for its policy in {self._wait_seconds:g} s: all of them are in use "
-                    "by running requests; submit it again when there is less traffic on adapters, or raise "
-                    "TEMPER_ADAPTER_SLOTS"
-                )
-            interrupt()
-            time.sleep(_PAUSE_SECONDS)
+                self._table.leave(version)
+                self._freed()

@@ -14,7 +14,6 @@ in the order of their plans, so a later plan may hand on blocks and slots that a
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
@@ -22,18 +21,20 @@ from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.admission import Admission, Admissions
 from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.draft import Draft
+from services.engine.flights import Flights
 from services.engine.limits import Counts, SchedulerConfig
 from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.radix import Node, Pending
+from services.engine.memory.radix import Node
 from services.engine.memory.sequences import SequenceMemory, Snapshot
 from services.engine.memory.sessions import Sessions
 from services.engine.memory.sharing import Sharing
 from services.engine.memory.stored import StoredHistories
 from services.engine.memory.tiers.ports import Event, Job, Tiers
-from services.engine.plan import FIRST_SNAPSHOT, MOST_VERIFIED, SampledToken, StepPlan, StepResult
+from services.engine.plan import FIRST_SNAPSHOT, SampledToken, StepPlan, StepResult
 from services.engine.request import FinishReason, Request
 from services.engine.roster import Roster
 from services.engine.sequence import Sequence
+from services.engine.speculation import Speculation
 from services.engine.updates import SequenceUpdate
 
 _LONG_FOR_A_SHORT = 8
@@ -70,12 +71,10 @@ class Scheduler:
             clock=lambda: self._now,
         )
         self._expired: list[SequenceUpdate] = []
-        self._in_flight: deque[Draft] = deque()
-        """Oldest first."""
+        self._in_flight = Flights(self._memory, self._sharing)
+        self._speculation = Speculation(self._memory)
         self._masks = MaskMaker()
         self._preemptions = 0
-        self._guesses = 0
-        self._guesses_right = 0
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +94,8 @@ class Scheduler:
             slots_cached=self._memory.num_snapshots,
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
-            guesses=self._guesses,
-            guesses_right=self._guesses_right,
+            guesses=self._speculation.guesses,
+            guesses_right=self._speculation.right,
             evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
@@ -156,7 +155,7 @@ class Scheduler:
                 return None
             roster = self._roster
             raise IntegrityError(f"{len(roster.running)} running and {len(roster.waiting)} waiting, but no step to run")
-        self._in_flight.append(draft)
+        self._in_flight.add(draft)
         return draft.finish()
 
     def take_expired(self) -> list[SequenceUpdate]:
@@ -174,7 +173,7 @@ class Scheduler:
         Raises:
             ValueError: the plan is not the oldest in flight.
         """
-        masked = self._oldest(plan).masked_rows()
+        masked = self._in_flight.oldest(plan).masked_rows()
         masks, failures = self._masks.make([(row, sequence.matcher) for row, sequence in masked])
         return masks, [self._end(masked[at][1], FinishReason.ERROR, error) for at, error in failures]
 
@@ -188,19 +187,17 @@ class Scheduler:
             ValueError: the plan is not the oldest in flight or the result is not one of it; the plan is still in
                 flight then, and ``fail`` ends it.
         """
-        draft = self._oldest(plan)
-        rows = len(draft.sampling)
-        if self.config.speculative:
-            rows = sum(chunk.sampled_rows for chunk in plan.chunks)
-        if len(result.tokens) != rows or (self.config.speculative and len(result.guesses) != len(draft.sampling)):
-            raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
-        if len(result.reports) != len(plan.reads):
-            raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
+        draft = self._in_flight.oldest(plan)
+        draft.check(result, speculative=self.config.speculative)
         self._now = now
-        self._land(draft, succeeded=True)
+        self._in_flight.land(succeeded=True)
         told = draft.told(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
-            return told + self._append_verified(draft, plan, result, now)
+            for sequence, tokens in self._speculation.verified(draft, plan, result):
+                for token in tokens:
+                    if not sequence.ended:
+                        self._append(sequence, token, now, told)
+            return told
         for sequence, token in zip(draft.sampling, result.tokens, strict=True):
             if not sequence.ended:
                 self._append(sequence, token, now, told)
@@ -208,24 +205,19 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
-        draft = self._oldest(plan)
-        self._land(draft, succeeded=False)
+        self._in_flight.oldest(plan)
+        draft = self._in_flight.land(succeeded=False)
         ending = [sequence for sequence in draft.sequences if not sequence.ended]
         return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
 
     def when_landed(self, call: Callable[[], None]) -> None:
         """Calls once no step that is in flight now is any more: at once if there is none. For what steps read that
         requests hold: a request may have ended, and a step that was launched before it did goes on computing for it."""
-        if self._in_flight:
-            self._in_flight[-1].landed.append(call)
-        else:
-            call()
+        self._in_flight.when_landed(call)
 
     def discard(self) -> None:
         """Every step in flight is over, and nobody looks at its result: on the way out."""
-        while self._in_flight:
-            for call in self._in_flight.popleft().landed:
-                call()
+        self._in_flight.discard()
 
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
@@ -270,10 +262,10 @@ class Scheduler:
         """
         self._roster.check()
         pending = sum(sequence.pending for sequence in self._roster)
-        sampled = sum(not sequence.ended for draft in self._in_flight for sequence in draft.sampling)
+        sampled = self._in_flight.num_sampling
         if pending != sampled:
             raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
-        self._memory.check(self._roster.running, [one for draft in self._in_flight for one in draft.restores])
+        self._memory.check(self._roster.running, self._in_flight.restores)
 
     # Planning.
 
@@ -294,7 +286,7 @@ class Scheduler:
     def _add_decodes(self, draft: Draft) -> list[Sequence]:
         """Plans the sequences that lack one token (a decode, or the tail of a prompt); returns those that lack more."""
         if self.config.speculative:
-            return self._add_answers(draft)
+            return self._speculation.add_answers(draft, self._roster.running, self._grow)
         partial: list[Sequence] = []
         block_size = self.config.block_size
         # Only the end of the list is preempted meanwhile, never what was planned: decodes are planned in rank order.
@@ -304,23 +296,6 @@ class Scheduler:
                 partial.append(sequence)
             elif known < sequence.known_at_end and (known <= len(sequence.blocks) * block_size or self._grow(sequence)):
                 draft.add(sequence, known)
-        return [sequence for sequence in partial if sequence.slot]
-
-    def _add_answers(self, draft: Draft) -> list[Sequence]:
-        """Same, with speculation: guesses go along, and what is behind a wrong one goes in again."""
-        partial: list[Sequence] = []
-        for sequence in self._roster.running:
-            answering = sequence.computed >= len(sequence.request.prompt_token_ids)
-            if sequence.lacking > 1 and not (answering and sequence.lacking <= MOST_VERIFIED):
-                partial.append(sequence)
-            elif self._grow(sequence):
-                # A guess is not worth a preemption.
-                if sequence.takes_guess and not self._memory.grow_for_guess(sequence):
-                    sequence.guess = -1
-                if sequence.lacking > 1 or sequence.takes_guess:
-                    draft.add_verified(sequence)
-                else:
-                    draft.add(sequence, sequence.known)
         return [sequence for sequence in partial if sequence.slot]
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -418,63 +393,13 @@ class Scheduler:
         self._roster.preempt(sequence)
         # It gave way to those of better rank, not to short ones of worse rank, which lost theirs just as it did.
         sequence.held_up = True
-        self._memory.free(sequence, self._youngest, keep=True)
+        self._memory.free(sequence, self._in_flight.youngest, keep=True)
         self._sharing.withdraw(sequence)
         self._sharing.add(sequence)
         sequence.preemptions += 1
         self._preemptions += 1
 
     # Results.
-
-    def _oldest(self, plan: StepPlan) -> Draft:
-        if not self._in_flight or self._in_flight[0].plan is not plan:
-            raise ValueError("the plan is not in flight, or not the oldest that is")
-        return self._in_flight[0]
-
-    def _land(self, draft: Draft, *, succeeded: bool) -> None:
-        """The oldest draft is not in flight any more."""
-        self._in_flight.popleft()
-        if succeeded:
-            self._memory.confirm(draft.pending)
-        else:
-            # What later steps compute stands on what this one has not.
-            for failed in (draft, *self._in_flight):
-                self._memory.discard(failed.pending)
-        for restore in draft.restores:
-            self._memory.restored(restore)
-        for snapshot in draft.snapshots:
-            self._memory.end_snapshot(snapshot)
-            self._sharing.kept(snapshot.sequence, snapshot.position)
-        for sequence in draft.computed:
-            if not sequence.waiting:
-                self._sharing.remove(sequence)
-        for call in draft.landed:
-            call()
-
-    @property
-    def _youngest(self) -> Pending | None:
-        """Of the steps in flight; None: there is none."""
-        return self._in_flight[-1].pending if self._in_flight else None
-
-    def _append_verified(self, draft: Draft, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """The tokens of a step with speculation: those behind a right guess count too."""
-        updates: list[SequenceUpdate] = []
-        tokens = iter(result.tokens)
-        chunks = (chunk for chunk in plan.chunks if chunk.samples)
-        for sequence, chunk, guess in zip(draft.sampling, chunks, result.guesses, strict=True):
-            token, *more = [next(tokens) for _ in range(chunk.sampled_rows)]
-            self._guesses += chunk.guesses
-            right = bool(more) and token.error is None and token.token_id == chunk.token_ids[-1]
-            self._guesses_right += right
-            if sequence.ended:
-                continue
-            if right:
-                sequence.accept(chunk)
-            sequence.guess = guess if sequence.guessable else -1
-            self._append(sequence, token, now, updates)
-            if right and not sequence.ended:
-                self._append(sequence, more[0], now, updates)
-        return updates
 
     def _append(self, sequence: Sequence, token: SampledToken, now: float, updates: list[SequenceUpdate]) -> None:
         """Takes in a token; appends what to tell of it."""
@@ -505,7 +430,7 @@ class Scheduler:
             keep: what was computed is sound, and others may go on from it.
         """
         self._roster.remove(sequence)
-        node = self._memory.free(sequence, self._youngest, keep=keep)
+        node = self._memory.free(sequence, self._in_flight.youngest, keep=keep)
         self._sharing.withdraw(sequence)
         self._sharing.remove(sequence)
         if node is not None and sequence.request.session is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.common.errors import TemperError
 from services.common.jobs import LoraSettings
 from services.engine.gate import SliceGate
 from services.engine.limits import SchedulerConfig
@@ -36,6 +37,12 @@ class NoAdapters:
 
     def release(self, pin: AdapterPin) -> None:
         pass
+
+    def give_up(self, choice: AdapterChoice) -> None:
+        pass
+
+    def overdue(self, choice: AdapterChoice) -> TemperError:
+        return TemperError(f"{choice} was waited for, although the base always serves")
 
 
 def gradients(model: Qwen3_5, gate: SliceGate, steps: int) -> list[Tensor]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.engine.memory.blocks import BlockPool
 from services.engine.memory.cost import ComputeCost
+from services.engine.memory.entries import Entries, StoredEntry
 from services.engine.memory.integrity import IntegrityError
 from services.engine.memory.prefix import PrefixCache
 from services.engine.memory.radix import Node, Path
@@ -56,24 +57,12 @@ _PUT_OFF = 1024
 """Snapshots that are remembered to be saved when others have been."""
 
 
-@dataclass(slots=True)
-class _Stored:
-    entry: Entry
-    node: Node
-    tiers: set[Tier] = field(default_factory=set)
-    """Empty: it is being saved."""
-
-    @property
-    def fastest(self) -> Tier | None:
-        return next((tier for tier in _SPEED if tier in self.tiers), None)
-
-
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A snapshot that could be loaded."""
 
     node: Node
-    chain: Sequence[_Stored]
+    chain: Sequence[StoredEntry]
     """The entries that are read, in the order of the history."""
     tier: Tier
     """The slowest that it comes from."""
@@ -117,7 +106,7 @@ class StoredHistories:
         self._cost = cost
         self._share = share
         self._layout: Layout = tiers.layout
-        self._stored: dict[Key, _Stored] = {}
+        self._entries = Entries(cache)
         self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
         self._loading: dict[int, Loading] = {}
         self._targets: dict[Node, int] = {}
@@ -125,8 +114,6 @@ class StoredHistories:
         self._tickets = 0
         self._persisting: dict[int, Callable[[Sequence[tuple[Key, Tier]]], None]] = {}
         self._jobs: list[Job] = []
-        self._alternates: dict[Node, list[Key]] = {}
-        """Further entries of one history: another engine has cut it into entries otherwise."""
         self._put_off: deque[Node] = deque(maxlen=_PUT_OFF)
 
     @property
@@ -173,13 +160,11 @@ class StoredHistories:
         """Saves a snapshot if it can be and is worth it; False: too much is being saved."""
         if not self._may_be_saved(node) or node.parent is None:
             return True
-        above = node.parent
-        while above.parent is not None and not (above.key is not None and above.key in self._stored):
-            above = above.parent
-        parent = None if above.key is None else self._stored[above.key].entry
-        seconds = self._cost.seconds(above.end, node.end)
-        entry = Entry.behind(parent, node.space, node.tokens(above.end), seconds)
-        if entry.key in self._stored:
+        above = self._entries.above(node)
+        begin = 0 if above is None else above.node.end
+        seconds = self._cost.seconds(begin, node.end)
+        entry = Entry.behind(None if above is None else above.entry, node.space, node.tokens(begin), seconds)
+        if entry.key in self._entries:
             return True
         if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
             return True
@@ -191,22 +176,21 @@ class StoredHistories:
         self._blocks.hold(blocks)
         self._cache.pin(node)
         node.saving = True
-        node.key = entry.key
-        self._stored[entry.key] = _Stored(entry, node)
+        self._entries.add(entry, node)
         self._saving[entry.key] = (node, blocks)
         self._jobs.append(Save(entry, blocks, node.slot))
         return True
 
     def reload(self, node: Node) -> float | None:
         """Seconds to get back what the device has of a node; None: no tier has it."""
-        stored = None if node.key is None else self._stored.get(node.key)
+        stored = self._entries.get(node.key)
         if stored is None or stored.fastest is None:
             return None
         return self._tiers.seconds(stored.fastest, self._layout.payload_bytes(stored.entry))
 
     def used(self, node: Node) -> None:
         """A history went on from here."""
-        keys = [stored.entry.key for stored in self._chain(node)]
+        keys = [stored.entry.key for stored in self._entries.chain(node)]
         if keys:
             self._jobs.append(Use(keys))
 
@@ -227,7 +211,7 @@ class StoredHistories:
         for node in path.nodes:
             if node.end <= begin or node.end > limit or node.end % unit or node.pending is not None:
                 continue
-            chain = self._chain(node)
+            chain = self._entries.chain(node)
             if not chain or chain[-1].entry.end != node.end:
                 continue
             needed = [stored for stored in chain if stored.entry.end > there] or chain[-1:]
@@ -285,7 +269,7 @@ class StoredHistories:
         for node in [node for node, other in self._targets.items() if other == ticket]:
             del self._targets[node]
 
-    def _parts(self, chain: Sequence[_Stored], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
+    def _parts(self, chain: Sequence[StoredEntry], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
         """What of each entry goes to the fresh blocks, the first of which is block ``have`` of the history. A block in
         which an entry ends comes from the next one, which has it whole."""
         size = self._layout.block_size
@@ -298,7 +282,7 @@ class StoredHistories:
             if blocks or last:
                 yield Part(entry.key, begin - first, blocks, slot if last else 0)
 
-    def _load_seconds(self, chain: Sequence[_Stored], there: int, end: int) -> float:
+    def _load_seconds(self, chain: Sequence[StoredEntry], there: int, end: int) -> float:
         """Of the blocks behind the first ``there`` tokens and the last state; from below the host, of whole entries."""
         sizes: dict[Tier, int] = {}
         size = self._layout.block_size
@@ -313,22 +297,6 @@ class StoredHistories:
             sizes[tier] = sizes.get(tier, 0) + amount
         return sum(self._tiers.seconds(tier, amount) for tier, amount in sizes.items())
 
-    def _chain(self, node: Node) -> list[_Stored]:
-        """The entries of a history up to this node or the last above that has one, if they can be read; or none."""
-        at: Node | None = node
-        while at is not None and (at.key is None or not self._stored[at.key].tiers):
-            at = at.parent
-        chain: list[_Stored] = []
-        key = None if at is None else at.key
-        while key is not None:
-            stored = self._stored.get(key)
-            if stored is None or not stored.tiers:
-                return []
-            chain.append(stored)
-            key = stored.entry.parent
-        chain.reverse()
-        return chain
-
     # What the tiers tell.
 
     def take(self, events: Sequence[Event]) -> list[Node]:
@@ -337,7 +305,7 @@ class StoredHistories:
         for event in events:
             match event:
                 case Kept():
-                    node = self._kept(event.entry, event.tier)
+                    node = self._entries.kept(event.entry, event.tier)
                     if node is not None:
                         kept.append(node)
                 case Released():
@@ -352,53 +320,25 @@ class StoredHistories:
                         done(event.missing)
         return kept
 
-    def _kept(self, entry: Entry, tier: Tier) -> Node | None:
-        stored = self._stored.get(entry.key)
-        if stored is None:
-            above = None if entry.parent is None else self._stored.get(entry.parent)
-            if entry.parent is not None and above is None:
-                return None
-            history = entry.tokens if above is None else above.node.tokens() + entry.tokens
-            node = self._cache.reach(entry.space, history)
-            stored = self._stored[entry.key] = _Stored(entry, node)
-            if node.key is None:
-                node.key = entry.key
-            else:
-                self._alternates.setdefault(node, []).append(entry.key)
-        stored.tiers.add(tier)
-        return stored.node
-
     def _released(self, key: Key) -> None:
         if key not in self._saving:
             return
         node, blocks = self._saving.pop(key)
         self._blocks.let_go(blocks)
         node.saving = False
-        stored = self._stored.get(key)
+        stored = self._entries.get(key)
         if stored is not None and not stored.tiers:
-            self._gone(stored)
+            self._entries.remove(stored)
         self._cache.unpin(node)
         self._save_on()
 
     def _dropped(self, key: Key, tier: Tier) -> None:
-        stored = self._stored.get(key)
+        stored = self._entries.get(key)
         if stored is None:
             return
         stored.tiers.discard(tier)
         if not stored.tiers and key not in self._saving:
-            self._gone(stored)
-
-    def _gone(self, stored: _Stored) -> None:
-        key, node = stored.entry.key, stored.node
-        del self._stored[key]
-        others = self._alternates.pop(node, [])
-        if node.key == key:
-            node.key = others.pop(0) if others else None
-        else:
-            others.remove(key)
-        if others:
-            self._alternates[node] = others
-        self._cache.prune(node)
+            self._entries.remove(stored)
 
     def _loaded(self, event: Loaded) -> None:
         loading = self._loading.pop(event.ticket, None)
@@ -415,15 +355,15 @@ class StoredHistories:
 
     def chain_keys(self, node: Node) -> list[Key]:
         """Of the entries of a history, as far as tiers have them."""
-        return [stored.entry.key for stored in self._chain(node)]
+        return [stored.entry.key for stored in self._entries.chain(node)]
 
     def tiers_of(self, node: Node) -> list[tuple[Entry, frozenset[Tier]]]:
         """The same with where they are."""
-        return [(stored.entry, frozenset(stored.tiers)) for stored in self._chain(node)]
+        return [(stored.entry, frozenset(stored.tiers)) for stored in self._entries.chain(node)]
 
     def node_of(self, key: Key) -> Node | None:
         """Where the history of an entry ends."""
-        stored = self._stored.get(key)
+        stored = self._entries.get(key)
         return None if stored is None else stored.node
 
     def submit(self, job: Job) -> None:
@@ -432,17 +372,9 @@ class StoredHistories:
 
     def persist(self, node: Node, done: Callable[[Sequence[tuple[Key, Tier]]], None]) -> None:
         """Brings what is kept of a history to every tier; ``done`` gets what could not be brought where."""
-        keys: list[Key] = []
-        at: Node | None = node
-        while at is not None and at.key is None:
-            at = at.parent
-        stored = None if at is None or at.key is None else self._stored.get(at.key)
-        while stored is not None:  # what is being saved as well
-            keys.append(stored.entry.key)
-            stored = None if stored.entry.parent is None else self._stored.get(stored.entry.parent)
         self._tickets += 1
         self._persisting[self._tickets] = done
-        self._jobs.append(Persist(self._tickets, keys[::-1]))
+        self._jobs.append(Persist(self._tickets, self._entries.lineage(node)))
 
     # For the integrity check.
 
@@ -460,11 +392,6 @@ class StoredHistories:
 
     def check(self) -> None:
         """Raises IntegrityError if entries and nodes do not belong together."""
-        for key, stored in self._stored.items():
-            if stored.node.end != stored.entry.end or stored.node.space != stored.entry.space:
-                raise IntegrityError(f"an entry that ends at {stored.entry.end} is at a node of {stored.node.end}")
-            if not stored.tiers and key not in self._saving:
-                raise IntegrityError("an entry is listed that no tier has")
-        for node in self._cache.tree:
-            if node.key is not None and node.key not in self._stored:
-                raise IntegrityError(f"a node that ends at {node.end} has an entry that is not listed")
+        self._entries.check()
+        if any(key not in self._saving for key in self._entries.unkept()):
+            raise IntegrityError("an entry is listed that no tier has")

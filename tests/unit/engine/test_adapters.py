@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,7 +24,6 @@ from services.common.names import AdapterVersion
 from services.common.registry import Pointers
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits
-from services.engine.adapter_slots import SlotTable
 from services.engine.adapters import AdapterManager
 from services.engine.ports import AdapterPhase, LoadFailure, NoObserver
 from services.engine.request import BASE_PIN, AdapterPin
@@ -127,7 +127,7 @@ class Swaps(NoObserver):
 
 
 class World:
-    def __init__(self, slots: int = 3, wait_seconds: float = 5.0) -> None:
+    def __init__(self, slots: int = 3, wait_seconds: float = 5.0, turn_seconds: float = 1.0) -> None:
         self.swaps = Swaps()
         self.registry = FakeRegistry()
         self.lora = FakeLora()
@@ -138,7 +138,7 @@ class World:
             AdapterLoader(
                 cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base", observer=self.swaps
             ),
-            AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds),
+            AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds, turn_seconds=turn_seconds),
             self.swaps,
         )
 
@@ -332,17 +332,123 @@ def test_a_version_that_is_not_current_is_shown_with_its_number(world: World) ->
     assert world.manager.snapshot().serving == ("a", "a@1")
 
 
-def test_no_free_slot_for_too_long_is_overloaded() -> None:
-    world = World(slots=2, wait_seconds=0.0).start()
-    for name in "ab":
+def full(slots: int, **limits: float) -> tuple[World, list[AdapterPin]]:
+    """A world whose slots are all in use, and the pins."""
+    world = World(slots, **limits).start()
+    pins = []
+    for name in "abcdefgh"[:slots]:
         world.publish(name, attach=False)
-        world.pin(named(name))
-    world.publish("c", attach=False)
-    with pytest.raises(Overloaded, match="2 adapter slots"):
-        world.pin(named("c"))
-    assert world.swaps.failures == ["no_slot"]
+        pins.append(world.pin(named(name)))
+    return world, pins
+
+
+@contextmanager
+def in_use(slots: int, **limits: float) -> Iterator[tuple[World, list[AdapterPin]]]:
+    world, pins = full(slots, **limits)
+    yield world, pins
     world.manager.stop()
     world.loop.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_what_lacks_a_slot_for_too_long_is_told_so() -> None:
+    with in_use(2, wait_seconds=0.5) as (world, _):
+        world.publish("c", attach=False)
+        assert world.manager.pin(named("c")) is None
+        until(lambda: named("c") in world.manager._table.queue)
+        error = world.manager.overdue(named("c"))
+        assert isinstance(error, Overloaded)
+        assert "all 2 adapter slots are in use, and none became free in 0.5 s" in error.message
+        assert "TEMPER_ADAPTER_SLOTS" in error.message
+        assert world.swaps.failures == ["no_slot"]
+
+
+def test_what_is_loaded_slowly_is_not_told_that_it_lacks_a_slot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.publish("a", attach=False)
+    world.start()
+    go_on = threading.Event()
+    files = world.registry.files
+    monkeypatch.setattr(world.registry, "files", lambda version: go_on.wait(20) and files(version))
+    assert world.manager.pin(named("a")) is None
+    until(lambda: "manifest a@1" in world.registry.calls)
+    error = world.manager.overdue(named("a"))
+    assert isinstance(error, Unavailable)
+    assert "no slot was missing" in error.message
+    assert world.swaps.failures == []
+    go_on.set()
+
+
+def test_a_version_without_a_slot_is_served_however_many_requests_others_get() -> None:
+    """Each of two versions has a request at all times, and a new one before its last has ended."""
+    with in_use(2, turn_seconds=0.01) as (world, held):
+        world.publish("c", attach=False)
+        of = {"a": [held[0]], "b": [held[1]]}
+        refused: set[str] = set()
+        waiting = None
+        while waiting is None:
+            for name, pins in of.items():
+                pin = world.manager.pin(named(name))
+                if pin is None:
+                    refused.add(name)
+                else:
+                    pins.append(pin)
+                if pins:
+                    world.manager.release(pins.pop(0))
+            assert of["a"] or of["b"], "both gave way to one"
+            time.sleep(0.001)
+            waiting = world.manager.pin(named("c"))
+        assert waiting.version == "c@1"
+        assert refused, "nobody gave way"
+
+
+def test_versions_are_served_in_the_order_in_which_they_began_to_wait() -> None:
+    with in_use(2) as (world, held):
+        for name in "cd":
+            world.publish(name, attach=False)
+        assert world.manager.pin(named("c")) is None
+        until(lambda: named("c") in world.manager._table.queue)
+        assert world.manager.pin(named("d")) is None
+        until(lambda: named("d") in world.manager._table.queue)
+        world.manager.release(held[0])
+        until(lambda: world.lora.slots[held[0].slot] == "c@1")
+        # Also one that was there before: it gave way, and stands behind those that waited.
+        assert world.manager.pin(named("a")) is None
+        until(lambda: named("a") in world.manager._table.queue)
+        world.manager.release(held[1])
+        until(lambda: world.lora.slots[held[1].slot] == "d@1")
+        world.manager.release(world.pin(named("c")))
+        assert world.pin(named("a")).slot == held[0].slot
+
+
+def test_versions_go_on_when_nobody_waits_for_their_slots_any_more() -> None:
+    """Whoever waited has given up: who gave way is told to try again."""
+    with in_use(2, turn_seconds=0.0) as (world, held):
+        world.publish("c", attach=False)
+        assert world.manager.pin(named("c")) is None
+        until(lambda: named("c") in world.manager._table.queue)
+        assert world.manager.pin(named("a")) is None
+        world.manager.give_up(named("c"))
+        assert world.pin(named("a")) == held[0]
+        assert list(world.manager._table.queue) == []
+
+
+def test_nobody_gives_way_to_what_is_not_there() -> None:
+    with in_use(2) as (world, held):
+        world.manager.release(held[0])
+        for name in ("nobody", "a"):
+            with pytest.raises(ModelNotFound):
+                world.pin(named(name, 99))
+        world.registry.away = True
+        with pytest.raises(Unavailable):
+            world.pin(named("c"))
+        assert [loaded.pin for loaded in world.manager.snapshot().loaded] == held
+        assert list(world.manager._table.queue) == []
 
 
 def test_a_swap_waits_for_a_slot_while_the_old_version_serves() -> None:
@@ -367,6 +473,46 @@ def test_a_swap_waits_for_a_slot_while_the_old_version_serves() -> None:
     world.loop.stop()
 
 
+def test_a_sync_waits_for_pointers_that_are_not_live_whatever_else_is_asked_for_meanwhile() -> None:
+    with in_use(2) as (world, held):
+        world.registry.attachment = world.publish("c", attach=False)
+        done = threading.Thread(target=world.sync, daemon=True)
+        done.start()
+        until(lambda: world.manager._table.queue)
+        for name in "xyz":
+            with pytest.raises(ModelNotFound):
+                world.pin(named(name))
+        assert done.is_alive()
+        world.manager.release(held[0])
+        done.join(5)
+        assert not done.is_alive()
+        assert world.manager.snapshot().attached == "c@1"
+
+
+class FailingNudges:
+    """Fails once as no client of Redis should, then tells of an event."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, timeout: float) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("a bug")
+        time.sleep(0.01)
+        return True
+
+
+def test_a_bug_in_waiting_for_events_does_not_end_the_thread() -> None:
+    registry, nudges, loop = FakeRegistry(), FailingNudges(), FakeLoop()
+    loader = AdapterLoader(cast(Any, registry), cast(Any, FakeLora()), lambda files: cast(Any, files), base_digest="")
+    manager = AdapterManager(cast(Any, registry), nudges, loader, AdapterLimits(2, 0.1, 5.0))
+    manager.start(loop)
+    until(lambda: nudges.waits > 2)
+    manager.stop()
+    loop.stop()
+
+
 def test_a_slow_store_is_not_called_a_lack_of_slots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.publish("a", attach=False)
     world.start()
@@ -383,7 +529,7 @@ def test_a_slow_store_is_not_called_a_lack_of_slots_at_the_start(world: World, m
     go_on = threading.Event()
     pointers = world.registry.pointers
     monkeypatch.setattr(world.registry, "pointers", lambda: go_on.wait(20) and pointers())
-    monkeypatch.setattr("services.engine.adapters._FLIP_SECONDS", 0.2)
+    monkeypatch.setattr("services.engine.adapters._START_SECONDS", 0.2)
     with pytest.raises(Unavailable, match="what is attached was not loaded within"):
         world.start()
     go_on.set()
@@ -477,23 +623,6 @@ def test_a_bug_in_the_store_client_does_not_end_the_thread(world: World, monkeyp
     world.publish("a")
     world.sync()
     assert world.pin(ATTACHED).version == "a@1"
-
-
-def test_releasing_what_is_not_pinned_is_a_bug() -> None:
-    table = SlotTable(2)
-    slot = table.take(())
-    assert slot == 1
-    resident = table.put(AdapterVersion("a", 1), "d", slot)
-    with pytest.raises(ValueError, match="not pinned"):
-        table.release(resident.pin)
-    table.acquire(resident)
-    assert table.take(()) == 2
-    assert table.take(()) is None
-    table.give_back(2)
-    assert table.release(resident.pin)
-    assert table.take((resident.version,)) == 2
-    assert table.take((resident.version,)) is None
-    assert table.take(()) == 1
 
 
 def test_a_bug_in_loading_for_a_sync_does_not_end_the_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

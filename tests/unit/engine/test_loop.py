@@ -45,6 +45,7 @@ class Adapters:
         self.loaded = True
         self.error: TemperError | None = None
         self.pins: list[AdapterPin] = []
+        self.given_up: list[AdapterChoice] = []
 
     def pin(self, choice: AdapterChoice) -> AdapterPin | None:
         if choice.name is None:
@@ -62,6 +63,12 @@ class Adapters:
 
     def release(self, pin: AdapterPin) -> None:
         self.pins.remove(pin)
+
+    def give_up(self, choice: AdapterChoice) -> None:
+        self.given_up.append(choice)
+
+    def overdue(self, choice: AdapterChoice) -> TemperError:
+        return Unavailable(f"{choice.name} is overdue")
 
 
 class Client:
@@ -452,10 +459,26 @@ def test_gives_up_waiting_for_an_adapter() -> None:
     with running(adapter_wait_seconds=0.01) as engine:
         engine.adapters.loaded = False
         engine.submit("waits", adapter=AdapterChoice(name="a"))
-        assert isinstance(engine.client.wait("waits")["waits"][0].error, Unavailable)
+        error = engine.client.wait("waits")["waits"][0].error
+        assert isinstance(error, Unavailable)
+        assert error.message == "a is overdue"
         engine.submit("late", adapter=AdapterChoice(name="a"), deadline=0.0)
         assert isinstance(engine.client.wait("late")["late"][0].error, DeadlineExceeded)
         engine.check_nothing_left()
+
+
+def test_the_adapters_are_told_when_nobody_waits_for_a_choice_any_more(engine: Fixture) -> None:
+    engine.adapters.loaded = False
+    choice = AdapterChoice(name="a")
+    for name in ("first", "second"):
+        engine.submit(name, adapter=choice)
+    engine.loop.abort("first")
+    engine.settle()
+    assert engine.adapters.given_up == []
+    engine.loop.abort("second")
+    engine.settle()
+    assert engine.adapters.given_up == [choice]
+    engine.check_nothing_left()
 
 
 def test_deadline_ends_a_request(engine: Fixture) -> None:

@@ -1,6 +1,6 @@
 """The scheduler under arbitrary traffic: whatever is added, aborted, expired or failed in whatever order, nothing
-leaks, nobody starves whatever arrives meanwhile, no step reads an adapter's slot that another version is written to,
-and every answer is the one the request would have got alone.
+leaks, nobody starves whatever arrives meanwhile, be it for a seat, for memory or for the slot of an adapter, no step
+reads a slot that another version is written to, and every answer is the one the request would have got alone.
 
 `python -m tests.unit.engine.test_scheduler_machine 10000` tries as many examples; the suite tries fewer.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Set
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +27,7 @@ from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Pooling,
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import Sequence
 from services.engine.updates import SequenceUpdate
+from services.engine.wire import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, behind, request
 from tests.unit.engine.toy_reads import Told
 from tests.unit.engine.toy_tiers import ToyTiers
@@ -42,6 +45,20 @@ READS: list[dict[str, object]] = [
 VERSIONS = [None, AdapterVersion("a", 1), AdapterVersion("a", 2), AdapterVersion("b", 1)]
 """More than there are slots for; None: the base."""
 SLOTS = 2
+TURN_STEPS, DRAIN_STEPS = 3, 4
+
+
+@dataclass(frozen=True)
+class Unpinned:
+    """A request whose version has no slot, or gives way to those that have none."""
+
+    version: AdapterVersion
+    prompt: tuple[int, ...]
+    changes: dict[str, Any]
+
+
+def claim(version: AdapterVersion) -> AdapterChoice:
+    return AdapterChoice(name=version.name, version=version.version)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -104,7 +121,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config, depth, self.tiers)
         self.flight: list[tuple[StepPlan, StepResult]] = []
         """Launched, oldest first; the scheduler does not know the results yet."""
-        self.table = SlotTable(SLOTS)
+        self.steps = 0
+        """Over; what the slots' clock shows."""
+        self.table = SlotTable(
+            SLOTS, drain_seconds=DRAIN_STEPS, turn_seconds=TURN_STEPS, clock=lambda: float(self.steps)
+        )
+        self.unpinned: dict[str, Unpinned] = {}
+        """Oldest first."""
         self.weights: dict[int, str] = {}
         """Digest of what is in each adapter slot."""
         self.requests: dict[str, Request] = {}
@@ -113,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: set[str] = set()
         self.now = 0.0
         self.added = 0
+        self.pinned = 0
 
     @rule(
         family=st.integers(0, 1),
@@ -209,13 +233,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             changes = {"max_tokens": len(forced), "forced_ids": forced, "ignore_eos": True, "priority": priority}
             self._submit(version, prompt, **changes)
 
-    def _submit(self, version: AdapterVersion | None, prompt: tuple[int, ...], **changes: object) -> None:
-        """Pins the version's slot as the engine does, and adds a request; nothing if every slot is in use."""
-        pin = self._pin(version)
-        if pin is None:
-            return
+    def _submit(self, version: AdapterVersion | None, prompt: tuple[int, ...], **changes: Any) -> None:
+        """Adds a request once its version has a slot, as the engine does."""
         self.added += 1
-        added = request(f"r{self.added}", prompt, pin=pin, arrival=self.added, **changes)
+        name = f"r{self.added}"
+        if version is None:
+            self._begin(name, BASE_PIN, prompt, changes)
+        else:
+            self.unpinned[name] = Unpinned(version, prompt, changes)
+            self._pin_waiting()
+
+    def _begin(self, name: str, pin: AdapterPin, prompt: tuple[int, ...], changes: dict[str, Any]) -> None:
+        self.pinned += 1
+        added = request(name, prompt, pin=pin, arrival=self.pinned, **changes)
         length, tokens = len(prompt), added.sampling.max_tokens
         most = tokens if added.sampling.forced_ids else min(tokens, self.config.max_model_len - length)
         if most < 1 or length + most > self.config.max_model_len or length + most - 1 > self.config.capacity_tokens:
@@ -224,29 +254,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.when_landed(partial(self.table.release, pin))
             return
         self.scheduler.add(added)
-        self.requests[added.request_id] = added
-        self.outputs[added.request_id] = []
-        self.live.add(added.request_id)
+        self.requests[name] = added
+        self.outputs[name] = []
+        self.live.add(name)
 
-    def _pin(self, version: AdapterVersion | None) -> AdapterPin | None:
-        """A version's slot, into which it is written if it is in none; None: every slot is in use."""
-        if version is None:
-            return BASE_PIN
-        resident = self.table.get(version)
-        if resident is None:
-            slot = self.table.take(set())
-            if slot is None:
-                return None
-            read = {chunk.request.pin.slot for plan, _ in self.flight for chunk in plan.chunks}
-            assert slot not in read, "a slot is written to that a step in flight reads"
-            self.weights[slot] = f"digest {version}"
-            resident = self.table.put(version, self.weights[slot], slot)
-        return self.table.acquire(resident)
+    def _pin_waiting(self) -> None:
+        """Writes versions into slots in the order in which they began to wait, and adds the requests that waited."""
+        loaded: set[AdapterVersion] = set()
+        for version in dict.fromkeys(waiting.version for waiting in self.unpinned.values()):
+            slot = self.table.take(claim(version), version, loaded) if self.table.get(version) is None else None
+            if slot is not None:
+                read = {chunk.request.pin.slot for plan, _ in self.flight for chunk in plan.chunks}
+                assert slot not in read, "a slot is written to that a step in flight reads"
+                self.weights[slot] = f"digest {version}"
+                self.table.put(version, self.weights[slot], slot)
+                loaded.add(version)
+        for name, waiting in list(self.unpinned.items()):
+            resident = self.table.get(waiting.version)
+            if resident is not None and self.table.takes_requests(resident, loaded):
+                del self.unpinned[name]
+                self._begin(name, self.table.acquire(resident), waiting.prompt, waiting.changes)
+
+    @property
+    def here(self) -> set[str]:
+        """Requests that have not ended."""
+        return self.live | self.unpinned.keys()
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if self.live:
-            self._abort(data.draw(st.sampled_from(sorted(self.live))))
+        if self.here:
+            self._abort(data.draw(st.sampled_from(sorted(self.here))))
 
     @rule(launches=st.integers(0, 2), kept=st.integers(0, 3))
     def swap(self, launches: int, kept: int) -> None:
@@ -277,6 +314,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Takes in the results of the oldest step."""
         if self.flight:
             plan, result = self.flight.pop(0)
+            self.steps += 1
             self._check_weights(plan)
             self._take(self.scheduler.update(plan, result, self.now))
 
@@ -293,6 +331,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.flight:
             return
         plan, _ = self.flight.pop(0)
+        self.steps += 1
         self._check_weights(plan)
         updates = self.scheduler.fail(plan, TemperError("the step failed"))
         names = {chunk.request.request_id for chunk in plan.chunks}
@@ -327,33 +366,47 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         lengths=st.sampled_from([(1,), (2, 1), (1, 2, 3), (1, 30)]),
-        version=st.sampled_from(VERSIONS),
+        versions=st.lists(st.sampled_from(VERSIONS), max_size=4),
         quits=st.sampled_from([0, 0, 2, 5]),
     )
-    def flood(self, lengths: tuple[int, ...], version: AdapterVersion | None, quits: int) -> None:
-        """Whatever arrives, who is there ends within a bound that no starving scheduler meets: more wait at all times
-        than there are seats, and are aborted now and then. (Whoever is of better priority goes first; they are not.)"""
-        there = set(self.live)
-        worst = max((self.requests[name].priority for name in there), default=0)
+    def flood(self, lengths: tuple[int, ...], versions: list[AdapterVersion | None], quits: int) -> None:
+        """Whatever arrives, who is there ends within a bound that nobody meets who starves: more wait at all times
+        than there are seats, for all slots, too, and are aborted now and then. (Whoever is of better priority goes
+        first; they are not.)
+
+        Args:
+            versions: what is asked for; none: all that have a slot then, while another one waits for its first.
+        """
+        if not versions:
+            for version in VERSIONS:
+                self._submit(version, (1, 2, 3)[: self.config.max_model_len - 1], max_tokens=1)
+            versions = [None, *(version for version, _ in self.table.published)]
+        there = self.here
+        priorities = [self.requests[name].priority for name in self.live]
+        worst = max([0, *priorities, *(waiting.changes.get("priority", 0) for waiting in self.unpinned.values())])
         arrived = 0
         for count in range(self._bound(there)):
-            if not there & self.live:
+            if not there & self.here:
                 break
             while len(self.scheduler._roster.waiting) <= self.config.max_num_seqs and arrived < 20 * (count + 1):
                 length = min(lengths[arrived % len(lengths)], self.config.max_model_len - 1)
                 arrived += 1
                 prompt = tuple(1 + (arrived + position) % 40 for position in range(length))
-                self._submit(version if arrived % 3 else None, prompt, max_tokens=1 + arrived % 4, priority=worst)
-            if quits and count % quits == 1 and (others := sorted(self.live - there)):
+                version = versions[arrived % len(versions)] if len(self.unpinned) <= 2 * len(there) + 8 else None
+                self._submit(version, prompt, max_tokens=1 + arrived % 4, priority=worst)
+            if quits and count % quits == 1 and (others := sorted(self.here - there)):
                 self._abort(others[count % len(others)])
             self._step_with_tiers()
-        assert not there & self.live, "starved"
+        assert not there & self.here, "starved"
 
     def _bound(self, names: Set[str]) -> int:
-        """Steps that requests may take, and those that run meanwhile."""
-        requests = [self.requests[name] for name in names]
+        """Steps that requests may take, those that run meanwhile, and those that the versions that wait wait for."""
+        requests = [self.requests[name] for name in names & self.live]
         total = sum(len(each.prompt_token_ids) + each.sampling.max_tokens for each in requests)
-        return 20 + 2 * (total + 34 * self.config.max_num_seqs) * (len(requests) + 2)
+        waiting = [self.unpinned[name] for name in names & self.unpinned.keys()]
+        total += sum(len(each.prompt) + each.changes["max_tokens"] for each in waiting)
+        steps = 20 + 2 * (total + 34 * self.config.max_num_seqs) * (len(names) + 2)
+        return steps * (1 + len({each.version for each in waiting}))
 
     def _step_with_tiers(self) -> None:
         self.step()
@@ -364,11 +417,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def run_dry(self) -> None:
         """With no new arrivals every request ends, and nothing is held any more."""
-        for _ in range(self._bound(self.live)):
-            if not self.live:
+        for _ in range(self._bound(self.here)):
+            if not self.here:
                 break
             self._step_with_tiers()
-        assert not self.live
+        assert not self.here
         while self.flight:
             self.land()
         while self.tiers is not None and (self.tiers.jobs or self.tiers.events or self.scheduler._memory.copying):
@@ -378,6 +431,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert not self.scheduler.has_work
         assert all(resident.requests == 0 for _, resident in self.table.published)
+        assert not self.table.queue
 
     @invariant()
     def sound(self) -> None:
@@ -394,6 +448,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert counts.blocks_cached == counts.slots_cached == 0
 
     def _schedule(self) -> StepPlan | None:
+        self._pin_waiting()
         before = {s.request.request_id: s for s in self.scheduler._roster.running}
         prompts = {s.request.request_id: len(s.request.prompt_token_ids) for s in before.values()}
         decoding = [
@@ -462,6 +517,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(other.request.priority <= sequence.request.priority for other in passed_by)
 
     def _abort(self, request_id: str) -> None:
+        waiting = self.unpinned.pop(request_id, None)
+        if waiting is not None:
+            if all(other.version != waiting.version for other in self.unpinned.values()):
+                self.table.leave(claim(waiting.version))
+            return
         update = self.scheduler.abort(request_id)
         assert update is not None
         assert update.finish_reason is FinishReason.ABORT
