@@ -30,6 +30,7 @@ _NEEDS: Mapping[str, Values] = {
     "gateway.autoscaling": {"gateway": {"autoscaling": _SCALED}},
     "engine.autoscaling": {"engine": {"autoscaling": _SCALED}},
     "engine.model.existingClaim": {"engine": {"model": {"source": "claim", "existingClaim": "c"}}},
+    "engine.model.claimAccessMode": {"engine": {"model": {"source": "claim", "existingClaim": "c"}}},
     "engine.model.path": {"engine": {"model": {"source": "claim", "existingClaim": "c"}}},
     "engine.model.s3": {"engine": {"model": _ELSEWHERE}},
     "engine.model.huggingface": {"engine": {"model": _HUB}},
@@ -62,6 +63,7 @@ _SAID: Mapping[str, Any] = {
     "engine.model.s3.endpoint": "other.example.com:9000",
     "engine.model.huggingface.repository": "c/d@e",
     "engine.model.huggingface.endpoint": "http://hub.example.com",
+    "engine.model.claimAccessMode": "ReadWriteMany",
     "engine.kvCacheDtype": "fp8",
     "engine.quantization": "int4",
     "engine.gpu.resource": "nvidia.com/mig-1g.10gb",
@@ -146,6 +148,8 @@ def _other(default: Any, path: str) -> Any:
         return not default
     if isinstance(default, int):
         return default + 1
+    if isinstance(default, float):
+        return default / 2
     if isinstance(default, Mapping):
         return {**default}
     if isinstance(default, list):

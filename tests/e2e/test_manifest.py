@@ -13,15 +13,17 @@ from pathlib import Path
 
 import grpc
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.certificates import Authority
-from tests.chart.node import Node, RunningPod
+from tests.chart.node import Node, RunningPod, loopback
 from tests.chart.render import render, values_file
 from tests.e2e import jobs
 from tests.e2e.test_engines import Answer, prompts, stream, until
+from tests.exposure import called, readable
 from tests.stack import ROOT, clean_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pods need addresses of 127.0.0.0/8")
@@ -145,12 +147,20 @@ def test_who_has_no_key_gets_nothing(node: Node) -> None:
 
 
 def test_the_stores_answer_nobody_without_their_credentials(node: Node) -> None:
-    """On the address that other pods see; what asks for none listens on the loopback of the pod."""
+    """On the address that other pods see, whatever listens there; and on the loopback of the pod, where files are."""
     s3 = node.pods["demo-temper-s3-0"]
     assert httpx.get(f"http://{s3.address}:{s3.container.ports['s3']}/").status_code == 403
-    args = s3.container.args
-    assert args[args.index("-ip.bind") + 1] == "127.0.0.1"
-    assert httpx.get(f"http://{s3.address}:8888/buckets/temper/").status_code == 401
+    ports = {
+        one.laddr.port
+        for one in psutil.Process(s3.process.pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.ip == s3.address
+    }
+    assert s3.container.ports["s3"] in ports
+    assert len(ports) > 1, "gRPC of S3 listens beside it"
+    assert {port: found for port in ports if (found := readable(port, s3.address))} == {}
+    inside = loopback(s3.address)
+    assert httpx.get(f"http://{inside}:8888/buckets/temper/").status_code == 401
+    assert [*called(inside, 18888), *called(inside, 19333), *called(inside, 18080)] == []
 
 
 def test_engines_talk_to_nobody_without_a_certificate(node: Node) -> None:
