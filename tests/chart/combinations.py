@@ -39,12 +39,16 @@ _MORE: Values = {
 AXES: Mapping[str, Mapping[str, Values]] = {
     "model": {
         "image": {},
-        "claim": {"engine": {"model": {
+        "claim": {
+            "engine": {
+                "model": {
                     "source": "claim",
                     "existingClaim": "checkpoints",
                     "path": "qwen/4b",
                     "claimAccessMode": "ReadOnlyMany",
-                }}},
+                }
+            }
+        },
         "s3 of the release": {"engine": {"model": {"source": "s3", "s3": {"uri": "s3://m/4b"}, "digest": DIGEST}}},
         "s3 elsewhere": {
             "engine": {

@@ -176,7 +176,9 @@ def test_every_refusal_is_tried() -> None:
 def test_every_value_named_in_a_message_exists() -> None:
     template = (CHART / "templates" / "_validate.tpl").read_text()
     for message in re.findall(r'fail "([^"]+)"', template):
-        for path in re.findall(r"\b(?!tls\.(?:crt|key)\b)(?:engine|gateway|redis|objectStore|tls|telemetry)(?:\.[A-Za-z0-9]+)+", message):
+        for path in re.findall(
+            r"\b(?!tls\.(?:crt|key)\b)(?:engine|gateway|redis|objectStore|tls|telemetry)(?:\.[A-Za-z0-9]+)+", message
+        ):
             found: Any = DEFAULTS
             for key in path.split("."):
                 assert key in found, path

@@ -14,6 +14,7 @@ import pytest
 from tests.exposure import readable
 from tests.stack import Stack
 
+
 def listening(stack: Stack) -> dict[int, str]:
     """Ports on which processes of a stack listen, with the service's name."""
     found: dict[int, str] = {}
