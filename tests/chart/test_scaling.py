@@ -1,4 +1,4 @@
-"""What engines are scaled by: every query of the ScaledObject in Prometheus' own evaluator, over series as they come."""
+"""What engines are scaled by: each query of the ScaledObject in Prometheus' own evaluator, over series as they come."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 import urllib3
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from services.common.errors import Unavailable
@@ -22,6 +24,8 @@ from services.common.outbound import authorities, pool, proxy_for
 from services.common.s3_credentials import AmbientCredentials
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
+from services.common.tls import Certificates
+from services.gateway.channels import Channels
 from services.model_source.errors import SourceBroken
 from services.model_source.hub import HubSource
 from services.model_source.settings import ModelSourceSettings
@@ -143,6 +147,40 @@ def test_public_authorities_stay(tmp_path: Path) -> None:
     assert bundle.read_bytes() in found
     assert found.count(b"BEGIN CERTIFICATE") > 50
     assert authorities(CommonSettings()) is None
+
+
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "grpc_proxy")
+"""The first two are what the chart sets; gRPC reads the others."""
+
+
+async def test_engines_are_not_reached_through_the_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gRPC would take the environment's for every channel. A gateway that asked a proxy for a pod would find none."""
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    files = Authority("own-ca").issue(tmp_path, "localhost")
+    certificates = Certificates(files)
+    plain = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    secure = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', certificates.server_credentials())}"
+    await server.start()
+    proxy = _Noting(_Proxy)
+
+    async def asked(channel: grpc.aio.Channel) -> int:
+        async with channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            return int(answer.status)
+
+    with serving(proxy) as through:
+        for name in PROXIES:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{through}")
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert await asked(Channels().open(plain)) == health_pb2.HealthCheckResponse.SERVING
+        assert await asked(Channels(certificates).open(secure)) == health_pb2.HealthCheckResponse.SERVING
+        assert proxy.seen == []
+        # What any other channel does: the proxy is there and would be taken.
+        assert await asked(grpc.aio.insecure_channel(plain)) == health_pb2.HealthCheckResponse.SERVING
+        assert [path for path, _ in proxy.seen] == [plain]
+    await server.stop(0)
 
 
 class _Identity(http.server.BaseHTTPRequestHandler):
