@@ -25,6 +25,7 @@ from services.trainer.rewards.sample import Sample
 from services.trainer.rewards.webhook import WebhookScorer
 from services.trainer.settings import TrainerSettings
 from tests.certificates import Authority
+from tests.integration.proxies import Noting, Proxy, serving
 from tests.integration.servers import RunningServer
 from tests.otlp import Collector
 from tests.tls_front import TlsFront
@@ -152,3 +153,18 @@ def test_the_collector_of_traces(files: TlsFiles, monkeypatch: pytest.MonkeyPatc
             tracer.start(name).end()
             tracer.close()
         assert [span.name for span in collector.spans] == ["trusted"]
+
+
+def test_the_collector_of_traces_through_the_proxy(trusted: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    credentials = grpc.ssl_server_credentials([(trusted.key.read_bytes(), trusted.cert.read_bytes())])
+    proxy = Noting(Proxy)
+    with Collector(credentials) as collector, serving(proxy) as through:
+        monkeypatch.setenv("TEMPER_OTLP_ENDPOINT", collector.endpoint)
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:pw@127.0.0.1:{through}")
+        for name, direct in (("through it", ""), ("directly", "127.0.0.1")):
+            monkeypatch.setenv("NO_PROXY", direct)
+            tracer = tracing.open_tracer(CommonSettings(), "gateway")
+            tracer.start(name).end()
+            tracer.close()
+            assert collector.spans[-1].name == name
+            assert proxy.seen == [(collector.endpoint.removeprefix("https://"), "Basic bWU6cHc=")]
