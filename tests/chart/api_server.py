@@ -48,7 +48,7 @@ def serving(objects: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> Iterat
         def log_message(self, format: str, *args: object) -> None: ...
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     config = {
         "apiVersion": "v1",
         "kind": "Config",
