@@ -82,6 +82,7 @@ _SAID: Mapping[str, Any] = {
     "proxy.https": "http://proxy.example.com:3128",
     "proxy.http": "http://proxy.example.com:3128",
     "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}}],
+    "monitoring.runbooksUrl": "https://wiki.example.com/runbooks",
     "networkPolicy.dnsPorts": [53, 5353],
 }
 """Path → another value than the default's, where its kind does not say one."""
