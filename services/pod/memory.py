@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from pathlib import Path
 
 import torch
 
 from services.common.errors import DoesNotFit, InvalidRequest
+from services.common.machine import machine_bytes
 from services.engine.memory.plan import Footprint, MemoryPlan, plan_memory
 from services.engine.model.config import ModelConfig
 from services.engine.model.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
@@ -21,7 +20,6 @@ from services.pod.device import Device
 from services.pod.way_out import way_out
 from services.trainer.memory import Workload, estimate
 
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _LOGIT_COPIES = 4
 """Float32 [rows, vocabulary] tensors that sampling has alive at once."""
 _ACTIVATION_COPIES = 8
@@ -58,15 +56,6 @@ def device_bytes(device: Device) -> int:
         free, _ = torch.cuda.mem_get_info(device.torch)
         return int(free)
     return machine_bytes()
-
-
-def machine_bytes() -> int:
-    """Bytes of the machine's memory or the container's limit, the lower one."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no cgroup, or "max": no limit
-        return total
 
 
 def storage(settings: EngineSettings, device: Device) -> Storage:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import structlog
 
 from services.common.errors import InvalidRequest
+from services.common.machine import machine_bytes
 from services.common.store import ObjectStore
 from services.engine.memory.tiers.limits import tier_limits
 from services.engine.memory.tiers.manager import TierManager
 from services.engine.memory.tiers.ports import TierObserver
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.memory import machine_bytes
 from services.pod.runner import Computer
 
 log = structlog.get_logger(__name__)

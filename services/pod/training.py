@@ -128,12 +128,13 @@ def pod_host(settings: EngineSettings, trainer: TrainerSettings, engine: Engine)
             sequences=trainer.rollout_sequences,
             timeout_seconds=trainer.rollout_timeout_seconds,
         ),
-        webhooks=_webhooks(trainer),
+        webhooks=webhooks_of(trainer),
         teacher=engine.teacher,
     )
 
 
-def _webhooks(trainer: TrainerSettings) -> Webhooks:
+def webhooks_of(trainer: TrainerSettings) -> Webhooks:
+    """What jobs of this process may send samples to."""
     secret = trainer.reward_webhook_secret
     return Webhooks(
         allowed=trainer.webhook_prefixes,

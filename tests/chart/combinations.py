@@ -39,7 +39,16 @@ _MORE: Values = {
 AXES: Mapping[str, Mapping[str, Values]] = {
     "model": {
         "image": {},
-        "claim": {"engine": {"model": {"source": "claim", "existingClaim": "checkpoints", "path": "qwen/4b"}}},
+        "claim": {
+            "engine": {
+                "model": {
+                    "source": "claim",
+                    "existingClaim": "checkpoints",
+                    "path": "qwen/4b",
+                    "claimAccessMode": "ReadOnlyMany",
+                }
+            }
+        },
         "s3 of the release": {"engine": {"model": {"source": "s3", "s3": {"uri": "s3://m/4b"}, "digest": DIGEST}}},
         "s3 elsewhere": {
             "engine": {
@@ -66,6 +75,7 @@ AXES: Mapping[str, Mapping[str, Values]] = {
                     "digest": f"sha256:{DIGEST}",
                     "huggingface": {"repository": "Qwen/Qwen3.5-4B@main", "existingSecret": "hub"},
                     "sharedClaim": "shared",
+                    "claimAccessMode": "ReadWriteMany",
                 }
             }
         },

@@ -18,6 +18,7 @@ _REDIS: Values = {"bundled": False, "external": {"existingSecret": "redis"}}
 _HUB: Values = {"source": "huggingface", "digest": DIGEST, "huggingface": {"repository": "a/b"}}
 _S3: Values = {"source": "s3", "digest": DIGEST, "s3": {"uri": "s3://a/b"}}
 _ELSEWHERE: Values = merged(_S3, {"s3": {"endpoint": "s3.example.com", "existingSecret": "model"}})
+_CLAIM: Values = {"source": "claim", "existingClaim": "c", "claimAccessMode": "ReadWriteMany"}
 _SCALED: Values = {"enabled": True}
 _NEEDS: Mapping[str, Values] = {
     "caBundle": {"caBundle": {"configMap": "authorities"}},
@@ -29,13 +30,14 @@ _NEEDS: Mapping[str, Values] = {
     "gateway.service.type": {"gateway": {"apiKeys": {"allowNone": True}}},
     "gateway.autoscaling": {"gateway": {"autoscaling": _SCALED}},
     "engine.autoscaling": {"engine": {"autoscaling": _SCALED}},
-    "engine.model.existingClaim": {"engine": {"model": {"source": "claim", "existingClaim": "c"}}},
-    "engine.model.path": {"engine": {"model": {"source": "claim", "existingClaim": "c"}}},
+    "engine.model.existingClaim": {"engine": {"model": _CLAIM}},
+    "engine.model.claimAccessMode": {"engine": {"model": _CLAIM}},
+    "engine.model.path": {"engine": {"model": _CLAIM}},
     "engine.model.s3": {"engine": {"model": _ELSEWHERE}},
     "engine.model.huggingface": {"engine": {"model": _HUB}},
-    "engine.model.sharedClaim": {"engine": {"model": _HUB}},
+    "engine.model.sharedClaim": {"engine": {"model": {**_HUB, "claimAccessMode": "ReadWriteMany"}}},
     "engine.model.digest": {"engine": {"model": _S3}},
-    "engine.model.source": {"engine": {"model": {"existingClaim": "c"}}},
+    "engine.model.source": {"engine": {"model": {"existingClaim": "c", "claimAccessMode": "ReadWriteMany"}}},
     "engine.tiers": {"engine": {"tiers": {"names": "host,disk,store"}}},
     "engine.trainer.webhook": {"engine": {"trainer": {"webhooks": "https://a", "webhookExistingSecret": "w"}}},
     "redis.external": {"redis": _REDIS},
@@ -62,6 +64,7 @@ _SAID: Mapping[str, Any] = {
     "engine.model.s3.endpoint": "other.example.com:9000",
     "engine.model.huggingface.repository": "c/d@e",
     "engine.model.huggingface.endpoint": "http://hub.example.com",
+    "engine.model.claimAccessMode": "ReadWriteMany",
     "engine.kvCacheDtype": "fp8",
     "engine.quantization": "int4",
     "engine.gpu.resource": "nvidia.com/mig-1g.10gb",
@@ -79,6 +82,7 @@ _SAID: Mapping[str, Any] = {
     "proxy.https": "http://proxy.example.com:3128",
     "proxy.http": "http://proxy.example.com:3128",
     "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "mine"}}],
+    "monitoring.runbooksUrl": "https://wiki.example.com/runbooks",
     "networkPolicy.dnsPorts": [53, 5353],
 }
 """Path → another value than the default's, where its kind does not say one."""
@@ -146,6 +150,8 @@ def _other(default: Any, path: str) -> Any:
         return not default
     if isinstance(default, int):
         return default + 1
+    if isinstance(default, float):
+        return default / 2
     if isinstance(default, Mapping):
         return {**default}
     if isinstance(default, list):

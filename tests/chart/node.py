@@ -2,8 +2,8 @@
 
 What a kubelet does is done by the manifest: command, arguments, environment, volumes, probes, grace. What a process
 cannot have by itself is mapped: a pod's address is one of 127.0.0.0/8 (Linux has them all), a Service's name becomes
-the addresses of its pods, 0.0.0.0 the pod's own address, a mount path a directory, and the image's files those of this
-repository. Commands that a manifest leaves to the image are read from its Dockerfile.
+the addresses of its pods, 0.0.0.0 the pod's own address, 127.0.0.1 one more of its own, a mount path a directory, and
+the image's files those of this repository. Commands that a manifest leaves to the image are read from its Dockerfile.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ _PROGRAMS: Mapping[str, Callable[[], str]] = {
     "valkey-server": lambda: str(get_binary_path()),
     "weed": lambda: str(Path(sys.executable).parent / "weed"),
 }
+
+
+def loopback(address: str) -> str:
+    """The loopback of the pod with an address, which is its own: another address here."""
+    network, _, pod = address.rpartition(".")
+    return f"{network}.{int(pod) + 128}"
 
 
 class NotReady(Exception):
@@ -208,9 +214,10 @@ class Node:
         return text.replace("bind * -::*", f"bind {address}")
 
     def _mapped(self, text: str, address: str, volumes: Mapping[str, str]) -> str:
-        # A pod's loopback is its own.
-        if text in (_ANY, _LOOPBACK):
+        if text == _ANY:
             return address
+        if text == _LOOPBACK:
+            return loopback(address)
         for path in sorted(volumes, key=len, reverse=True):
             if text == path or text.startswith(f"{path}/"):
                 return volumes[path] + text.removeprefix(path)

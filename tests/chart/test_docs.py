@@ -9,7 +9,7 @@ import pytest
 
 from tests.chart.conftest import DEFAULTS
 from tests.chart.render import CHART
-from tests.chart.values_docs import TARGET, descriptions, leaves, render
+from tests.chart.values_docs import SCHEMA, TARGET, described, descriptions, leaves, render
 
 ROOT = CHART.parents[1]
 PAGES = [TARGET, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,6 +20,11 @@ _PATH = re.compile(rf"`(?!tls\.(?:crt|key)\b)((?:{_TOP})(?:\.[A-Za-z0-9]+)+)(?:[
 def test_the_table_of_values_is_current() -> None:
     page = TARGET.read_text()
     assert page == render(page), "run `python -m tests.chart.values_docs`"
+
+
+def test_the_schema_says_of_each_value_what_values_yaml_says() -> None:
+    text = SCHEMA.read_text()
+    assert text == described(text), "run `python -m tests.chart.values_docs`"
 
 
 def test_descriptions_belong_to_values() -> None:

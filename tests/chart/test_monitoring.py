@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -90,6 +91,33 @@ def test_dashboards_are_whole(watched: Rendered) -> None:
         assert len(text.encode()) < 1_000_000, "a ConfigMap has 1 MiB"
         original = json.loads((CHART / "dashboards" / name).read_text())
         assert json.loads(text).keys() == original.keys()
+
+
+def test_without_an_address_of_runbooks_nothing_leads_nowhere(promtool: Promtool, tmp_path: Path) -> None:
+    release = render({"monitoring": {"enabled": True}})
+    boards = [one for one in release.of("ConfigMap") if one["metadata"]["labels"].get("grafana_dashboard")]
+    assert len(boards) == 4
+    for board in boards:
+        ((name, text),) = board["data"].items()
+        whole = json.loads((CHART / "dashboards" / name).read_text())
+        assert _without_runbooks(whole) == json.loads(text)
+    for rules in release.of("PrometheusRule"):
+        alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+        assert all(set(alert["annotations"]) == {"summary", "description"} for alert in alerts)
+        file = tmp_path / f"{rules['metadata']['name']}.yaml"
+        file.write_text(yaml.safe_dump(rules["spec"]))
+        assert promtool("check", "rules", file).returncode == 0
+
+
+def _without_runbooks(tree: Any) -> Any:
+    """A dashboard without links to runbooks."""
+    if isinstance(tree, dict):
+        return {key: _without_runbooks(below) for key, below in tree.items()}
+    if isinstance(tree, list):
+        return [
+            _without_runbooks(one) for one in tree if not (isinstance(one, dict) and "RUNBOOKS" in str(one.get("url")))
+        ]
+    return tree
 
 
 def test_scraped_series_have_the_labels_that_rules_ask_for(watched: Rendered) -> None:

@@ -2,85 +2,81 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import random
-import re
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import helm_python
 import pytest
-import yaml
 
 from tests.chart.conftest import DEFAULTS
 from tests.chart.fragments import fragments
-from tests.chart.render import OURS, documents, files
+from tests.chart.pairs import QUIET, Pairs
+from tests.chart.render import OURS, files
+from tests.chart.values_docs import SCHEMA
 
 FRAGMENTS = fragments(DEFAULTS)
-QUIET = {"monitoring": {"dashboards": False}}
-"""Dashboards are a megabyte of text that no other value changes; test_monitoring.py looks at them."""
-NAMED = re.compile(r"\b(?:global|gateway|engine|redis|objectStore|tls|telemetry|test)(?:\.[a-zA-Z0-9]+)+ |extraEnv: ")
-GROUP = 12
+_TOGETHER = {"if", "allOf", "oneOf", "dependencies", "dependentRequired", "dependentSchemas"}
+"""With these, and with `not` or `anyOf` above other values, a schema could say something of two values."""
 
 
-@functools.cache
-def _parse(text: str) -> tuple[tuple[str, str], ...]:
-    """Kind and name of each document; equal texts are parsed once."""
-    return tuple((one["kind"], one["metadata"]["name"]) for one in documents(text))
-
-
-def told(names: Sequence[str]) -> str | None:
-    """What is wrong with these values together; None: they contradict each other, and a value is named."""
-    try:
-        texts = files(OURS, QUIET, *(FRAGMENTS[name] for name in names))
-    except helm_python.HelmValuesError as error:
-        return f"the schema refuses it: {error}"
-    except helm_python.HelmError as error:
-        return None if NAMED.search(str(error)) else str(error)
-    objects: list[tuple[str, str]] = []
-    for path, text in texts.items():
-        if path.endswith(".yaml"):
-            try:
-                objects += _parse(text)
-            except (yaml.YAMLError, TypeError, KeyError) as error:
-                return f"{path}: {error}"
-    return "" if len(set(objects)) == len(objects) else "two objects have one name"
-
-
-def _wrong(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Renders every pair of a value of one group and a value of the other, as many at once as do not contradict."""
-    names = (*one, *other)
-    problem = told(names)
-    if problem == "" or (problem is None and len(names) == 2):
-        return
-    if problem and len(names) == 2:
-        yield names, problem
-    elif len(one) >= len(other):
-        yield from _wrong(one[: len(one) // 2], other)
-        yield from _wrong(one[len(one) // 2 :], other)
-    else:
-        yield from _wrong(one, other[: len(other) // 2])
-        yield from _wrong(one, other[len(other) // 2 :])
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(FRAGMENTS, tmp_path_factory.mktemp("charts"))
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
-def test_every_value_renders_alone(name: str) -> None:
+def test_every_value_renders_alone(name: str, pairs: Pairs) -> None:
     assert FRAGMENTS[name]
-    assert told([name]) == ""
+    assert files(OURS, QUIET, FRAGMENTS[name]), "the schema takes it"
+    assert pairs.told([name]) == ""
 
 
 def test_there_is_every_value() -> None:
     assert len(FRAGMENTS) > 200
 
 
-def test_every_pair_renders() -> None:
-    """Few values at a time beside defaults, so that a third value hides nothing: `python -m tests.chart.matrix --pairs`
-    takes exactly two."""
-    names = list(FRAGMENTS)
-    random.Random(1).shuffle(names)
-    groups = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
-    wrong = dict(entry for one, other in itertools.combinations(groups, 2) for entry in _wrong(one, other))
-    for group in groups:
-        half = len(group) // 2
-        wrong |= dict(_wrong(group[:half], group[half:]))
-    assert wrong == {}
+def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(schema, Mapping):
+        yield schema
+    for below in schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ():
+        yield from _nodes(below)
+
+
+def test_the_schema_looks_at_each_value_alone() -> None:
+    """So values that it takes one by one it takes together: pairs are tried without it."""
+    nodes = list(_nodes(json.loads(SCHEMA.read_text())))
+    assert len(nodes) > 200
+    assert not [node for node in nodes if _TOGETHER & set(node)]
+    assert not [node for node in nodes if {"not", "anyOf"} & set(node) and "properties" in str(node)]
+
+
+def test_every_pair_renders(pairs: Pairs) -> None:
+    """`python -m tests.chart.matrix --pairs` takes exactly two at a time."""
+    assert pairs.wrong() == {}
+    assert pairs.contradictions, "some are known to be there"
+
+
+BROKEN = """
+{{- if and .Values.gateway.replicas .Values.networkPolicy.dnsTo (eq .Values.engine.servedModelName "other") }}
+a: [
+{{- end }}
+"""
+"""Of two values, and of one more that is there by default."""
+
+
+def test_a_pair_that_breaks_is_found_and_a_contradiction_is_none(tmp_path: Path) -> None:
+    """Or the test above would prove nothing."""
+    names = [name for name in FRAGMENTS if name.startswith(("networkPolicy.", "tls.", "engine.quant", "engine.dev"))]
+    values = {name: FRAGMENTS[name] for name in names} | {"model": {"engine": {"servedModelName": "other"}}}
+    tried = Pairs({name: value for name, value in values.items() if name != "engine.servedModelName"}, tmp_path)
+    assert tried.told(["networkPolicy.dnsTo", "model"]) == ""
+    copy = tmp_path / "templates" / "templates" / "network.yaml"
+    copy.write_text(copy.read_text() + BROKEN)
+    with helm_python.Chart.load(tmp_path / "templates") as broken:
+        tried._templates = broken
+        found = tried.wrong()
+        assert {frozenset(pair) for pair in found} == {frozenset(("networkPolicy.dnsTo", "model"))}
+        assert tried.contradictions
+        assert {tried.told(sorted(pair)) for pair in tried.contradictions} == {None}

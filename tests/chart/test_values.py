@@ -269,7 +269,27 @@ def test_work_wakes_the_first_engine_and_gateways_stay() -> None:
     assert container(render(), "gateway").spec["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
 
-def test_several_engines_on_one_claim_are_told_what_it_has_to_be() -> None:
-    model = {"model": {"source": "claim", "existingClaim": "c"}}
-    assert "ReadWriteMany" in render({"engine": {"replicas": 2, **model}}).notes
-    assert "ReadWriteMany" not in render({"engine": model}).notes
+CLAIM: Mapping[str, Any] = {"source": "claim", "existingClaim": "c"}
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"model": CLAIM},
+        {"model": {**CLAIM, "claimAccessMode": "ReadWriteOnce"}},
+        {"replicas": 2, "model": {**CLAIM, "claimAccessMode": "ReadOnlyMany"}},
+        {"replicas": 2, "model": {**CLAIM, "claimAccessMode": "ReadWriteMany"}},
+        {"replicas": 8, "model": CLAIM, "nodeSelector": {"kubernetes.io/hostname": "one"}},
+        {"replicas": 2, "model": {"sharedClaim": "of no source that uses it"}},
+        {"replicas": 2, "autoscaling": {"enabled": True, "maxReplicas": 1}, "model": CLAIM},
+    ],
+    ids=str,
+)
+def test_engines_share_a_claim_that_lets_them(engine: Mapping[str, Any]) -> None:
+    """test_refusals.py has those that it does not let."""
+    (model,) = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in render({"engine": engine}).workload("engine").pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    ] or [None]
+    assert model == ("c" if "source" in engine["model"] else None)

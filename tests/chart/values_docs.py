@@ -1,4 +1,5 @@
-"""Writes the table of values in charts/temper/README.md: `python -m tests.chart.values_docs [--check]`.
+"""Writes the table of values in charts/temper/README.md and the descriptions in values.schema.json:
+`python -m tests.chart.values_docs [--check]`.
 
 Descriptions are the `# -- ` comments of values.yaml, which stand above their value.
 """
@@ -17,6 +18,7 @@ import yaml
 from tests.chart.render import CHART
 
 TARGET = CHART / "README.md"
+SCHEMA = CHART / "values.schema.json"
 _BEGIN, _END = "<!-- values -->\n", "<!-- /values -->\n"
 _KEY = re.compile(r"^( *)([A-Za-z0-9]+):")
 _COMMENT = re.compile(r"^ *# -- (.*)$")
@@ -68,17 +70,38 @@ def render(page: str) -> str:
     return f"{before}{_BEGIN}{table()}{_END}{rest.partition(_END)[2]}"
 
 
+def described(text: str) -> str:
+    """The schema, in which each value has the description that it should have now."""
+    schema = json.loads(text)
+    _describe(schema, "", descriptions())
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _describe(schema: dict[str, Any], path: str, known: Mapping[str, str]) -> None:
+    for key, below in schema.get("properties", {}).items():
+        here = f"{path}.{key}" if path else key
+        # Beside a reference nothing counts (draft 7), and what is referred to belongs to several.
+        if "$ref" not in below:
+            said = {"description": known[here]} if here in known else {}
+            rest = {name: value for name, value in below.items() if name != "description"}
+            schema["properties"][key] = below = {**said, **rest}
+        _describe(below, here, known)
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether the page is current")
-    page = TARGET.read_text()
-    if parser.parse_args().check:
-        if page != render(page):
-            sys.stderr.write("the chart's README is not current: run `python -m tests.chart.values_docs`\n")
-            return 1
-        return 0
-    TARGET.write_text(render(page))
+    check = parser.parse_args().check
+    current = True
+    for file, written in ((TARGET, render), (SCHEMA, described)):
+        text = file.read_text()
+        current &= text == written(text)
+        if not check:
+            file.write_text(written(text))
+    if check and not current:
+        sys.stderr.write("the chart's README or schema is not current: run `python -m tests.chart.values_docs`\n")
+        return 1
     return 0
 
 

@@ -13,15 +13,20 @@ from pathlib import Path
 
 import grpc
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.certificates import Authority
-from tests.chart.node import Node, RunningPod
+from tests.chart.node import Node, RunningPod, loopback
 from tests.chart.render import render, values_file
 from tests.e2e import jobs
+from tests.e2e.burning import fires
 from tests.e2e.test_engines import Answer, prompts, stream, until
+from tests.exposure import called, readable
+from tests.promtool import Promtool
+from tests.promtool import promtool as promtool  # a fixture
 from tests.stack import ROOT, clean_environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pods need addresses of 127.0.0.0/8")
@@ -43,7 +48,7 @@ VALUES = {
         "replicas": 2,
         "drainDelaySeconds": 1,
         "apiKeys": {"existingSecret": "keys"},
-        "env": {"TEMPER_STATUS_INTERVAL_SECONDS": 0.2},
+        "env": {"TEMPER_STATUS_INTERVAL_SECONDS": 0.2, "TEMPER_MAX_IN_FLIGHT": STREAMS},
     },
     "tls": {"enabled": True, "gatewayExistingSecret": "gateway-tls", "engineExistingSecret": "engine-tls"},
     "monitoring": {"enabled": True},
@@ -145,12 +150,20 @@ def test_who_has_no_key_gets_nothing(node: Node) -> None:
 
 
 def test_the_stores_answer_nobody_without_their_credentials(node: Node) -> None:
-    """On the address that other pods see; what asks for none listens on the loopback of the pod."""
+    """On the address that other pods see, whatever listens there; and on the loopback of the pod, where files are."""
     s3 = node.pods["demo-temper-s3-0"]
     assert httpx.get(f"http://{s3.address}:{s3.container.ports['s3']}/").status_code == 403
-    args = s3.container.args
-    assert args[args.index("-ip.bind") + 1] == "127.0.0.1"
-    assert httpx.get(f"http://{s3.address}:8888/buckets/temper/").status_code == 401
+    ports = {
+        one.laddr.port
+        for one in psutil.Process(s3.process.pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.ip == s3.address
+    }
+    assert s3.container.ports["s3"] in ports
+    assert len(ports) > 1, "gRPC of S3 listens beside it"
+    assert {port: found for port in ports if (found := readable(port, s3.address))} == {}
+    inside = loopback(s3.address)
+    assert httpx.get(f"http://{inside}:8888/buckets/temper/").status_code == 401
+    assert [*called(inside, 18888), *called(inside, 19333), *called(inside, 18080)] == []
 
 
 def test_engines_talk_to_nobody_without_a_certificate(node: Node) -> None:
@@ -166,6 +179,35 @@ def test_the_test_pod_of_helm_chats_and_trains(node: Node) -> None:
     told = pod.log.read_text().splitlines()
     assert told[-1] == "all of it works"
     assert any("@1 answers" in line for line in told)
+
+
+async def test_a_full_gateway_burns_its_error_budget(
+    node: Node, key: tuple[str, Path], promtool: Promtool, tmp_path: Path
+) -> None:
+    """By its own metrics and the alert as it is installed; one that had room burns nothing."""
+    full, other = gateway(node, 1), gateway(node)
+    refused = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings")
+    headers = {"authorization": f"Bearer {key[0]}"}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url(full), headers=headers, timeout=60, limits=limits) as asking:
+        answers = [Answer() for _ in range(STREAMS)]
+        running = [
+            asyncio.create_task(stream(asking, MODEL, prompt, 1000, answer))
+            for prompt, answer in zip(prompts(STREAMS, 16, seed=10), answers, strict=True)
+        ]
+        await until(lambda: all(answer.tokens for answer in answers))
+        for route in refused * 2:
+            assert (await asking.post(route, json={"model": MODEL, "input": "hi"})).status_code == 503
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        scraped = {pod.name: (await asking.get(f"{url(pod)}/metrics")).text for pod in (full, other)}
+    for route in refused:
+        assert f'route="{route}",status="503"' in scraped[full.name]
+    alert = "TemperErrorBudgetBurnsFast"
+    assert fires(promtool, tmp_path, node.release, alert, scraped[full.name], full.name)
+    assert 'route="/v1/models"' in scraped[other.name], "it was asked something"
+    assert not fires(promtool, tmp_path, node.release, alert, scraped[other.name], other.name)
 
 
 async def test_an_engine_leaves_under_streams_and_the_other_takes_its_job(

@@ -1,4 +1,4 @@
-"""The local S3 server at its end."""
+"""The local servers: S3 at its end, and Valkey when it is full."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import io
 import socket
 from pathlib import Path
 
+import pytest
+import redis
 from minio import Minio
 
 from cli.local_stores import LocalServer, s3_server
 from cli.ports import claim_ports
+from services.common.machine import machine_bytes
 from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
 from tests.integration.servers import RunningServer
 
@@ -32,3 +35,17 @@ def test_it_stops_in_time_with_a_connection_that_nobody_used(tmp_path: Path) -> 
     with client.get_object("kept", "object") as response:
         assert response.data == b"x" * 100_000
     assert server.stop() == 0
+
+
+def test_a_full_valkey_refuses_writes_before_the_machine_is_full(valkey: RunningServer) -> None:
+    with redis.Redis.from_url(f"redis://{valkey.address}/0") as client:
+        (limit,) = client.config_get("maxmemory").values()
+        assert 0 < int(limit) <= machine_bytes() // 2
+        client.set("kept", "x")
+        try:
+            client.config_set("maxmemory", 1)
+            with pytest.raises(redis.exceptions.OutOfMemoryError):
+                client.set("more", "x")
+            assert client.get("kept") == b"x", "nothing is given up for it"
+        finally:
+            client.config_set("maxmemory", limit)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import http.server
 import json
-import select
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 import urllib3
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from services.common.errors import Unavailable
@@ -22,10 +21,13 @@ from services.common.outbound import authorities, pool, proxy_for
 from services.common.s3_credentials import AmbientCredentials
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
+from services.common.tls import Certificates
+from services.gateway.channels import Channels
 from services.model_source.errors import SourceBroken
 from services.model_source.hub import HubSource
 from services.model_source.settings import ModelSourceSettings
 from tests.certificates import Authority
+from tests.integration.proxies import Noting, Proxy, serving
 
 COMMIT = "0" * 40
 
@@ -42,53 +44,13 @@ class _Hub(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-class _Proxy(http.server.BaseHTTPRequestHandler):
-    """CONNECT and nothing else; who connects is noted."""
-
-    def do_CONNECT(self) -> None:
-        server = self.server
-        assert isinstance(server, _Noting)
-        server.seen.append((self.path, self.headers.get("proxy-authorization", "")))
-        # Whatever name is asked for, it is this machine's port.
-        with socket.create_connection(("127.0.0.1", int(self.path.rpartition(":")[2]))) as there:
-            self.send_response(200)
-            self.end_headers()
-            ends = {self.connection: there, there: self.connection}
-            while True:
-                for end in select.select(list(ends), [], [], 5)[0]:
-                    data = end.recv(65536)
-                    if not data:
-                        return
-                    ends[end].sendall(data)
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-class _Noting(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, handler: type[http.server.BaseHTTPRequestHandler]) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
-        self.seen: list[tuple[str, str]] = []
-
-
-@contextmanager
-def serving(server: _Noting) -> Iterator[int]:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     """A hub over TLS, of an authority that nobody knows: its port, and the file of the authority."""
     files = Authority("own-ca").issue(tmp_path, "hub.example.internal")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
-    server = _Noting(_Hub)
+    server = Noting(_Hub)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     with serving(server) as port:
         yield port, files.ca
@@ -110,7 +72,7 @@ def test_a_checkpoint_comes_through_the_proxy_from_an_authority_of_ones_own(
     hub: tuple[int, Path], tmp_path: Path
 ) -> None:
     port, ca = hub
-    proxy = _Noting(_Proxy)
+    proxy = Noting(Proxy)
     with serving(proxy) as through:
         found = source(tmp_path, port, https_proxy=f"http://me:pw@127.0.0.1:{through}", ca_bundle=ca)
         assert found.files() == []
@@ -119,7 +81,7 @@ def test_a_checkpoint_comes_through_the_proxy_from_an_authority_of_ones_own(
 
 
 def test_an_authority_that_nobody_named_is_not_trusted(hub: tuple[int, Path], tmp_path: Path) -> None:
-    with serving(_Noting(_Proxy)) as through, pytest.raises(SourceBroken, match=r"certificate|CERTIFICATE"):
+    with serving(Noting(Proxy)) as through, pytest.raises(SourceBroken, match=r"certificate|CERTIFICATE"):
         source(tmp_path, hub[0], https_proxy=f"http://127.0.0.1:{through}").files()
 
 
@@ -145,6 +107,40 @@ def test_public_authorities_stay(tmp_path: Path) -> None:
     assert authorities(CommonSettings()) is None
 
 
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "grpc_proxy")
+"""The first two are what the chart sets; gRPC reads the others."""
+
+
+async def test_engines_are_not_reached_through_the_proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gRPC would take the environment's for every channel. A gateway that asked a proxy for a pod would find none."""
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    files = Authority("own-ca").issue(tmp_path, "localhost")
+    certificates = Certificates(files)
+    plain = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    secure = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', certificates.server_credentials())}"
+    await server.start()
+    proxy = Noting(Proxy)
+
+    async def asked(channel: grpc.aio.Channel) -> int:
+        async with channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            return int(answer.status)
+
+    with serving(proxy) as through:
+        for name in PROXIES:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{through}")
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert await asked(Channels().open(plain)) == health_pb2.HealthCheckResponse.SERVING
+        assert await asked(Channels(certificates).open(secure)) == health_pb2.HealthCheckResponse.SERVING
+        assert proxy.seen == []
+        # What any other channel does: the proxy is there and would be taken.
+        assert await asked(grpc.aio.insecure_channel(plain)) == health_pb2.HealthCheckResponse.SERVING
+        assert [path for path, _ in proxy.seen] == [plain]
+    await server.stop(0)
+
+
 class _Identity(http.server.BaseHTTPRequestHandler):
     """What EKS Pod Identity runs on a node: credentials for who shows the pod's token."""
 
@@ -153,7 +149,7 @@ class _Identity(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server = self.server
-        assert isinstance(server, _Noting)
+        assert isinstance(server, Noting)
         server.seen.append((self.path, self.headers.get("authorization", "")))
         ends = (datetime.now(UTC) + self.valid).strftime("%Y-%m-%dT%H:%M:%SZ")
         body = {"AccessKeyId": self.keys[0], "SecretAccessKey": self.keys[1], "Token": None, "Expiration": ends}
@@ -172,7 +168,7 @@ def test_the_store_opens_to_an_identity(
 ) -> None:
     keys = (settings.s3_access_key.get_secret_value(), settings.s3_secret_key.get_secret_value())
     handler = type("_Ours", (_Identity,), {"keys": keys})
-    server = _Noting(handler)
+    server = Noting(handler)
     token = tmp_path / "token"
     token.write_text("of-this-pod")
     with serving(server) as port:
@@ -204,7 +200,7 @@ def test_a_web_identity_is_shown_to_the_token_service_through_the_proxy(
     token.write_text("jwt")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/temper")
-    proxy = _Noting(_Refusing)
+    proxy = Noting(_Refusing)
     with serving(proxy) as port:
         settings = CommonSettings(https_proxy=SecretStr(f"http://127.0.0.1:{port}"), s3_region="eu-1")
         with pytest.raises(OSError, match="no credentials for S3"):
@@ -215,7 +211,7 @@ def test_a_web_identity_is_shown_to_the_token_service_through_the_proxy(
 class _Refusing(http.server.BaseHTTPRequestHandler):
     def do_CONNECT(self) -> None:
         server = self.server
-        assert isinstance(server, _Noting)
+        assert isinstance(server, Noting)
         server.seen.append((self.path, ""))
         self.send_error(403)
 

@@ -1,4 +1,5 @@
-{{/* The credentials of a bundled store, unless a Secret that exists is named: a part with "name", "existing" and "keys". */}}
+{{/* The credentials of a bundled store, unless a Secret that exists is named: a part with "name", "existing" and "keys";
+     "certificate": with tls.crt and tls.key as well. */}}
 {{- define "temper.bundledSecret" -}}
 {{- if not .existing }}
 apiVersion: v1
@@ -15,6 +16,9 @@ stringData:
   {{- range $key := .keys }}
   {{ $key }}: {{ include "temper.keptPassword" (dict "root" $.root "secret" $.name "key" $key) }}
   {{- end }}
+  {{- if .certificate }}
+  {{- include "temper.keptCertificate" (dict "root" .root "secret" .name) | nindent 2 }}
+  {{- end }}
 {{- end }}
 {{- end }}
 
@@ -23,6 +27,20 @@ stringData:
 {{- define "temper.keptPassword" -}}
 {{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret }}
 {{- if and $old $old.data (hasKey $old.data .key) }}{{ index $old.data .key | b64dec }}{{ else }}{{ randAlphaNum 32 }}{{ end }}
+{{- end }}
+
+{{/* A certificate that signed itself, and its key, which stay in the same way: dict "root" $ "secret" name. What has both
+     knows the others of its pod by it, and nobody else has it: authority, server's and client's in one. */}}
+{{- define "temper.keptCertificate" -}}
+{{- $old := lookup "v1" "Secret" .root.Release.Namespace .secret }}
+{{- if and $old $old.data (hasKey $old.data "tls.crt") (hasKey $old.data "tls.key") }}
+tls.crt: {{ index $old.data "tls.crt" | b64dec | toJson }}
+tls.key: {{ index $old.data "tls.key" | b64dec | toJson }}
+{{- else }}
+{{- $drawn := genCAWithKey .secret 3650 (genPrivateKey "ecdsa") }}
+tls.crt: {{ $drawn.Cert | toJson }}
+tls.key: {{ $drawn.Key | toJson }}
+{{- end }}
 {{- end }}
 
 {{/* Spec of the StatefulSet of a store: a part. */}}

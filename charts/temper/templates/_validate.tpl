@@ -58,10 +58,34 @@
 {{- fail "tls.gatewayExistingSecret and tls.engineExistingSecret: name both Secrets, or none to have cert-manager make them" }}
 {{- end }}
 {{- end }}
+{{- include "temper.validateClaim" . }}
 {{- include "temper.validateImages" . }}
 {{- include "temper.validateExposure" . }}
 {{- include "temper.validateStores" . }}
 {{- include "temper.validateSizes" . }}
+{{- end }}
+
+{{/* Engines that mount one claim, on several nodes: all but the first would stay pending. What the cluster says of the
+     claim counts, and what a value says where no cluster is seen. */}}
+{{- define "temper.validateClaim" -}}
+{{- $engine := .Values.engine }}
+{{- $model := $engine.model }}
+{{- $value := ternary "existingClaim" "sharedClaim" (eq $model.source "claim") }}
+{{- $claim := ternary $model.existingClaim (ternary $model.sharedClaim "" (eq (include "temper.fetchesModel" .) "true")) (eq $model.source "claim") }}
+{{- $most := include "temper.mostEngines" . | int }}
+{{- if and $claim (gt $most 1) (not (hasKey $engine.nodeSelector "kubernetes.io/hostname")) }}
+{{- $fit := ternary (list "ReadOnlyMany" "ReadWriteMany") (list "ReadWriteMany") (eq $model.source "claim") }}
+{{- $found := lookup "v1" "PersistentVolumeClaim" .Release.Namespace $claim | default dict }}
+{{- $modes := dig "spec" "accessModes" list $found | default (compact (list $model.claimAccessMode)) }}
+{{- $enough := false }}
+{{- range $modes }}
+{{- $enough = or $enough (has . $fit) }}
+{{- end }}
+{{- if not $enough }}
+{{- $known := ternary (printf "is %s" (join ", " $modes)) "is not known (engine.model.claimAccessMode is empty, and no cluster that has it was asked)" (gt (len $modes) 0) }}
+{{- fail (printf "engine.model.%s (%s) is to be mounted by %d engines, and its access mode %s: %s lets engines on several nodes do that. Make such a claim and say so in engine.model.claimAccessMode; or put all engines on one node with engine.nodeSelector (kubernetes.io/hostname); or have one engine (engine.replicas, engine.autoscaling.maxReplicas)" $value $claim $most $known (join " or " $fit)) }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* No image is published. Without a registry a name is Docker Hub's, of whoever owns the namespace there. */}}
@@ -99,7 +123,7 @@
 {{- fail "redis.existingSecret is not set, and global.generateSecrets is false: name the Secret with the `password` of the bundled Redis" }}
 {{- end }}
 {{- if and .Values.objectStore.bundled (not .Values.objectStore.existingSecret) }}
-{{- fail "objectStore.existingSecret is not set, and global.generateSecrets is false: name the Secret with `access-key` and `secret-key` of the bundled object store" }}
+{{- fail "objectStore.existingSecret is not set, and global.generateSecrets is false: name the Secret with `access-key`, `secret-key`, `tls.crt` and `tls.key` of the bundled object store" }}
 {{- end }}
 {{- end }}
 {{- if and .Values.redis.existingSecret (not .Values.redis.bundled) }}
