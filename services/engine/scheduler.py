@@ -40,6 +40,8 @@ from services.engine.updates import SequenceUpdate
 _LONG_FOR_A_SHORT = 8
 """A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
 gains by a small step what so many long ones lose."""
+_FEW_LONG = 4
+"""While no more long prompts than this wait beside answers, a step leaves a third of its chunk for later."""
 
 
 class Scheduler:
@@ -339,10 +341,14 @@ class Scheduler:
         """Plans prompts that lack little, such as the next turn of a conversation, ahead of those that lack much.
 
         They would all wait for the end of a long one's chunk, so that one is left little beside them; not where many
-        long ones wait, to which that does more harm. See docs/decisions/short-prompts-first.md.
+        long ones wait, to which that does more harm. Those that come while the step runs wait for its end as well,
+        so that it is shorter where few long ones wait. See docs/decisions/short-prompts-first.md.
         """
         least, budget = self.config.least_prefill, draft.budget
         short, long = self._admissions.passing(partial)
+        if not short and 0 < long <= _FEW_LONG and draft.has_chunks:
+            draft.budget = max(least, budget * 2 // 3)
+            return
         small = long <= _LONG_FOR_A_SHORT * len(short)
         kept = max(least, min(self.config.long_beside_short, budget // 2) if small else budget // 2)
         added = False
