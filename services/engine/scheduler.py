@@ -41,7 +41,7 @@ _LONG_FOR_A_SHORT = 8
 """A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
 gains by a small step what so many long ones lose."""
 _FEW_LONG = 4
-"""While no more long prompts than this wait beside answers, a step leaves a third of its chunk for later."""
+"""While no more long prompts than this wait beside answers, a step leaves a quarter of its chunk for later."""
 
 
 class Scheduler:
@@ -347,7 +347,7 @@ class Scheduler:
         least, budget = self.config.least_prefill, draft.budget
         short, long = self._admissions.passing(partial)
         if not short and 0 < long <= _FEW_LONG and draft.has_chunks:
-            draft.budget = max(least, budget * 2 // 3)
+            draft.budget = max(least, budget * 3 // 4)
             return
         small = long <= _LONG_FOR_A_SHORT * len(short)
         kept = max(least, min(self.config.long_beside_short, budget // 2) if small else budget // 2)
