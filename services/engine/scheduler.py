@@ -41,7 +41,7 @@ _LONG_FOR_A_SHORT = 8
 """A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
 gains by a small step what so many long ones lose."""
 _FEW_LONG = 4
-"""While no more long prompts than this wait beside answers, a step leaves a quarter of its chunk for later."""
+"""While no more long prompts than this wait beside answers, a step has at most three quarters of a chunk of several."""
 
 
 class Scheduler:
@@ -315,10 +315,10 @@ class Scheduler:
         Args:
             partial: running sequences that lack more than a token, best rank first.
         """
-        self._add_short(draft, partial)
-        self._add_by_rank(draft, partial)
+        spared = self._add_short(draft, partial)
+        self._add_by_rank(draft, partial, spared)
 
-    def _add_by_rank(self, draft: Draft, partial: list[Sequence]) -> None:
+    def _add_by_rank(self, draft: Draft, partial: list[Sequence], spared: int) -> None:
         waiting = self._roster.waiting
         partial.reverse()
         turn = 0
@@ -331,24 +331,27 @@ class Scheduler:
                 admission = self._admit(draft, candidate)
                 if admission is Admission.ADMITTED:
                     self._add_chunk(draft, candidate)
+                else:
+                    blocked = admission is Admission.BLOCKED
+                    turn += 1
                     continue
-                blocked = admission is Admission.BLOCKED
-                turn += 1
             else:
                 return
+            draft.budget, spared = draft.budget - spared, 0
 
-    def _add_short(self, draft: Draft, partial: list[Sequence]) -> None:
+    def _add_short(self, draft: Draft, partial: list[Sequence]) -> int:
         """Plans prompts that lack little, such as the next turn of a conversation, ahead of those that lack much.
 
         They would all wait for the end of a long one's chunk, so that one is left little beside them; not where many
-        long ones wait, to which that does more harm. Those that come while the step runs wait for its end as well,
-        so that it is shorter where few long ones wait. See docs/decisions/short-prompts-first.md.
+        long ones wait, to which that does more harm. See docs/decisions/short-prompts-first.md.
+
+        Returns:
+            Tokens to leave beside the first of few long ones: who comes while the step runs waits for its end, too.
         """
         least, budget = self.config.least_prefill, draft.budget
         short, long = self._admissions.passing(partial)
-        if not short and 0 < long <= _FEW_LONG and draft.has_chunks:
-            draft.budget = max(least, budget * 3 // 4)
-            return
+        if not short:
+            return budget // 4 if 0 < long <= _FEW_LONG and draft.has_chunks else 0
         small = long <= _LONG_FOR_A_SHORT * len(short)
         kept = max(least, min(self.config.long_beside_short, budget // 2) if small else budget // 2)
         added = False
@@ -370,6 +373,7 @@ class Scheduler:
             added = True
         if added and small:
             draft.budget = min(draft.budget, kept)
+        return 0
 
     def _admit(self, draft: Draft, sequence: Sequence) -> Admission:
         return self._admissions.admit(draft, sequence, alone=not draft.has_chunks and not self._in_flight)

@@ -127,7 +127,11 @@ def test_gives_up_at_once_on_what_cannot_start_and_stops_the_rest(tmp_path: Path
     assert order(events, Phase.STOPPED) == ["store"]
 
 
-CRASHES = "import pathlib,sys,time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.1); print('no luck'); sys.exit(3)"
+CRASHES = (
+    # Its first life is long enough to be found ready also on a busy machine.
+    "import pathlib,sys,time; flag = pathlib.Path(sys.argv[1]); first = not flag.exists(); flag.touch(); "
+    "time.sleep(2 if first else 0.05); print('no luck'); sys.exit(3)"
+)
 
 
 def test_a_loop_of_crashes_is_told_and_ends_nothing(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def test_steps_are_full_while_prompts_wait(length: int) -> None:
     while any(f"p{number}" not in toy.updates for number in range(40)):
         missing.append(sum(f"p{number}" not in toy.updates for number in range(40)))
         counts.append(prefilled(toy.step()))
-    assert all(count == (100 if long > 4 else 75) for count, long in zip(counts[:-1], missing, strict=False))
+    assert all(count == 100 for count, long in zip(counts, missing, strict=True) if long > 4)
+    assert all(count <= max(75, length) for count, long in zip(counts, missing, strict=True) if long <= 4)
     assert counts[0] == 100
-    assert counts[-1] <= 75
     assert sum(counts) == 40 * length
 
 
@@ -66,12 +66,22 @@ def test_the_next_turn_of_a_conversation_is_not_held_up_by_a_long_prompt() -> No
     toy.add("decodes", prompt(3), max_tokens=500)
     toy.add("long", prompt(1500), max_tokens=2)
     toy.step()
-    assert prefilled(toy.step()) == 75, "a step beside answers is shorter while few long ones wait"
+    assert prefilled(toy.step()) == 100
     toy.add("turn", prompt(12), max_tokens=2)
     plan = toy.step()
     assert "turn" in toy.updates
     assert (prefilled(plan), names(plan)) == (12 + 8, ["decodes", "turn", "long"]), "the long one goes on beside it"
-    assert prefilled(toy.step()) == 75, "and gets the step again"
+    assert prefilled(toy.step()) == 100, "and gets the whole step again"
+
+
+def test_few_long_prompts_are_not_put_together_in_a_whole_step() -> None:
+    """A turn that comes while the step runs waits for its end; one prompt alone is not cut more often for that."""
+    toy = engine()
+    toy.add("decodes", prompt(3), max_tokens=500)
+    toy.step()
+    for number in range(4):
+        toy.add(f"long{number}", prompt(60, number), max_tokens=2)
+    assert [prefilled(toy.step()) for _ in range(4)] == [75, 75, 75, 15]
 
 
 def test_a_turn_goes_first_also_where_long_prompts_pile_up() -> None:
@@ -108,7 +118,7 @@ def test_of_worse_priority_nobody_holds_a_long_prompt_back() -> None:
     toy.step()
     toy.add("long", prompt(350), max_tokens=2, priority=-1)
     toy.add("short", prompt(12), max_tokens=2)
-    assert [prefilled(toy.step()) for _ in range(4)] == [75] * 4
+    assert [prefilled(toy.step()) for _ in range(3)] == [100] * 3
     assert "short" not in toy.updates
     toy.step()
     assert {"long", "short"} <= toy.updates.keys()
@@ -149,7 +159,7 @@ def test_a_long_prompt_gets_its_memory_however_many_short_ones_arrive() -> None:
 
 def test_better_priority_preempts_until_it_can_start_and_not_only_nearly() -> None:
     """The blocks that are kept free when a request starts, so that others can go on, count as well."""
-    toy = engine(num_blocks=129, max_num_seqs=8, max_model_len=512, mixed_prefill_tokens=200)
+    toy = engine(num_blocks=129, max_num_seqs=8, max_model_len=512)
     for number in range(4):
         toy.add(f"low{number}", prompt(100, number), max_tokens=20)
     toy.step()
