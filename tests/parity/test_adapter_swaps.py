@@ -3,7 +3,6 @@ on from what was kept included."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,9 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.common.errors import ModelNotFound
+from benchmarks.adapters import GeneratedAdapters, adapter_name
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Manifest, Pointers
 from services.engine.adapter_loader import AdapterLoader
 from services.engine.adapter_ports import AdapterLimits
 from services.engine.adapters import AdapterManager
@@ -42,11 +40,12 @@ SECONDS = 60.0
 Scores = npt.NDArray[np.float64]
 
 
-class Versions(AdapterRegistry):
-    """Adapters "v0", "v1", … in memory, far apart."""
+class Versions(GeneratedAdapters):
+    """Adapters that are far apart."""
 
     def __init__(self, count: int) -> None:
-        self._made = [self._random(seed) for seed in range(count)]
+        super().__init__(TINY, count=count, rank=4)
+        self._made = {adapter_name(number): self._random(number) for number in range(count)}
 
     @staticmethod
     def _random(seed: int) -> dict[str, bytes]:
@@ -56,29 +55,8 @@ class Versions(AdapterRegistry):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
         return params.to_files("test")
 
-    def manifest(self, version: AdapterVersion) -> Manifest:
-        return Manifest(
-            name=version.name,
-            version=version.version,
-            digest=str(version),
-            base_digest="",
-            files={},
-            created_at=time.time(),
-        )
-
-    def current(self, name: str) -> AdapterVersion:
-        if name not in self.pointers().current:
-            raise ModelNotFound(name)
-        return AdapterVersion(name, 1)
-
     def files(self, version: AdapterVersion) -> dict[str, bytes]:
-        return self._made[int(version.name[1:])]
-
-    def attached(self) -> AdapterVersion | None:
-        return None
-
-    def pointers(self) -> Pointers:
-        return Pointers(None, {f"v{number}": 1 for number in range(len(self._made))}, "always")
+        return self._made[version.name]
 
 
 @dataclass
@@ -91,7 +69,7 @@ class Pod:
 
     def send(self, version: int, prompt: tuple[int, ...], given: tuple[int, ...]) -> str:
         self.sent += 1
-        choice = AdapterChoice(name=f"v{version}")
+        choice = AdapterChoice(name=adapter_name(version))
         submission = Submission(f"r{self.sent}", prompt, SamplingParams.forcing(given, 1.0), choice)
         self.loop.submit(submission, self.frames.put)
         return submission.request_id
