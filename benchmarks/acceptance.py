@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from services.engine.plan import StepPlan, StepResult
-from services.engine.ports import OpenStep, Runner, StepHandle
+from services.engine.loop.ports import OpenStep, Runner, StepHandle
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 
 class ChosenAcceptance:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.random_checkpoint import config_of, write
 from benchmarks.recorder import Clock, Recorder, describe
-from services.engine.model.footprint import Quantization
+from services.engine.models.footprint import Quantization
 
 _LENGTHS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1024)
 _PIECES = (33, 31, 1, 63, 64, 65, 127)
@@ -56,11 +56,11 @@ class Fused:
     def __init__(self, directory: Path, quantization: Quantization, device: torch.device) -> None:
         from kernels.gpu.attention_decode import DecodeWorkspace, decode_splits
         from kernels.rope import inverse_frequencies
-        from services.engine.model.device_batch import DeviceCache
-        from services.engine.model.footprint import Storage
-        from services.engine.model.fused import DecodeAttention, FusedForward
-        from services.engine.model.lora_slots import LoraSlots
-        from services.engine.model.qwen3_5 import Qwen3_5
+        from services.engine.models.device_batch import DeviceCache
+        from services.engine.models.footprint import Storage
+        from services.engine.models.lora.slots import LoraSlots
+        from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
+        from services.engine.models.qwen3_5.model import Qwen3_5
 
         storage = Storage() if quantization == "none" else Storage(quantization, float8_head=True)
         model = Qwen3_5.from_directory(directory, dtype=torch.bfloat16, device=device, storage=storage)
@@ -91,7 +91,7 @@ class Fused:
     def logits(self, tokens: Tensor, way: Way) -> Tensor:
         """[T] token ids to [T, vocab] float32."""
         from kernels.gpu.segments import Segments
-        from services.engine.model.device_batch import StepRows
+        from services.engine.models.device_batch import StepRows
 
         parts: list[Tensor] = []
         begin = 0

@@ -11,8 +11,8 @@ from services.common.errors import ModelNotFound
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest, Pointers
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import LoraParams
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import LoraParams
 
 
 class GeneratedAdapters(AdapterRegistry):

@@ -30,11 +30,11 @@ from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.training_pod import training_pod
 from services.common.jobs import LoraSettings
-from services.engine.model.lora import LoraParams
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.models.lora import LoraParams
+from services.engine.models.qwen3_5.model import Qwen3_5
 from services.pod.host import PodHost
-from services.trainer.data import Microbatch, completion_document, pack
-from services.trainer.rollouts import RolloutRequest, RolloutSampling
+from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
+from services.trainer.packing import Microbatch, completion_document, pack
 
 RANK = 16
 

@@ -18,14 +18,14 @@ from kernels.gpu.gated_delta_step import LATE_ROWS
 from kernels.gpu.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig
 from kernels.rope import inverse_frequencies
-from services.engine.model.config import ModelConfig
-from services.engine.model.device_batch import DeviceCache, StepRows
-from services.engine.model.footprint import Quantization
-from services.engine.model.fused import DecodeAttention, FusedForward
-from services.engine.model.lora_slots import LoraSlots
-from services.engine.model.matrix import Matrix
-from services.engine.model.residual import Residual
-from services.engine.model.weights import LayerWeights, ModelWeights
+from services.engine.models.config import ModelConfig
+from services.engine.models.device_batch import DeviceCache, StepRows
+from services.engine.models.footprint import Quantization
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
+from services.engine.models.residual import Residual
+from services.engine.models.weights.layers import LayerWeights, ModelWeights
+from services.engine.models.weights.matrix import Matrix
 from services.pod.memory import WAITING_WRITES
 
 MATRICES = ("in_proj", "out_proj", "gate_up", "down", "head")

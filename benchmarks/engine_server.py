@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.serving import Case, measure
 from services.common.tracing import open_tracer
-from services.engine.health import HealthReporter, ProcessHealth, Vitals
-from services.engine.request_traces import RequestTraces
-from services.engine.server import Serving, bind, make_server
+from services.engine.observability.request_traces import RequestTraces
+from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
+from services.engine.server.service import Serving, bind, make_server
 from services.pod.preflight import use_kernel_cache
 
 

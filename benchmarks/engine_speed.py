@@ -14,19 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import TemperError
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.ports import Submission
-from services.engine.private_versions import PrivateVersion
-from services.engine.request import BASE_PIN, AdapterPin, SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.runner import ModelRunner
+from services.engine.adapters.private_versions import PrivateVersion
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import Submission
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.server.protobuf import AdapterChoice
 from services.engine.settings import EngineSettings
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,16 @@ from statistics import median
 from typing import TypeVar
 
 from services.common.errors import TemperError
-from services.engine.desk import Desk
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.pipeline import Pipeline
-from services.engine.plan import SampledToken, StepPlan, StepResult
-from services.engine.ports import CompletedStep, NoObserver, OpenStep, Submission
-from services.engine.private_versions import PrivateVersion
-from services.engine.request import BASE_PIN, AdapterPin, SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.wire import AdapterChoice
+from services.engine.adapters.private_versions import PrivateVersion
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.ports import CompletedStep, NoObserver, OpenStep, Submission
+from services.engine.loop.request_tracker import Desk
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import SampledToken, StepPlan, StepResult
+from services.engine.server.protobuf import AdapterChoice
 
 _PROMPT = 512
 _T = TypeVar("_T")

@@ -14,13 +14,13 @@ import numpy as np
 import structlog
 
 from benchmarks.adapters import GeneratedAdapters, adapter_name
-from services.engine.model.config import ModelConfig
-from services.engine.pipeline import Pipeline
-from services.engine.ports import EngineObserver, Submission
-from services.engine.request import SamplingParams
+from services.engine.loop.ports import EngineObserver, Submission
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.models.config import ModelConfig
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import SamplingParams
+from services.engine.server.protobuf import AdapterChoice
 from services.engine.settings import EngineSettings
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
 from services.pod.engine import Engine, build_engine, settle, use_threads
 
 Prompt = tuple[int, ...]

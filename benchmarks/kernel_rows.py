@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks.kernel_timing import Case, Tensors, Work
-from services.engine.plan import Chunk
-from services.engine.request import Request, SamplingParams
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk
 
 HIDDEN, INTERMEDIATE, VOCAB = 2560, 9216, 248_320
 EPS = 1e-6
@@ -73,7 +73,7 @@ def sampling(rows: int, selections: int) -> Case:
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.sampling import RESULT_WORDS, SamplingBuffers, sample_rows
-        from services.engine.cuda.sampling_tables import SamplingTables
+        from services.engine.executors.cuda.sampling_tables import SamplingTables
 
         logits = [t.normal(rows, VOCAB, scale=3.0, dtype=torch.float32) for _ in range(t.copies(4 * rows * VOCAB))]
         step = torch.stack((t.ints(range(1, rows + 1)), t.ints([3] * rows), t.ints([-1] * rows)))

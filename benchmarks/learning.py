@@ -43,14 +43,14 @@ from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.job_records import SPEC
 from services.common.names import AdapterVersion
-from services.engine.model.config import ModelConfig
+from services.engine.models.config import ModelConfig
 from services.pod.host import PodHost
-from services.trainer.data import completion_document, completion_tokens, pack
-from services.trainer.host import PolicyHost
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
 from services.trainer.losses import sequence_sums
-from services.trainer.rollouts import RolloutRequest, RolloutSampling
+from services.trainer.packing import completion_document, completion_tokens, pack
 
 TRAINED, HELD_OUT = 96, 64
 MICROBATCH = 512

@@ -65,8 +65,8 @@ from benchmarks.training_pod import (
 from services.common.job_records import SPEC
 from services.common.jobs import Spec
 from services.common.text.tokenizer import TextCodec
+from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs import prepare_run
-from services.trainer.rollouts import RolloutRequest, RolloutSampling
 
 EXAMPLE_METHODS = ("sft", "dpo", "kto")
 METHODS = (*EXAMPLE_METHODS, "grpo", "generate", "opd")

@@ -51,7 +51,7 @@ from benchmarks.serving import add_model, check_model, checkpoint, percentile
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine
-    from services.engine.updates import Finished, SequenceUpdate
+    from services.engine.requests.outputs import Finished, SequenceUpdate
 
 PEERS: dict[str, dict[str, Any]] = {
     "c": {
@@ -143,10 +143,10 @@ class Traffic:
         return None
 
     def _send(self, number: int) -> Sent:
-        from services.engine.histories import SessionName
-        from services.engine.ports import Submission
-        from services.engine.request import SamplingParams
-        from services.engine.wire import AdapterChoice
+        from services.engine.loop.ports import Submission
+        from services.engine.requests.request import SamplingParams
+        from services.engine.requests.sessions import SessionName
+        from services.engine.server.protobuf import AdapterChoice
 
         session, turn = self._workload.sessions[number], self._turns[number]
         self._turns[number] += 1
@@ -263,7 +263,7 @@ def _compiled(engine: InProcessEngine) -> AbstractContextManager[list[str]]:
     """Names the kernels that are compiled inside. A CPU has none, nor Triton everywhere."""
     if engine.engine.model.device.type != "cuda":
         return nullcontext([])
-    from services.engine.cuda.compile_ahead import compiled_here
+    from services.engine.executors.cuda.compile_ahead import compiled_here
 
     return compiled_here()
 

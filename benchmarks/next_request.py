@@ -13,13 +13,13 @@ from benchmarks.training_pod import TrainingPod
 from services.common.events import AdapterEvents, EventKind
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry
-from services.engine.loop import EngineLoop
-from services.engine.ports import Submission
-from services.engine.request import SamplingParams
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import Submission
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import SamplingParams
+from services.engine.server.protobuf import AdapterChoice
 from services.trainer.jobs.base import JobRun
-from services.trainer.publish import Publisher
+from services.trainer.runtime.publish import Publisher
 
 _SYNC_SECONDS = 30.0
 _ANSWER_SECONDS = 60.0

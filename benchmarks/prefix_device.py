@@ -35,19 +35,19 @@ from benchmarks.random_model import RandomWeights
 from kernels.gpu.conv1d import conv_prefill
 from kernels.gpu.gated_delta_chunk import gated_delta_prefill
 from kernels.gpu.skinny import SplitWorkspace
-from services.engine.chains import links
-from services.engine.cuda.cache_transfer import CudaCacheTransfer
-from services.engine.cuda.compile_ahead import compiler_pool
-from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.memory.snapshots import SnapshotPolicy
-from services.engine.memory.tiers.checksums import WORD, checksum, weights
-from services.engine.memory.tiers.ports import Bytes
-from services.engine.model.config import ModelConfig
-from services.engine.model.device_batch import DeviceCache
-from services.engine.model.lora_slots import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import Chunk, StateCopy, StepPlan, StepResult
-from services.engine.request import Request, SamplingParams
+from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+from services.engine.executors.cuda.compile_ahead import compiler_pool
+from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.kv_cache.snapshot_policy import SnapshotPolicy
+from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.messages import Bytes
+from services.engine.models.config import ModelConfig
+from services.engine.models.device_batch import DeviceCache
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 from services.pod.memory import WAITING_WRITES
 from tests.kernels.gpu.delta_support import Chain, chain_segments, exact_conv, exact_delta, mixer
 

@@ -43,20 +43,20 @@ from benchmarks.lines import put_line
 from benchmarks.memory_store import MemoryStore
 from benchmarks.prefix_workloads import ADAPTERS, VOCAB, Workload, make_workload
 from benchmarks.random_model import RandomWeights, random_adapter
-from services.engine.cache_transfer import CpuCacheTransfer
-from services.engine.limits import SchedulerConfig
-from services.engine.memory.tiers.limits import TierLimits
-from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import NoTierObserver, Tier
-from services.engine.model.batch import CacheBuffers
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
-from services.engine.request import Request, SamplingParams
-from services.engine.runner import ModelRunner
-from services.engine.scheduler import Scheduler
-from services.engine.updates import Finished
+from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.kv_offload.config import TierLimits
+from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.messages import NoTierObserver, Tier
+from services.engine.models.batch import CacheBuffers
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
 
 CONFIG = ModelConfig(
     vocab_size=VOCAB,

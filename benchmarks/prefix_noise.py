@@ -47,9 +47,9 @@ from benchmarks.serving import add_model, check_model, checkpoint
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine
-    from services.engine.plan import SampledToken
-    from services.engine.request import SamplingParams
-    from services.engine.updates import Finished, SequenceUpdate
+    from services.engine.requests.outputs import Finished, SequenceUpdate
+    from services.engine.requests.request import SamplingParams
+    from services.engine.scheduler.step_plan import SampledToken
 
 Tokens = tuple[int, ...]
 
@@ -195,8 +195,8 @@ class Asking:
 
 
 def _submission(name: str, ask: Ask) -> Any:
-    from services.engine.ports import Submission
-    from services.engine.wire import AdapterChoice
+    from services.engine.loop.ports import Submission
+    from services.engine.server.protobuf import AdapterChoice
 
     return Submission(name, ask.prompt, ask.sampling, AdapterChoice(), cache_salt=ask.salt)
 
@@ -364,13 +364,13 @@ class Measurement:
 
 
 def _drawn(count: int, seed: int) -> SamplingParams:
-    from services.engine.request import SamplingParams
+    from services.engine.requests.request import SamplingParams
 
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=count, ignore_eos=True, top_logprobs=1)
 
 
 def _forced(tokens: Tokens) -> SamplingParams:
-    from services.engine.request import SamplingParams
+    from services.engine.requests.request import SamplingParams
 
     return replace(SamplingParams.forcing(tokens, 1.0), top_logprobs=1)
 

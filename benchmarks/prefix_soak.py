@@ -40,22 +40,22 @@ from benchmarks.host_step import BaseOnly
 from benchmarks.in_process import only_warnings
 from benchmarks.lines import put_line
 from services.common.errors import DeadlineExceeded
-from services.engine.cache_transfer import CpuCacheTransfer
-from services.engine.gate import SliceGate
-from services.engine.limits import Counts, SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.memory.tiers.limits import TierLimits
-from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import NoTierObserver
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import StepPlan
-from services.engine.ports import NoObserver, OpenStep, Runner, StepHandle, StepStats, Submission
-from services.engine.request import FinishReason, SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.runner import ModelRunner
-from services.engine.updates import Finished, SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.kv_offload.config import TierLimits
+from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.messages import NoTierObserver
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import NoObserver, OpenStep, Runner, StepHandle, StepStats, Submission
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.request import FinishReason, SamplingParams
+from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.scheduler.step_plan import StepPlan
+from services.engine.server.protobuf import AdapterChoice
 
 _MIB = 2**20
 _HOST_BYTES = 8 * _MIB

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from services.engine.limits import SchedulerConfig
-from services.engine.request import AdapterPin, Request, SamplingParams
+from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
 
 VOCAB = 96
 LONGEST_PROMPT = 90

@@ -34,10 +34,10 @@ from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import config_of
 from benchmarks.serving import milliseconds
 from benchmarks.training import Case, Parts, Trainer, random_model
-from services.engine.model.capture import capturing, no_collection
-from services.engine.model.config import ModelConfig
-from services.engine.model.training.arena import GraphMemory
-from services.engine.model.training.forward import TrainableForward
+from services.engine.models.config import ModelConfig
+from services.engine.models.cuda_graphs import capturing, no_collection
+from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.training_memory.arena import GraphMemory
 
 _SHAPE = "qwen3.5-4b"
 _CONTEXT = 640

@@ -32,8 +32,8 @@ from benchmarks.random_checkpoint import TINY, config_of, write
 from benchmarks.recorder import describe
 from benchmarks.scorers import EngineScorer, Mode, Query, TorchScorer
 from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
-from services.engine.model.footprint import Storage
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.models.footprint import Storage
+from services.engine.models.qwen3_5.model import Qwen3_5
 
 MODES = (
     Mode(),

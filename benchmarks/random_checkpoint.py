@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.engine.model.config import ModelConfig
+from services.engine.models.config import ModelConfig
 
 TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")

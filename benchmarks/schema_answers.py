@@ -23,10 +23,10 @@ from benchmarks.drawn_schemas import Schema
 from benchmarks.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.schema_judge import Judge, Outcome
 from services.engine.constraints.grammars import CompiledGrammar
-from services.engine.ports import Submission
-from services.engine.request import FinishReason, SamplingParams
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.loop.ports import Submission
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason, SamplingParams
+from services.engine.server.protobuf import AdapterChoice
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 _PROMPT = "Give me JSON."

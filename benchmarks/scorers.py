@@ -17,14 +17,14 @@ from torch import Tensor
 from kernels.attention import write_pages
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
-from services.engine.model.batch import ForwardBatch
-from services.engine.model.footprint import Quantization
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.ports import Submission
-from services.engine.request import SamplingParams
+from services.engine.loop.ports import Submission
+from services.engine.models.batch import ForwardBatch
+from services.engine.models.footprint import Quantization
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import SamplingParams
+from services.engine.server.protobuf import AdapterChoice
 from services.engine.settings import EngineSettings
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
 from services.pod.engine import build_engine
 from services.pod.preflight import use_kernel_cache
 
@@ -72,7 +72,7 @@ def float8_pages() -> Iterator[None]:
         stored = (values.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         write_pages(pages, slots, (stored.float() * scale).to(values.dtype))
 
-    with mock.patch("services.engine.model.layers.write_pages", rounded):
+    with mock.patch("services.engine.models.qwen3_5.layers.write_pages", rounded):
         yield
 
 

@@ -27,7 +27,7 @@ from benchmarks.stages import Stages
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine, Run
-    from services.engine.pipeline import Pipeline
+    from services.engine.loop.step_pipeline import Pipeline
 
 _REPEATS = 2
 _WARM_TOKENS = 12

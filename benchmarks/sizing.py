@@ -16,14 +16,14 @@ import torch
 
 from benchmarks.random_checkpoint import config_of
 from services.common.errors import DoesNotFit
-from services.engine.memory.plan import MemoryPlan
-from services.engine.model.config import ModelConfig
-from services.engine.model.footprint import Quantization
-from services.engine.model.lora_targets import target_shapes
+from services.engine.kv_cache.memory_plan import MemoryPlan
+from services.engine.models.config import ModelConfig
+from services.engine.models.footprint import Quantization
+from services.engine.models.lora.targets import target_shapes
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.memory import plan
-from services.trainer.memory import Workload, estimate
+from services.trainer.memory.estimate import Workload, estimate
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "guides" / "sizing.md"
 SHAPE = "qwen3.5-4b"

@@ -37,10 +37,10 @@ def child(model: Path, zero: float) -> None:
 
     from services.common.registry import AdapterRegistry
     from services.common.store import ObjectStore
-    from services.engine.ports import Submission
-    from services.engine.request import SamplingParams
-    from services.engine.updates import SequenceUpdate
-    from services.engine.wire import AdapterChoice
+    from services.engine.loop.ports import Submission
+    from services.engine.requests.outputs import SequenceUpdate
+    from services.engine.requests.request import SamplingParams
+    from services.engine.server.protobuf import AdapterChoice
     from services.pod.engine import build_engine, use_threads
 
     stages.done("import the engine")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 if TYPE_CHECKING:
-    from services.engine.pipeline import Pipeline
-    from services.engine.ports import StepStats
+    from services.engine.loop.ports import StepStats
+    from services.engine.loop.step_pipeline import Pipeline
 
 _DECODES = (0, 1, 8, 16, 32, 64, 128, 192, 256)
 

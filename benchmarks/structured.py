@@ -29,8 +29,8 @@ from benchmarks.wide_tokenizer import widen
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine
-    from services.engine.ports import Submission
-    from services.engine.updates import SequenceUpdate
+    from services.engine.loop.ports import Submission
+    from services.engine.requests.outputs import SequenceUpdate
 
 _ENDLESS = {"type": "array", "items": {"type": "string"}, "minItems": 100_000}
 """Keeps a request going: its end is that of its tokens."""
@@ -63,10 +63,10 @@ def try_schemas(engine: InProcessEngine, count: int, seed: int, max_tokens: int)
     import jsonschema_rs
 
     from services.engine.constraints.refusal import Refused
-    from services.engine.constraints.spec import Constraint, ConstraintKind
-    from services.engine.ports import Submission
-    from services.engine.request import FinishReason, SamplingParams
-    from services.engine.wire import AdapterChoice
+    from services.engine.loop.ports import Submission
+    from services.engine.requests.constraint import Constraint, ConstraintKind
+    from services.engine.requests.request import FinishReason, SamplingParams
+    from services.engine.server.protobuf import AdapterChoice
 
     maker = SchemaMaker(seed)
     compile_one = compiler_of(engine)
@@ -134,10 +134,10 @@ def compiler_of(engine: InProcessEngine) -> Any:
 
 def measure_cost(engine: InProcessEngine, case: Case, repeats: int) -> dict[str, Any]:
     """Decode rates with and without masks, in turn: decode = c · (out - 1) / (t(out) - t(1)), the best of each."""
-    from services.engine.constraints.spec import Constraint, ConstraintKind
-    from services.engine.ports import Submission
-    from services.engine.request import SamplingParams
-    from services.engine.wire import AdapterChoice
+    from services.engine.loop.ports import Submission
+    from services.engine.requests.constraint import Constraint, ConstraintKind
+    from services.engine.requests.request import SamplingParams
+    from services.engine.server.protobuf import AdapterChoice
 
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(_ENDLESS),))
     grammar = compiler_of(engine)(constraint)
@@ -203,7 +203,7 @@ class mask_times:  # noqa: N801 - a context manager
         self._before = self._pipeline._observer
 
     def __enter__(self) -> None:
-        from services.engine.ports import NoObserver, StepStats
+        from services.engine.loop.ports import NoObserver, StepStats
 
         into = self._into
 
@@ -226,12 +226,12 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
 
     from services.engine.constraints.bits import allow, allows
     from services.engine.constraints.masks import RowMasks
-    from services.engine.cuda.masks import MaskUpload
-    from services.engine.cuda.sampler import CudaSampler
-    from services.engine.cuda.stream import EngineStream
-    from services.engine.plan import Chunk
-    from services.engine.request import Request, SamplingParams
-    from services.engine.sampler import Sampler
+    from services.engine.executors.cpu.sampler import Sampler
+    from services.engine.executors.cuda.mask_upload import MaskUpload
+    from services.engine.executors.cuda.sampler import CudaSampler
+    from services.engine.executors.cuda.stream import EngineStream
+    from services.engine.requests.request import Request, SamplingParams
+    from services.engine.scheduler.step_plan import Chunk
 
     draw = random.Random(seed)
     device = torch.device("cuda")

@@ -22,8 +22,8 @@ from benchmarks.launches import NoProducts, one_share
 from benchmarks.precompile import Launch, precompile
 from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from kernels.gpu.skinny_configs import Kind, SkinnyConfig, choose
-from services.engine.model.matrix import DenseMatrix, Fp8Matrix
-from services.engine.model.residual import Residual
+from services.engine.models.residual import Residual
+from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix
 
 _GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
 _SHARED = 228 * 1024

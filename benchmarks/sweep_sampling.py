@@ -2,7 +2,7 @@
 
 Prints a table of microseconds on the device (a CUDA graph of several launches, so that the host costs nothing), the
 fraction of the memory bandwidth at which one reading of the logits would take as long, and what the host spends on a
-step. Every kind of row is compared with services/engine/sampler.py on the CPU, and with itself.
+step. Every kind of row is compared with services/engine/executors/cpu/sampler.py on the CPU, and with itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from benchmarks.graph_timing import graph_times
 from benchmarks.precompile import precompile
 from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, SamplingBuffers, SamplingConfig, sample_rows
-from services.engine.cuda.sampler import CudaSampler
-from services.engine.plan import Chunk
-from services.engine.request import Request, SamplingParams
-from services.engine.sampler import Sampler
+from services.engine.executors.cpu.sampler import Sampler
+from services.engine.executors.cuda.sampler import CudaSampler
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk
 
 _VOCAB = 248_320
 _EOS = 7

@@ -30,8 +30,8 @@ from benchmarks.precompile import Launch, precompile
 from benchmarks.random_checkpoint import config_of
 from benchmarks.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from benchmarks.step_variants import Variant, plan
-from services.engine.cuda.compile_ahead import compiled_here
-from services.engine.model.config import ModelConfig
+from services.engine.executors.cuda.compile_ahead import compiled_here
+from services.engine.models.config import ModelConfig
 
 _BANDWIDTH = 4.4e12
 """Bytes a second that kernels reach at most on an H200."""

@@ -34,14 +34,14 @@ from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, config_of
 from benchmarks.random_model import RandomWeights
 from services.common.jobs import LoraSettings, OptimizerSettings
-from services.engine.model.config import ModelConfig
-from services.engine.model.footprint import Quantization
-from services.engine.model.lora import LoraParams
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.training.arena import GraphMemory
-from services.engine.model.training.forward import TrainableForward
-from services.engine.model.training.recompute import Recompute
-from services.trainer.host import ComputeGate
+from services.engine.models.config import ModelConfig
+from services.engine.models.footprint import Quantization
+from services.engine.models.lora import LoraParams
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.training_memory.arena import GraphMemory
+from services.engine.models.training_memory.recompute import Recompute
+from services.trainer.host.policy_host import ComputeGate
 from services.trainer.losses import negative_log_likelihood
 from services.trainer.optimizer import AdapterOptimizer
 
@@ -106,7 +106,7 @@ class Parts:
 
 
 class Alone:
-    """The compute gate of a device without an engine (services.trainer.host.ComputeGate)."""
+    """The compute gate of a device without an engine (services.trainer.host.policy_host.ComputeGate)."""
 
     @contextmanager
     def training(self) -> Iterator[None]:

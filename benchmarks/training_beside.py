@@ -25,7 +25,7 @@ from benchmarks.environment import environment
 from benchmarks.lines import put_line
 from benchmarks.serving import checkpoint, milliseconds
 from benchmarks.training import Case, Parts, Trainer
-from services.engine.model.training.recompute import Recompute
+from services.engine.models.training_memory.recompute import Recompute
 
 if TYPE_CHECKING:
     from benchmarks.in_process import InProcessEngine

@@ -23,13 +23,13 @@ from benchmarks.in_process import settings_for
 from benchmarks.lines import put_line
 from benchmarks.random_checkpoint import SHAPES, TINY, config_of, write
 from services.common.registry import AdapterRegistry
-from services.engine.model.config import ModelConfig
+from services.engine.models.config import ModelConfig
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.host import PodHost
 from services.pod.training import pod_host
 from services.trainer.jobs.base import JobRun
 from services.trainer.settings import TrainerSettings
-from services.trainer.stopwatch import Part
+from services.trainer.timers import Part
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

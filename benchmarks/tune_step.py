@@ -29,7 +29,7 @@ from benchmarks.step_variants import Variant
 from benchmarks.sweep_step import Timer, build
 from benchmarks.tune_cuts import attention_candidates, candidates
 from kernels.gpu.skinny_configs import SkinnyConfig
-from services.engine.model.config import ModelConfig
+from services.engine.models.config import ModelConfig
 
 _PROCESSES = 16
 _WORTH = 0.0015

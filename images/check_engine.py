@@ -13,7 +13,7 @@ from cli.local_stores import s3_server, valkey_server
 from cli.ports import LOOPBACK, claim_ports
 from images.buildah import ROOT, CheckFailed, Image
 from images.container import Container, call, wait_for
-from services.engine.model.checkpoint import checkpoint_digest
+from services.engine.models.checkpoint import checkpoint_digest
 from tests.integration.servers import RunningServer
 
 _TINY = ROOT / "models" / "tiny"

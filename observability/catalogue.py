@@ -12,15 +12,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.tls import Certificates
-from services.engine.adapter_ports import AdapterSnapshot, LoadedAdapter
-from services.engine.exports import Sources, export
-from services.engine.limits import Counts
-from services.engine.memory.plan import MemoryPlan
-from services.engine.memory.tiers.ports import Tier, TierStatus
-from services.engine.metrics import EngineMetrics
-from services.engine.ports import LoopStatus
-from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
-from services.engine.updates import Finished
+from services.engine.adapters.ports import AdapterSnapshot, LoadedAdapter
+from services.engine.kv_cache.memory_plan import MemoryPlan
+from services.engine.kv_offload.messages import Tier, TierStatus
+from services.engine.loop.ports import LoopStatus
+from services.engine.observability.exports import Sources, export
+from services.engine.observability.metrics import EngineMetrics
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
+from services.engine.scheduler.config import Counts
 from services.gateway.histogram import LoopHistogram
 from services.gateway.metrics import GatewayMetrics
 from services.trainer.metrics import TrainerMetrics

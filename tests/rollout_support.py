@@ -15,11 +15,11 @@ import torch
 from services.common.errors import ModelNotFound
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Pointers
-from services.engine.ports import Submission
-from services.engine.request import SamplingParams
+from services.engine.loop.ports import Submission
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import SamplingParams
+from services.engine.server.protobuf import AdapterChoice
 from services.engine.settings import EngineSettings
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
 from services.pod.engine import Engine, build_engine
 from services.pod.host import PodHost
 from services.pod.rollouts import EngineRollouts

@@ -15,11 +15,11 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
-from services.engine.model.lora import LoraParams, bind_adapter
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.trainer.checkpoint import Checkpoint, _decode, _encode
+from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.qwen3_5.model import Qwen3_5
 from services.trainer.jobs.base import JobRun, RunState
-from services.trainer.ledger import TrainingLedger
+from services.trainer.memory.budget import TrainingLedger
+from services.trainer.runtime.checkpoint import Checkpoint, _decode, _encode
 
 CPU = torch.device("cpu")
 

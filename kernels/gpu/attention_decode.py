@@ -1,5 +1,5 @@
 """Paged attention of one new position a sequence, split over the context. Reference: `kernels.attention.paged_decode`
-and the output gate of `services.engine.model.layers`.
+and the output gate of `services.engine.models.qwen3_5.layers`.
 
 The grid is fixed by the launch: (kv head, row, split). How many of a row's splits work follows from its context on the
 device; the others end at once. A row with one split writes its output directly. Otherwise each split leaves its

@@ -1,5 +1,5 @@
 """Paged causal attention of prefill segments over their prefixes and themselves. Reference:
-`kernels.attention.paged_prefill` and the output gate of `services.engine.model.layers`.
+`kernels.attention.paged_prefill` and the output gate of `services.engine.models.qwen3_5.layers`.
 
 A program has one kv head and some tokens of a tile with all query heads of the group as rows of one product. Keys come
 in steps counted from position 0, so the bits of a row do not depend on where its segment was cut.

@@ -1,4 +1,4 @@
-"""Sampling of a whole batch without a host sync. Reference: services/engine/sampler.py.
+"""Sampling of a whole batch without a host sync. Reference: services/engine/executors/cpu/sampler.py.
 
 A row of logits is cut into blocks, one program each; the last program of a row to end combines them, so that a batch
 without filters is one kernel: it draws a block by its mass, then one of its tokens.

@@ -1,6 +1,6 @@
 """What the sampling kernels share: the table of a row's parameters, edits of logits, noise, and distance bins.
 
-References: services/engine/sampling_rows.py (edits) and services/engine/noise.py (noise).
+References: services/engine/executors/cpu/sampling_params.py (edits) and services/engine/executors/rng.py (noise).
 """
 
 # Triton's language: constants are upper case and their conditions stand alone; kernels have no annotations for mypy.

@@ -21,9 +21,9 @@ from torch import Tensor
 from services.adapter_tools.output import whole_directory
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
 from services.common.manifest import CONFIG, WEIGHTS
-from services.engine.model.checkpoint import canonical_name, checkpoint_digest, raw_tensors, shard_files
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora_binding import BoundAdapter, BoundTarget, bind_adapter
+from services.engine.models.checkpoint import canonical_name, checkpoint_digest, raw_tensors, shard_files
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora.binding import BoundAdapter, BoundTarget, bind_adapter
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""

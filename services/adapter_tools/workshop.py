@@ -21,7 +21,7 @@ would be launches more than work."""
 
 
 class Gate(Protocol):
-    """services.trainer.host.ComputeGate."""
+    """services.trainer.host.policy_host.ComputeGate."""
 
     def training(self) -> AbstractContextManager[None]:
         """Held while something computes; entering waits for the others' turn to end."""

@@ -9,11 +9,11 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
-from services.engine.plan import MOST_VERIFIED
+from services.engine.scheduler.step_plan import MOST_VERIFIED
 
 _GIB = 1024**3
 TIERS = ("host", "disk", "store")
-"""Fastest first, as in services/engine/memory/tiers/ports.py."""
+"""Fastest first, as in services/engine/kv_offload/messages.py."""
 
 
 class EngineSettings(CommonSettings):

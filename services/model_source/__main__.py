@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from services.common.errors import TemperError
 from services.common.telemetry import configure_logging
-from services.engine.model.checkpoint import checkpoint_digest
+from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.errors import named
 from services.model_source.fetch import fetch
 from services.model_source.settings import ModelSourceSettings

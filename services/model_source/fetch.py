@@ -8,7 +8,7 @@ import time
 import structlog
 
 from services.common.errors import CheckpointRejected
-from services.engine.model.checkpoint import checkpoint_digest
+from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.download import Downloader
 from services.model_source.errors import SourceRejected
 from services.model_source.files import INDEX, Source, check_complete, without_strays

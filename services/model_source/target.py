@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import CheckpointRejected
-from services.engine.model.checkpoint import checkpoint_digest
+from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.errors import SourceRejected
 from services.model_source.files import RemoteFile, is_wanted, notes
 

@@ -19,26 +19,26 @@ from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
 from services.common.text.tokenizer import TextCodec
-from services.engine.adapter_loader import AdapterLoader
-from services.engine.adapter_ports import AdapterLimits, Nudges
-from services.engine.adapters import AdapterManager
+from services.engine.adapters.loader import AdapterLoader
+from services.engine.adapters.manager import AdapterManager
+from services.engine.adapters.ports import AdapterLimits, Nudges
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.histories import HistoryDesk
-from services.engine.history_desk import LoopHistories
-from services.engine.limits import SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.memory.plan import MemoryPlan
-from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import NoTierObserver, Tier, TierObserver, TierStatus
-from services.engine.model.checkpoint import checkpoint_digest
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
-from services.engine.model.lora_targets import target_shapes
-from services.engine.model.qwen3_5 import Qwen3_5, resolve_dtype
-from services.engine.ports import EngineObserver, NoObserver
-from services.engine.rollouts import RolloutMemory
+from services.engine.kv_cache.memory_plan import MemoryPlan
+from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.messages import NoTierObserver, Tier, TierObserver, TierStatus
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import EngineObserver, NoObserver
+from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
+from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
+from services.engine.requests.sessions import HistoryDesk
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.server.session_manager import LoopHistories
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.gate import Gate, build_gate

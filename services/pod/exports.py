@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from services.engine.exports import Sources
-from services.engine.memory.tiers.ports import Tier, TierStatus
+from services.engine.kv_offload.messages import Tier, TierStatus
+from services.engine.observability.exports import Sources
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 
@@ -18,7 +18,7 @@ def sources(
     training: Callable[[], bool],
     tiers: Callable[[], Mapping[Tier, TierStatus]] = dict,
 ) -> Sources:
-    """For services.engine.exports.
+    """For services.engine.observability.exports.
 
     Args:
         training: whether a job runs.

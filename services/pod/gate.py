@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 import torch
 
-from services.engine.gate import SliceGate
-from services.engine.ports import Runner
-from services.engine.stream_gate import StreamGate
+from services.engine.compute_sharing.device_order import StreamGate
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.loop.ports import Runner
 
 Gate: TypeAlias = SliceGate | StreamGate
 
@@ -18,8 +18,8 @@ def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -
     if device.type != "cuda":
         return SliceGate(tpot_goal_seconds)
     # Imported here: a pod without a GPU needs no Triton.
-    from services.engine.cuda.lane import CudaLane
-    from services.engine.cuda.runner import CudaRunner
+    from services.engine.compute_sharing.device_queue import CudaLane
+    from services.engine.executors.cuda.runner import CudaRunner
 
     if not isinstance(runner, CudaRunner) or (stream := runner.stream.stream) is None:
         raise TypeError(f"steps of a {type(runner).__name__} are not queued on a stream of {device}")

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
-from services.engine.adapters import AdapterManager
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.training.arena import Arena
+from services.engine.adapters.manager import AdapterManager
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.training_memory.arena import Arena
 from services.pod.gate import Gate
 from services.pod.rollouts import EngineRollouts
 from services.trainer.jobs.adapter_run import USUAL_TOKENS
-from services.trainer.ledger import TrainingLedger
-from services.trainer.memory import Workload, estimate
+from services.trainer.memory.budget import TrainingLedger
+from services.trainer.memory.estimate import Workload, estimate
 from services.trainer.rewards.webhook import Webhooks
 
 _MOST_FOR_GRAPHS = 0.75
@@ -23,7 +23,7 @@ _MOST_FOR_GRAPHS = 0.75
 
 @dataclass(frozen=True, slots=True)
 class PodHost:
-    """Implements services.trainer.host.PolicyHost."""
+    """Implements services.trainer.host.policy_host.PolicyHost."""
 
     model: Qwen3_5
     codec: TextCodec
@@ -49,7 +49,7 @@ class PodHost:
         object.__setattr__(self, "ledger", TrainingLedger(self.train_memory_bytes, memory))
 
     def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
-        """See services.trainer.host.PolicyHost."""
+        """See services.trainer.host.policy_host.PolicyHost."""
         return self.adapters.files(version)
 
     def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:

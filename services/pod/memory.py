@@ -8,17 +8,17 @@ import torch
 
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.machine import machine_bytes
-from services.engine.memory.plan import Footprint, MemoryPlan, plan_memory
-from services.engine.model.config import ModelConfig
-from services.engine.model.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
-from services.engine.model.loader import copies_head
-from services.engine.model.lora import LoraSlots
-from services.engine.model.lora_targets import target_shapes
-from services.engine.plan import MOST_VERIFIED
+from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_memory
+from services.engine.models.config import ModelConfig
+from services.engine.models.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
+from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.targets import target_shapes
+from services.engine.models.weights.loader import copies_head
+from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
-from services.pod.way_out import way_out
-from services.trainer.memory import Workload, estimate
+from services.pod.fit_advice import way_out
+from services.trainer.memory.estimate import Workload, estimate
 
 _LOGIT_COPIES = 4
 """Float32 [rows, vocabulary] tensors that sampling has alive at once."""

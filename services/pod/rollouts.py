@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
 from services.common.names import AdapterVersion
-from services.engine.loop import EngineLoop
-from services.engine.model.lora import LoraParams
-from services.engine.ports import Submission
-from services.engine.private_versions import PrivateVersion, PrivateVersions
-from services.engine.request import FinishReason, SamplingParams
-from services.engine.updates import Finished, SequenceUpdate
-from services.engine.wire import AdapterChoice
-from services.trainer.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, ScoreRequest
+from services.engine.adapters.private_versions import PrivateVersion, PrivateVersions
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import Submission
+from services.engine.models.lora import LoraParams
+from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.request import FinishReason, SamplingParams
+from services.engine.server.protobuf import AdapterChoice
+from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, ScoreRequest
 
 _PRIORITY = 2**31
 """Behind everything that a protobuf int32 can ask for."""
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.05
 
 
 class EngineRollouts:
-    """Implements services.trainer.rollouts.RolloutSource.
+    """Implements services.trainer.host.rollouts.RolloutSource.
 
     Args:
         vocab_size: of the model.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from services.engine.cache_transfer import CpuCacheTransfer
-from services.engine.memory.tiers.ports import CacheTransfer
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.ports import Runner
-from services.engine.runner import ModelRunner
+from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.kv_offload.messages import CacheTransfer
+from services.engine.loop.ports import Runner
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots, waiting_writes
 
@@ -53,9 +53,9 @@ def build_runner(
         plain = ModelRunner(model, cache, lora, num_slots=slots, eos_token_ids=eos_token_ids, speculative=speculative)
         return Computer(plain, lambda identity: CpuCacheTransfer(cache, identity))
     # Imported here: a pod without a GPU needs no Triton.
-    from services.engine.cuda.cache_transfer import CudaCacheTransfer
-    from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-    from services.engine.model.device_batch import DeviceCache
+    from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+    from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+    from services.engine.models.device_batch import DeviceCache
 
     device_cache = DeviceCache.allocate(
         model.config,
@@ -96,6 +96,6 @@ def prefill_alignment(settings: EngineSettings) -> int:
     """Where prefill chunks must end for a prompt's bits not to depend on how it was cut."""
     if not settings.batch_invariant:
         return 1
-    from services.engine.cuda.shapes import INVARIANT_ALIGNMENT
+    from services.engine.executors.cuda.shapes import INVARIANT_ALIGNMENT
 
     return INVARIANT_ALIGNMENT

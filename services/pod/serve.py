@@ -23,18 +23,18 @@ from services.common.shutdown import Wishes, end_now
 from services.common.store import ObjectStore
 from services.common.tls import FOLLOW_SECONDS, Certificates
 from services.common.tracing import Tracer, open_tracer
-from services.engine.exports import export
-from services.engine.health import HealthReporter, ProcessHealth, Vitals
-from services.engine.history_service import HistoryService
-from services.engine.metrics import EngineMetrics
-from services.engine.observers import Observers
-from services.engine.request_traces import RequestTraces
-from services.engine.server import Serving, bind, make_server
+from services.engine.observability.exports import export
+from services.engine.observability.metrics import EngineMetrics
+from services.engine.observability.observers import Observers
+from services.engine.observability.request_traces import RequestTraces
+from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
+from services.engine.server.service import Serving, bind, make_server
+from services.engine.server.session_service import HistoryService
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.exports import sources
-from services.pod.sessions import SessionsService
 from services.pod.training import Training
+from services.pod.training_sessions import SessionsService
 from services.trainer.settings import TrainerSettings
 
 _WATCH_SECONDS = 0.5

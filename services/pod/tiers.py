@@ -10,9 +10,9 @@ import structlog
 from services.common.errors import InvalidRequest
 from services.common.machine import machine_bytes
 from services.common.store import ObjectStore
-from services.engine.memory.tiers.limits import tier_limits
-from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import TierObserver
+from services.engine.kv_offload.config import tier_limits
+from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.messages import TierObserver
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.runner import Computer

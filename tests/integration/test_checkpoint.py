@@ -10,8 +10,8 @@ import torch
 
 from services.common.errors import Unavailable
 from services.common.store import ObjectStore
-from services.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from services.trainer.jobs.base import RunState
+from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from tests.integration.servers import RunningServer
 
 SHA = "5" * 64

@@ -16,8 +16,8 @@ from services.common.names import AdapterVersion
 from services.common.queue import JobQueue
 from services.common.registry import WEIGHTS, AdapterRegistry
 from services.common.settings import CommonSettings
+from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
-from services.trainer.worker import TrainerWorker
 from tests.integration.test_registry import files
 from tests.integration.test_worker import (
     Spawn,

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
-from services.engine.model.checkpoint import checkpoint_digest
+from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.errors import SourceRejected
 from services.model_source.fetch import fetch
 from services.model_source.settings import ModelSourceSettings

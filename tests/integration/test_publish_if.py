@@ -10,7 +10,7 @@ from services.common.jobs import JobState, SftJob
 from services.common.names import AdapterVersion
 from services.common.queue import JobQueue
 from services.common.registry import WEIGHTS, AdapterRegistry
-from services.trainer.worker import TrainerWorker
+from services.trainer.runtime.worker import TrainerWorker
 from tests.integration.test_worker import (
     Spawn,
     events_of,

@@ -18,11 +18,11 @@ from services.common.queue import JobQueue
 from services.common.registry import WEIGHTS, AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
-from services.engine.wire import AdapterChoice
+from services.engine.server.protobuf import AdapterChoice
 from services.trainer.jobs import prepare_run
 from services.trainer.rewards import Webhooks
+from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
-from services.trainer.worker import TrainerWorker
 from tests.rollout_support import Pod, running_pod, wait_for
 from tests.unit.trainer.test_webhook import SECRET, ok, serving
 

@@ -28,7 +28,7 @@ from services.common.queue import JobQueue
 from services.common.registry import AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
-from services.trainer.checkpoint import CheckpointStore
+from services.trainer.runtime.checkpoint import CheckpointStore
 from tests.e2e.jobs import losses, wait_for_end
 from tests.fixtures.upgrade import RELEASES, facts, load
 from tests.integration.servers import RunningServer

@@ -24,8 +24,8 @@ from services.common.queue import JobQueue
 from services.common.registry import WEIGHTS, AdapterRegistry
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
+from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
-from services.trainer.worker import TrainerWorker
 from tests.integration.servers import RunningServer
 from tests.integration.toy import ToyHost, expected, make_worker
 

@@ -27,10 +27,10 @@ from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
 from services.common.telemetry import configure_logging
 from services.trainer.jobs.base import RunState
-from services.trainer.ledger import TrainingLedger
-from services.trainer.origins import Origin
+from services.trainer.memory.budget import TrainingLedger
+from services.trainer.parents import Origin
+from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
-from services.trainer.worker import TrainerWorker
 
 BASE_DIGEST = "b" * 64
 SIZE = 64

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from services.engine.gate import SliceGate
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.models.qwen3_5.model import Qwen3_5
 from tests.parity.fused_models import in_float64
 from tests.parity.reference import CONFIGS, SEED, make_checkpoint
 from tests.parity.test_serving_while_training import gradients, relative

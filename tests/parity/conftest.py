@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM
 
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.models.qwen3_5.model import Qwen3_5
 from tests.parity.reference import CONFIGS, make_checkpoint
 from tests.rollout_support import Pod, running_pod
 

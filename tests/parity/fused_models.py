@@ -16,22 +16,28 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import LoraSettings
-from services.engine.cuda.compile_ahead import compiler_pool
-from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.limits import SchedulerConfig
-from services.engine.model.batch import CacheBuffers
-from services.engine.model.config import ModelConfig
-from services.engine.model.device_batch import DeviceCache
-from services.engine.model.lora import BoundAdapter, LoraParams, LoraSlots, bind_adapter
-from services.engine.model.matrix import DenseMatrix, Matrix, quantize
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.weights import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights, MtpWeights
-from services.engine.plan import PENDING, Chunk, StepPlan
-from services.engine.reads import PromptReport
-from services.engine.request import Request
-from services.engine.runner import ModelRunner
-from services.engine.scheduler import Scheduler
-from services.engine.updates import Finished
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.executors.cuda.compile_ahead import compiler_pool
+from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.models.batch import CacheBuffers
+from services.engine.models.config import ModelConfig
+from services.engine.models.device_batch import DeviceCache
+from services.engine.models.lora import BoundAdapter, LoraParams, LoraSlots, bind_adapter
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.layers import (
+    AttentionWeights,
+    DeltaNetWeights,
+    LayerWeights,
+    ModelWeights,
+    MtpWeights,
+)
+from services.engine.models.weights.matrix import DenseMatrix, Matrix, quantize
+from services.engine.requests.outputs import Finished
+from services.engine.requests.prompt_scoring import PromptReport
+from services.engine.requests.request import Request
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan
 
 TINY = ModelConfig(
     vocab_size=61,

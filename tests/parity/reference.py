@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from services.engine.model.batch import CacheBuffers, ForwardBatch
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.models.batch import CacheBuffers, ForwardBatch
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
 
 BASE: dict[str, Any] = {
     "vocab_size": 211,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.gpu import fp8
 from kernels.quantize import FP8_MAX, unpair
-from services.engine.model import layers
+from services.engine.models.qwen3_5 import layers
 
 
 @contextmanager

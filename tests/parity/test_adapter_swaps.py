@@ -18,18 +18,18 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from benchmarks.adapters import GeneratedAdapters, adapter_name
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
-from services.engine.adapter_loader import AdapterLoader
-from services.engine.adapter_ports import AdapterLimits
-from services.engine.adapters import AdapterManager
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.model.lora import LoraParams, LoraSlots, bind_adapter
-from services.engine.ports import Submission
-from services.engine.request import SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.adapters.loader import AdapterLoader
+from services.engine.adapters.manager import AdapterManager
+from services.engine.adapters.ports import AdapterLimits
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import Submission
+from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.server.protobuf import AdapterChoice
 from tests.parity.fused_models import TINY, cuda_runner, random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

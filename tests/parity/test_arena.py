@@ -9,17 +9,17 @@ import torch
 
 from services.common.errors import DoesNotFit
 from services.common.jobs import LoraSettings, SftJob
-from services.engine.model.lora import LoraParams
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.training.arena import Arena
-from services.engine.model.training.forward import TrainableForward
+from services.engine.models.lora import LoraParams
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.training.forward import TrainableForward
+from services.engine.models.training_memory.arena import Arena
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle
 from services.pod.host import PodHost
 from services.pod.training import pod_host
 from services.trainer.jobs import adapter_run
 from services.trainer.jobs.sft import SftRun
-from services.trainer.memory import TrainingMemory
+from services.trainer.memory.estimate import TrainingMemory
 from services.trainer.settings import TrainerSettings
 from tests.parity.conftest import Pair
 from tests.rollout_support import TINY, MemoryRegistry, User

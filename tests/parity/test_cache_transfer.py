@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.cache_payload import Pieces
-from services.engine.cache_transfer import CpuCacheTransfer
-from services.engine.cuda.cache_transfer import CudaCacheTransfer
-from services.engine.cuda.stream import EngineStream
-from services.engine.memory.tiers.checksums import WORD, checksum, weights
-from services.engine.memory.tiers.ports import Bytes, CacheTransfer
-from services.engine.model.batch import CacheBuffers
-from services.engine.model.config import ModelConfig
-from services.engine.model.device_batch import DeviceCache
+from services.engine.executors.cache_payload import Pieces
+from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
+from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+from services.engine.executors.cuda.stream import EngineStream
+from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.messages import Bytes, CacheTransfer
+from services.engine.models.batch import CacheBuffers
+from services.engine.models.config import ModelConfig
+from services.engine.models.device_batch import DeviceCache
 from tests.parity.fused_models import TINY, random_model, spoil
 
 BLOCKS, BLOCK_SIZE, SLOTS = 40, 16, 7

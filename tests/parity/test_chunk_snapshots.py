@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.chains import links
-from services.engine.limits import SchedulerConfig
-from services.engine.model.batch import CacheBuffers
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
-from services.engine.reads import PromptRead
-from services.engine.request import AdapterPin, Pooling, Request, SamplingParams
-from services.engine.runner import ModelRunner
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.models.batch import CacheBuffers
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.prompt_scoring import PromptRead
+from services.engine.requests.request import AdapterPin, Pooling, Request, SamplingParams
+from services.engine.scheduler.chunk_segments import links
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
 from tests.parity.fused_models import TINY, _record, cuda_runner, random_adapters, random_model, spoil
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

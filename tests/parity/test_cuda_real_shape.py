@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from services.engine.cuda.runner import RunnerOptions
-from services.engine.limits import SchedulerConfig
-from services.engine.model.footprint import Storage
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import Chunk, StepPlan
-from services.engine.request import Request, SamplingParams
+from services.engine.executors.cuda.runner import RunnerOptions
+from services.engine.models.footprint import Storage
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import cuda_runner
 from tests.parity.reference import LENGTHS
 from tests.parity.test_scheduled_generation import serve

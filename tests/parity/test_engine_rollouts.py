@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from services.common.jobs import GrpoJob
-from services.engine.limits import SchedulerConfig
-from services.engine.model.lora import LoraSlots, bind_adapter
-from services.engine.request import BASE_PIN, AdapterPin, Request, SamplingParams
-from services.engine.runner import ModelRunner
-from services.engine.scheduler import Scheduler
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.models.lora import LoraSlots, bind_adapter
+from services.engine.requests.request import BASE_PIN, AdapterPin, Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
 from services.trainer.jobs.grpo import GrpoRun
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import CPU, TrainingHost, random_adapter, write_checkpoint

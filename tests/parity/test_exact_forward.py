@@ -10,11 +10,11 @@ import torch
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.names import AdapterVersion
+from services.trainer.host.rollouts import RolloutSampling
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.grpo import GrpoRun
 from services.trainer.jobs.rollout import RolloutRun
-from services.trainer.replay import replay
-from services.trainer.rollouts import RolloutSampling
+from services.trainer.sampling.replay import replay
 from tests.parity.test_rollout_job import job, raising_after
 from tests.parity.test_rollouts import adapter, requests
 from tests.rollout_support import Pod, running_pod, wait_for

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.cuda.runner import RunnerOptions
-from services.engine.limits import SchedulerConfig
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.request import BASE_PIN, AdapterPin, Pooling, Request, SamplingParams
+from services.engine.executors.cuda.runner import RunnerOptions
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.request import BASE_PIN, AdapterPin, Pooling, Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, InStep, decoded, random_model
 from tests.parity.roundings import recorded_roundings, rounded_activations
 

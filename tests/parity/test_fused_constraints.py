@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
+from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.constraints.bits import Bits, allow
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
-from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.pipeline import Pipeline
-from services.engine.ports import NoObserver, Runner
-from services.engine.request import FinishReason, Request, SamplingParams
-from services.engine.runner import ModelRunner
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.loop.ports import NoObserver, Runner
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.plan import Chunk, StepPlan
-from services.engine.request import Request, SamplingParams
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS, requests
 

@@ -10,9 +10,9 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from services.engine.model.lora import LoraParams, bind_adapter
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.training.recompute import Recompute
+from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.training_memory.recompute import Recompute
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 from tests.parity.reference import CONFIGS, prompt

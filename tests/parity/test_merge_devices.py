@@ -14,12 +14,12 @@ from services.adapter_tools.sparse import Weighted, merged_entries
 from services.adapter_tools.workshop import ALONE, Workshop
 from services.common.jobs import MergeJob, MergeSettings
 from services.common.names import AdapterVersion
-from services.engine.cuda.lane import CudaLane
-from services.engine.model.lora import bind_adapter
-from services.engine.stream_gate import StreamGate
+from services.engine.compute_sharing.device_order import StreamGate
+from services.engine.compute_sharing.device_queue import CudaLane
+from services.engine.models.lora import bind_adapter
 from services.trainer.jobs.merge import MergeRun
-from services.trainer.ledger import TrainingLedger
-from services.trainer.origins import Origin
+from services.trainer.memory.budget import TrainingLedger
+from services.trainer.parents import Origin
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 

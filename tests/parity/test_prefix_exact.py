@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from benchmarks.prefix_exact import BOUND, PLACES, Bench, Totals, main, single_steps, splits
 from benchmarks.prefix_workloads import make_workload
-from services.engine.cache_transfer import CpuCacheTransfer
-from services.engine.memory.tiers.ports import Bytes
-from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan
-from services.engine.request import Request, SamplingParams
+from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
+from services.engine.kv_offload.messages import Bytes
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan
 
 _SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _STRUCTURES = st.randoms(use_true_random=False)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from services.engine.limits import SchedulerConfig
-from services.engine.model.lora import LoraSlots
-from services.engine.request import Pooling, Request, SamplingParams
-from services.engine.scheduler import Scheduler
-from services.engine.updates import SequenceUpdate
+from services.engine.models.lora import LoraSlots
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import Pooling, Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
 from tests.parity.conftest import Pair
 from tests.parity.reference import reference_logits
 from tests.parity.test_scheduled_generation import make_runner, updates_of

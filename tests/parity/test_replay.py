@@ -12,7 +12,7 @@ import torch
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from services.common.names import AdapterVersion
-from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, ScoreRequest
+from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, ScoreRequest
 from tests.parity.test_rollouts import GREEDY, adapter, requests
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 

@@ -18,9 +18,9 @@ from services.common.errors import (
 )
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
-from services.engine.model.lora import LoraParams
-from services.engine.wire import AdapterChoice
-from services.trainer.rollouts import Policy, RolloutRequest, RolloutSampling
+from services.engine.models.lora import LoraParams
+from services.engine.server.protobuf import AdapterChoice
+from services.trainer.host.rollouts import Policy, RolloutRequest, RolloutSampling
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 
 SAMPLED = RolloutSampling(3.0, 24)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM
 
-from services.engine.cuda.runner import RunnerOptions
-from services.engine.limits import Counts, SchedulerConfig
-from services.engine.model.lora import LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import StepPlan
-from services.engine.ports import Runner, StepHandle
-from services.engine.request import Request, SamplingParams
-from services.engine.runner import ModelRunner
-from services.engine.scheduler import Scheduler
-from services.engine.updates import Finished, SequenceUpdate
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.executors.cuda.runner import RunnerOptions
+from services.engine.loop.ports import Runner, StepHandle
+from services.engine.models.lora import LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import StepPlan
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import cuda_runner, spoil
 

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from services.common.errors import TemperError
 from services.common.jobs import LoraSettings
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.model.lora import LoraParams, LoraSlots
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.ports import Submission
-from services.engine.request import BASE_PIN, AdapterPin, SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.runner import ModelRunner
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import Submission
+from services.engine.models.lora import LoraParams, LoraSlots
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.server.protobuf import AdapterChoice
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import in_float64
 from tests.parity.reference import CONFIGS

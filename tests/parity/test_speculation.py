@@ -13,13 +13,13 @@ from torch import Tensor
 from models.tiny.recipe.data import DIRECTORY, END, SKILLS, chat_template, held_out_items, prompt_text
 from models.tiny.recipe.train_mtp import Mtp
 from services.common.errors import CheckpointRejected
-from services.engine.guesser import Guesser
-from services.engine.limits import Counts
-from services.engine.model.checkpoint import checkpoint_digest
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.plan import Chunk
-from services.engine.request import AdapterPin, Request, SamplingParams
-from services.engine.updates import Finished
+from services.engine.executors.cpu.mtp import Guesser
+from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.scheduler.config import Counts
+from services.engine.scheduler.step_plan import Chunk
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import random_adapters
 from tests.parity.reference import Driver, make_checkpoint

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.head import token_scores
-from services.engine.model.lora import LoraParams, bind_adapter
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.training import plain, trunk
-from services.engine.model.training.arena import GraphMemory
-from services.engine.model.training.forward import FrozenForward, TrainableForward
-from services.engine.model.training.recompute import Recompute
+from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.training import plain, trunk
+from services.engine.models.qwen3_5.training.forward import FrozenForward, TrainableForward
+from services.engine.models.training_memory.arena import GraphMemory
+from services.engine.models.training_memory.recompute import Recompute
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "services.engine": ("kernels", "services.common"),
     "services.adapter_tools": ("services.engine.model", "services.common"),
     "services.trainer": ("services.adapter_tools", "services.engine.model", "kernels", "services.common"),
-    "services.model_source": ("services.engine.model.checkpoint", "services.common"),
+    "services.model_source": ("services.engine.models.checkpoint", "services.common"),
     "services.pod": ("services.engine", "services.trainer", "services.common"),
     "cli": ("services.common",),
     "proto": (),
@@ -36,14 +36,14 @@ NO_TORCH = (
     "services.common",
     "services.gateway",
     "cli",
-    "services.engine.scheduler",
-    "services.engine.plan",
-    "services.engine.request",
+    "services.engine.scheduler.scheduler",
+    "services.engine.scheduler.step_plan",
+    "services.engine.requests.request",
     "services.engine.settings",
     "services.engine.memory",
     "observability",
-    "services.engine.model.checkpoint",
-    "services.engine.model.config",
+    "services.engine.models.checkpoint",
+    "services.engine.models.config",
     "services.model_source",
 )
 # The CLI renders settings of every service into the configuration guide without running any of them.
@@ -134,7 +134,14 @@ def test_no_torch_where_none_belongs(module: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["services.gateway.app", "services.engine.scheduler", "services.model_source.fetch", "cli.main", "cli.up"]
+    "module",
+    [
+        "services.gateway.app",
+        "services.engine.scheduler.scheduler",
+        "services.model_source.fetch",
+        "cli.main",
+        "cli.up",
+    ],
 )
 def test_nothing_loads_torch_behind_our_back(module: str) -> None:
     """Also through third parties: what counts is what is in memory after the import."""

@@ -69,7 +69,7 @@ class OptimizerSettings(SentModel):
     """AdamW and its schedule."""
 
     learning_rate: float | None = Field(None, gt=0, le=1, exclude_if=left_open)
-    """None: by the method and the model (services/trainer/defaults.py)."""
+    """None: by the method and the model (services/trainer/jobs/defaults.py)."""
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """What follows the warm-up: the rate as it is, or a fall towards 0 at the end of the job."""

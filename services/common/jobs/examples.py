@@ -50,7 +50,7 @@ class ExampleJob(JobBase, Generic[E]):
     eval_every: int | None = Field(None, ge=1)
     """Optimizer steps between evaluations; None: at the end of each epoch."""
     epochs: int | None = Field(None, ge=1, le=1000, exclude_if=left_open)
-    """Passes over the examples. None: by the method and how many there are (services/trainer/defaults.py)."""
+    """Passes over the examples. None: by the method and how many there are (services/trainer/jobs/defaults.py)."""
     batch_size: int = Field(8, ge=1)
     """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
     shuffle: bool = True

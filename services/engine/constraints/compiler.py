@@ -16,10 +16,10 @@ from services.common.errors import InvalidRequest, Overloaded
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, budget_matcher, compile_grammar
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
-from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.ports import GrammarObserver
-from services.engine.request import SamplingParams
+from services.engine.loop.ports import GrammarObserver
+from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.request import SamplingParams
 
 _log = structlog.get_logger(__name__)
 _Key = tuple[ConstraintKind, tuple[str, ...]]

@@ -10,9 +10,9 @@ from llguidance import LLMatcher, LLParserLimits
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.source import lark_of, reason_of
-from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.request import SamplingParams
+from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.request import SamplingParams
 
 _NOTHING_FOLLOWS = "NoExtensionBias"
 """What llguidance says of a language without any text."""

@@ -12,8 +12,8 @@ from services.common.schema.origin import all_needed
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.compiling import grammar_of, parsed
 from services.engine.constraints.schema.probe import Probe
-from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import NO_FORCING
+from services.engine.requests.constraint import Constraint, ConstraintKind
 
 _LITERALS = re.compile(
     r"""

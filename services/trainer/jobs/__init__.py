@@ -8,9 +8,9 @@ from typing import assert_never
 from services.common.errors import InvalidRequest
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, MergeJob, OpdJob, SftJob, Spec
 from services.common.text.template import RESERVED_KWARGS
-from services.trainer.host import PolicyHost
+from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun
-from services.trainer.origins import Origin
+from services.trainer.parents import Origin
 
 
 def prepare_run(

@@ -16,18 +16,18 @@ from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
 from services.common.jobs.continued import check_agrees
 from services.common.manifest import Lineage
-from services.engine.model.lora import LoraParams, bind_adapter
-from services.engine.model.lora_binding import name_targets
-from services.engine.model.lora_targets import target_shapes
-from services.engine.model.training.forward import FrozenForward, TrainableForward
-from services.trainer.data import Document, Microbatch, pack
-from services.trainer.defaults import Method, learning_rate
-from services.trainer.host import PolicyHost
+from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.lora.binding import name_targets
+from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.training.forward import FrozenForward, TrainableForward
+from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState
-from services.trainer.ledger import Need
-from services.trainer.memory import TeacherWork, Workload, check_fits, mib
+from services.trainer.jobs.defaults import Method, learning_rate
+from services.trainer.memory.budget import Need
+from services.trainer.memory.estimate import TeacherWork, Workload, check_fits, mib
 from services.trainer.optimizer import AdapterOptimizer
-from services.trainer.stopwatch import Stopwatch
+from services.trainer.packing import Document, Microbatch, pack
+from services.trainer.timers import Stopwatch
 
 _TOKENS_ON_CPU = 512
 USUAL_TOKENS = 2048

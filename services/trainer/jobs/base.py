@@ -12,9 +12,9 @@ from services.common.jobs import Spec
 
 if TYPE_CHECKING:
     from services.common.manifest import Lineage
-    from services.engine.model.lora import LoraParams
-    from services.trainer.host import PolicyHost
-    from services.trainer.origins import Origin
+    from services.engine.models.lora import LoraParams
+    from services.trainer.host.policy_host import PolicyHost
+    from services.trainer.parents import Origin
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ goes into a weight.
 
 With exact_forward the values of all these log-probabilities, of the policy in training, of the one the job starts from
 and of the base, are the engine's, which takes the step's completions token by token as it would sample them; gradients
-are those of the trainer's forward. See services/trainer/replay.py.
+are those of the trainer's forward. See services/trainer/sampling/replay.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import GrpoJob
-from services.engine.model.lora import LoraParams
-from services.trainer.agreement import ForwardGap
-from services.trainer.data import Document, Microbatch, largest_microbatch
-from services.trainer.defaults import Method
-from services.trainer.host import PolicyHost
+from services.engine.models.lora import LoraParams
+from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
+from services.trainer.jobs.defaults import Method
 from services.trainer.losses import (
     GroupSize,
     MismatchStats,
@@ -35,8 +33,10 @@ from services.trainer.losses import (
     policy_loss,
     surrogate_form,
 )
-from services.trainer.replay import replay, with_values
-from services.trainer.scored_rollouts import ScoredRollouts, scored_rollouts
+from services.trainer.losses.logprob_gap import ForwardGap
+from services.trainer.packing import Document, Microbatch, largest_microbatch
+from services.trainer.sampling.replay import replay, with_values
+from services.trainer.sampling.scored_rollouts import ScoredRollouts, scored_rollouts
 
 
 class GrpoRun(AdapterRun):

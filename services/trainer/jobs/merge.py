@@ -20,15 +20,15 @@ from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import MergeJob
 from services.common.jobs.merge import exact_sum_over
 from services.common.manifest import Lineage, LineageParent
-from services.engine.model.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
-from services.engine.model.lora_binding import name_targets
-from services.engine.model.lora_params import TrainableTarget
-from services.trainer.host import PolicyHost
+from services.engine.models.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
+from services.engine.models.lora.binding import name_targets
+from services.engine.models.lora.trainable import TrainableTarget
+from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import spec_digest
 from services.trainer.jobs.base import RunState
-from services.trainer.ledger import Need
-from services.trainer.memory import mib
-from services.trainer.origins import Origin
+from services.trainer.memory.budget import Need
+from services.trainer.memory.estimate import mib
+from services.trainer.parents import Origin
 
 
 class MergeRun:

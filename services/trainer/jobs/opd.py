@@ -18,21 +18,21 @@ from torch import Tensor
 from kernels.divergence import Divergence
 from services.common.errors import InvalidRequest
 from services.common.jobs import OpdJob
-from services.trainer.agreement import Agreement
-from services.trainer.completion_state import completion_tensors, completions_of
-from services.trainer.data import Document, Microbatch, completion_document, largest_microbatch
-from services.trainer.defaults import Method
-from services.trainer.host import PolicyHost
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState
-from services.trainer.jobs.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
+from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.rounds import Rounds
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
-from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed
-from services.trainer.ratios import importance_ratio
-from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
-from services.trainer.stopwatch import Stopwatch
-from services.trainer.teacher import Teacher
+from services.trainer.losses.logprob_gap import Agreement
+from services.trainer.losses.ratios import importance_ratio
+from services.trainer.packing import Document, Microbatch, completion_document, largest_microbatch
+from services.trainer.sampling.completion_state import completion_tensors, completions_of
+from services.trainer.sampling.lessons import Lesson, Lessons, Pupil, drawn, known_part, lessons, pupils
+from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed
+from services.trainer.sampling.teacher import Teacher
+from services.trainer.timers import Stopwatch
 
 _ROUND, _HELD_OUT = "round.", "held_out."
 """Tensors of a checkpoint."""

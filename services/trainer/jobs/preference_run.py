@@ -11,14 +11,14 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import AskedExample, DpoJob, KtoJob
-from services.engine.model.lora import LoraParams
-from services.trainer.data import Document, Microbatch, answer_documents, overlong, pack_together, placed, some
-from services.trainer.host import PolicyHost
+from services.engine.models.lora import LoraParams
+from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import microbatch_tokens
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.example_run import ExampleRun
 from services.trainer.losses import sequence_sums
-from services.trainer.stopwatch import Part
+from services.trainer.packing import Document, Microbatch, answer_documents, overlong, pack_together, placed, some
+from services.trainer.timers import Part
 
 X = TypeVar("X", bound=AskedExample)
 Scores: TypeAlias = dict[int, Tensor]

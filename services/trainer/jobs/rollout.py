@@ -17,17 +17,17 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
 from services.common.jobs.generate import GenerateSettings, RolloutPrompt
-from services.trainer.host import PolicyHost
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.base import RunState
 from services.trainer.jobs.grpo import GrpoRun
-from services.trainer.jobs.round import Round, ScoredPrompt
 from services.trainer.jobs.rounds import Rounds
-from services.trainer.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
 from services.trainer.rewards import Rewards, Sample
 from services.trainer.rewards.sample import without_thinking
-from services.trainer.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
-from services.trainer.scored_rollouts import RewardStats, ScoredRollouts, gather
-from services.trainer.stopwatch import Stopwatch
+from services.trainer.sampling.prompts import check_stop_tokens, prompts_of_round, sample_seed, sampled_prompts
+from services.trainer.sampling.round import Round, ScoredPrompt
+from services.trainer.sampling.scored_rollouts import RewardStats, ScoredRollouts, gather
+from services.trainer.timers import Stopwatch
 
 _NOTHING = ScoredRollouts((), (), RewardStats(0.0, 0.0, 0, 0), ())
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.grpo import MismatchCorrection
-from services.trainer.agreement import Agreement
+from services.trainer.losses.logprob_gap import Agreement
+from services.trainer.losses.ratios import importance_ratio
 from services.trainer.losses.sequences import per_row, sequence_sums
-from services.trainer.ratios import importance_ratio
 
 
 def mismatch_weights(

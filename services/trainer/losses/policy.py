@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.grpo import LossType
+from services.trainer.losses.ratios import bounded, importance_ratio
 from services.trainer.losses.sequences import per_row, sequence_sums
-from services.trainer.ratios import bounded, importance_ratio
 
 ADVANTAGE_EPSILON = 1e-4
 """Added to the standard deviation of a group's rewards, as in TRL's GRPOTrainer."""
@@ -100,7 +100,7 @@ def policy_loss(
     KL_t is k3 = exp(ref − logp) − (ref − logp) − 1 (Schulman, "Approximating KL divergence"); ``unbiased_kl``
     multiplies it by r, so that its gradient is that of the KL also off policy (DeepSeek-V3.2, arXiv 2512.02556).
 
-    Log-ratios count up to `services.trainer.ratios.MOST_NATS`, so that every loss is a number.
+    Log-ratios count up to `services.trainer.losses.ratios.MOST_NATS`, so that every loss is a number.
 
     Args:
         logprobs: [N] float32 under the policy being trained, with gradient.

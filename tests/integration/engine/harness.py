@@ -20,9 +20,9 @@ from services.common.names import AdapterVersion
 from services.common.pb import adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
 from services.common.registry import AdapterRegistry
-from services.engine.health import HealthReporter, ProcessHealth, Vitals
-from services.engine.model.lora import LoraParams
-from services.engine.server import Serving, bind, make_server
+from services.engine.models.lora import LoraParams
+from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
+from services.engine.server.service import Serving, bind, make_server
 from services.pod.engine import Engine
 
 T = TypeVar("T")

@@ -15,13 +15,13 @@ import torch
 from services.common.errors import InvalidRequest, NotFound
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
-from services.engine.histories import History, SessionName
-from services.engine.memory.tiers.ports import Tier
-from services.engine.ports import Submission
-from services.engine.request import SamplingParams
+from services.engine.kv_offload.messages import Tier
+from services.engine.loop.ports import Submission
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import SamplingParams
+from services.engine.requests.sessions import History, SessionName
+from services.engine.server.protobuf import AdapterChoice
 from services.engine.settings import EngineSettings
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
 from services.pod.engine import Engine, build_engine
 
 CHAT = SessionName("alice", "chat")

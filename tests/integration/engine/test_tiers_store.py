@@ -13,8 +13,8 @@ import pytest
 
 from services.common.settings import CommonSettings
 from services.common.store import ObjectStore
-from services.engine.memory.tiers.header import item_bytes
-from services.engine.memory.tiers.ports import (
+from services.engine.kv_offload.entry_format.header import item_bytes
+from services.engine.kv_offload.messages import (
     Dropped,
     Entry,
     Forget,

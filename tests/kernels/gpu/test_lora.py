@@ -14,9 +14,9 @@ from kernels.gpu.lora import LoraRows, ShrinkConfig, shrink
 from kernels.gpu.lora_expand import ExpandConfig, expand_add, expand_swiglu
 from kernels.gpu.lora_rows import active_slots
 from services.common.jobs import LoraSettings
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import LoraParams, LoraSlots, bind_adapter
-from services.engine.model.lora_targets import layer_groups
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.targets import layer_groups
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

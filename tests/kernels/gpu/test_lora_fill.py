@@ -16,12 +16,12 @@ from torch import Tensor
 from kernels.gpu.lora_fill import fill_lora, tile_columns
 from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
-from services.engine.model import lora_binding
-from services.engine.model.adapter_file import read_tensors
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import AdapterBinder, BoundAdapter, LoraParams, LoraSlots, bind_adapter
-from services.engine.model.lora_targets import target_shapes
-from services.engine.model.lora_upload import AdapterUpload
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import AdapterBinder, BoundAdapter, LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora import binding as lora_binding
+from services.engine.models.lora.peft_file import read_tensors
+from services.engine.models.lora.targets import target_shapes
+from services.engine.models.lora.upload import AdapterUpload
 
 CONFIG = ModelConfig.from_directory(Path(__file__).parents[3] / "models" / "tiny")
 WEIGHTS, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

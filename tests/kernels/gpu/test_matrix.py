@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels.gpu.skinny import MAX_ROWS, Convolution, Norm, SplitWorkspace
 from services.common.errors import InvalidRequest
-from services.engine.model.matrix import Matrix, quantize
-from services.engine.model.residual import Residual
+from services.engine.models.residual import Residual
+from services.engine.models.weights.matrix import Matrix, quantize
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.lora_support import random_rows
 
@@ -100,8 +100,8 @@ def test_a_residual_stream_of_many_rows_is_read_through_a_norm(device: torch.dev
 def test_a_wide_product_in_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     stored, x = matrix("none", device), torch.randn(MANY, 256, device=device)
     whole = stored.project(x)
-    monkeypatch.setattr("services.engine.model.matrix._PIECE", 7)
-    monkeypatch.setattr("services.engine.model.matrix._WIDE", stored.shape[0])
+    monkeypatch.setattr("services.engine.models.weights.matrix._PIECE", 7)
+    monkeypatch.setattr("services.engine.models.weights.matrix._WIDE", stored.shape[0])
     torch.testing.assert_close(stored.project(x), whole)
 
 

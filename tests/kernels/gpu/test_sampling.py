@@ -1,4 +1,4 @@
-"""The sampler of the GPU chooses the tokens that services/engine/sampler.py chooses, row by row.
+"""The sampler of the GPU chooses the tokens that services/engine/executors/cpu/sampler.py chooses, row by row.
 
 Exact equality cannot hold where two races are equal to the resolution of float32: the kernel compares weight / E, the
 reference logit - log E, and their logarithms differ in the last bit. The gap between the two largest races has density
@@ -19,12 +19,12 @@ import torch
 from kernels.gpu.sampling import SamplingConfig
 from services.engine.constraints.bits import allow, allows
 from services.engine.constraints.masks import RowMasks
-from services.engine.cuda.masks import MaskUpload
-from services.engine.cuda.sampler import CudaSampler
-from services.engine.cuda.stream import EngineStream
-from services.engine.plan import PENDING, Chunk, SampledToken
-from services.engine.request import Request, SamplingParams
-from services.engine.sampler import Sampler
+from services.engine.executors.cpu.sampler import Sampler
+from services.engine.executors.cuda.mask_upload import MaskUpload
+from services.engine.executors.cuda.sampler import CudaSampler
+from services.engine.executors.cuda.stream import EngineStream
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import PENDING, Chunk, SampledToken
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 VOCAB = 300

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from services.common.jobs import LoraSettings
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import LoraParams
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import LoraParams
 
 
 def adapter(

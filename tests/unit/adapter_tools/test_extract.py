@@ -25,8 +25,8 @@ from services.adapter_tools.extract import RECORD, extract
 from services.adapter_tools.files import AdapterDirectory
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
 from services.common.manifest import Manifest
-from services.engine.model.checkpoint import checkpoint_digest
-from services.engine.model.config import ModelConfig
+from services.engine.models.checkpoint import checkpoint_digest
+from services.engine.models.config import ModelConfig
 from tests.unit.adapter_tools.adapters import adapter
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"

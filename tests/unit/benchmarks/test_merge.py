@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import merge
 from benchmarks.random_checkpoint import TINY
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora_targets import target_shapes
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora.targets import target_shapes
 
 
 @pytest.mark.parametrize("matrices", [1, None])

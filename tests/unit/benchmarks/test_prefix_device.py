@@ -10,9 +10,9 @@ import torch
 
 from benchmarks import prefix_device
 from benchmarks.prefix_device import Bench, check_snapshots, check_transfer, results
-from services.engine.cuda.cache_transfer import CudaCacheTransfer
-from services.engine.memory.tiers.ports import Bytes, Fence
-from services.engine.plan import StepPlan
+from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
+from services.engine.kv_offload.messages import Bytes, Fence
+from services.engine.scheduler.step_plan import StepPlan
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.parity.fused_models import TINY
 

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.in_process import InProcessEngine, settings_for
 from benchmarks.prefix_noise import KINDS, TIERS, Apart, Ask, Asking, Measurement, conversations, main, measure, table
-from services.engine.plan import SampledToken
-from services.engine.request import SamplingParams
+from services.engine.requests.request import SamplingParams
+from services.engine.scheduler.step_plan import SampledToken
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 

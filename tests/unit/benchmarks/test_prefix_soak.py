@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.prefix_soak import Ledger, Soak, summary
-from services.engine.plan import Chunk, StepPlan
-from services.engine.request import FinishReason, Request, SamplingParams
-from services.engine.updates import Finished
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk, StepPlan
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 PROMPT = tuple(range(100, 120))

@@ -12,8 +12,8 @@ import torch
 from benchmarks.quality import held_out_queries, perplexity, relative_error
 from benchmarks.random_checkpoint import TINY, config_of, write
 from benchmarks.scorers import Mode, Query, TorchScorer
-from services.engine.model.footprint import Storage
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.models.footprint import Storage
+from services.engine.models.qwen3_5.model import Qwen3_5
 
 
 @pytest.fixture(scope="module")

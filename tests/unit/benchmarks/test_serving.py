@@ -11,8 +11,8 @@ from benchmarks.in_process import InProcessEngine, Run, settings_for
 from benchmarks.serving import Case, measure, milliseconds
 from benchmarks.swaps import measure_swaps
 from benchmarks.timeline import idle
-from services.engine.plan import SampledToken
-from services.engine.updates import SequenceUpdate
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.scheduler.step_plan import SampledToken
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 

@@ -18,9 +18,9 @@ from benchmarks.random_model import RandomWeights
 from benchmarks.recorder import Recorder
 from benchmarks.step_variants import PRODUCTS, plan
 from benchmarks.sweep_step import table
-from services.engine.model.config import ModelConfig
-from services.engine.model.loader import load_checkpoint
-from services.engine.model.weights import LayerWeights
+from services.engine.models.config import ModelConfig
+from services.engine.models.weights.layers import LayerWeights
+from services.engine.models.weights.loader import load_checkpoint
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from services.engine.constraints.bits import Bits, tokens_of
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, budget_matcher, compile_grammar
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.constraints.matcher import OutputMatcher
-from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.limits import SchedulerConfig
-from services.engine.plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
-from services.engine.ports import CompletedStep
-from services.engine.request import Request, SamplingParams
+from services.engine.loop.ports import CompletedStep
+from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 SIZE = 2100

@@ -19,9 +19,9 @@ from services.engine.constraints.compiler import CompilerLimits, ConstraintCompi
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
-from services.engine.constraints.spec import Constraint, Thinking
-from services.engine.errors import to_message
-from services.engine.request import SamplingParams
+from services.engine.requests.constraint import Constraint, Thinking
+from services.engine.requests.request import SamplingParams
+from services.engine.server.errors import to_message
 from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (
     SIZE,

@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from services.engine.constraints.spec import Thinking
-from services.engine.limits import SchedulerConfig
-from services.engine.pipeline import Pipeline
-from services.engine.plan import SampledToken, StepPlan
-from services.engine.ports import NoObserver, StepStats
-from services.engine.request import FinishReason, Request
-from services.engine.updates import SequenceUpdate
+from services.engine.loop.ports import NoObserver, StepStats
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.requests.constraint import Thinking
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason, Request
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import SampledToken, StepPlan
 from tests.unit.constraints.support import RandomRunner, codec, constraint, request, schema, text_of
 
 EOS = 2041

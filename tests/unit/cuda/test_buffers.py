@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.engine.cuda.buffers import LoadedStep, StepBuffers, StepShape
-from services.engine.cuda.stream import EngineStream
-from services.engine.cuda.tables import TableShadow
-from services.engine.plan import PENDING, BlockCopy, Chunk, StateCopy
-from services.engine.request import AdapterPin, Request, SamplingParams
+from services.engine.executors.cuda.block_tables import TableShadow
+from services.engine.executors.cuda.buffers import LoadedStep, StepBuffers, StepShape
+from services.engine.executors.cuda.stream import EngineStream
+from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.scheduler.step_plan import PENDING, BlockCopy, Chunk, StateCopy
 
 CPU = torch.device("cpu")
 

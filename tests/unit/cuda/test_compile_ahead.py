@@ -19,7 +19,7 @@ from kernels.gpu.pages import KvPages
 from kernels.gpu.segments import Segments
 from kernels.gpu.skinny import skinny_linear
 from kernels.gpu.state_copy import copy_states
-from services.engine.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
+from services.engine.executors.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
 from tests.kernels.hopper import compiled
 
 driver.set_active(_Target(GPUTarget("cuda", 90, 32)))

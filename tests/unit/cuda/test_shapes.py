@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.cuda.buffers import StepShape
-from services.engine.cuda.shapes import attention_buckets, captured_shapes, decode_bucket, decode_buckets, smallest
-from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.executors.cuda.buffers import StepShape
+from services.engine.executors.cuda.shapes import (
+    attention_buckets,
+    captured_shapes,
+    decode_bucket,
+    decode_buckets,
+    smallest,
+)
+from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
 
 
 def test_buckets_hold_every_batch() -> None:

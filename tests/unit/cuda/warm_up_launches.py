@@ -24,14 +24,14 @@ from triton.runtime.jit import JITFunction
 
 from kernels.gpu.keys import stable_keys
 from services.engine.constraints.masks import RowMasks
-from services.engine.cuda.compile_ahead import Variant, _Target, recorded
-from services.engine.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
-from services.engine.cuda.warm_up import sampling_plans, warm_up_shapes
-from services.engine.model.device_batch import DeviceCache
-from services.engine.model.lora_upload import AdapterUpload
-from services.engine.plan import Chunk, StepPlan
-from services.engine.reads import PromptRead
-from services.engine.request import Pooling, Request, SamplingParams
+from services.engine.executors.cuda.compile_ahead import Variant, _Target, recorded
+from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
+from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shapes
+from services.engine.models.device_batch import DeviceCache
+from services.engine.models.lora.upload import AdapterUpload
+from services.engine.requests.prompt_scoring import PromptRead
+from services.engine.requests.request import Pooling, Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import TINY, random_adapter, random_adapters, random_model
 
 TARGET = GPUTarget("cuda", 90, 32)

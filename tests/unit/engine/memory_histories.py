@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidRequest, NotFound
-from services.engine.histories import History, SessionName
+from services.engine.requests.sessions import History, SessionName
 
 PIECE = 2**16
 MAGIC = b"history"
@@ -16,7 +16,7 @@ MAGIC = b"history"
 
 @dataclass
 class MemoryHistories:
-    """services.engine.histories.HistoryDesk."""
+    """services.engine.requests.sessions.HistoryDesk."""
 
     kept: dict[SessionName, tuple[History, bytes]] = field(default_factory=dict)
     can_save: bool = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.common.names import AdapterVersion
-from services.engine.adapter_slots import Resident, SlotTable
-from services.engine.wire import AdapterChoice
+from services.engine.adapters.slot_table import Resident, SlotTable
+from services.engine.server.protobuf import AdapterChoice
 
 
 def named(name: str, version: int | None = None) -> AdapterChoice:

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 from services.common.errors import Overloaded
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.plan import StepPlan
-from services.engine.ports import CompletedStep, Submission
-from services.engine.request import FinishReason, SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import CompletedStep, Submission
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import StepPlan
+from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner
 from tests.unit.engine.test_adapters import World
 

@@ -22,12 +22,12 @@ from services.common.errors import (
 )
 from services.common.names import AdapterVersion
 from services.common.registry import Pointers
-from services.engine.adapter_loader import AdapterLoader
-from services.engine.adapter_ports import AdapterLimits
-from services.engine.adapters import AdapterManager
-from services.engine.ports import AdapterPhase, LoadFailure, NoObserver
-from services.engine.request import BASE_PIN, AdapterPin
-from services.engine.wire import AdapterChoice
+from services.engine.adapters.loader import AdapterLoader
+from services.engine.adapters.manager import AdapterManager
+from services.engine.adapters.ports import AdapterLimits
+from services.engine.loop.ports import AdapterPhase, LoadFailure, NoObserver
+from services.engine.requests.request import BASE_PIN, AdapterPin
+from services.engine.server.protobuf import AdapterChoice
 
 ATTACHED = AdapterChoice(attached=True)
 
@@ -529,7 +529,7 @@ def test_a_slow_store_is_not_called_a_lack_of_slots_at_the_start(world: World, m
     go_on = threading.Event()
     pointers = world.registry.pointers
     monkeypatch.setattr(world.registry, "pointers", lambda: go_on.wait(20) and pointers())
-    monkeypatch.setattr("services.engine.adapters._START_SECONDS", 0.2)
+    monkeypatch.setattr("services.engine.adapters.manager._START_SECONDS", 0.2)
     with pytest.raises(Unavailable, match="what is attached was not loaded within"):
         world.start()
     go_on.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import Overloaded, Unavailable
-from services.engine.request import FinishReason
+from services.engine.requests.request import FinishReason
 from tests.unit.engine.test_loop import CONFIG, TIMEOUT, running
 
 BEHIND = {"background": True, "priority": 2**31}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.engine.chains import cut, links
-from services.engine.plan import Chunk
-from services.engine.request import Request, SamplingParams
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.chunk_segments import cut, links
+from services.engine.scheduler.step_plan import Chunk
 
 PROMPT = tuple(range(100, 130))
 

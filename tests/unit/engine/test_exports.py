@@ -6,16 +6,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.engine.adapter_ports import AdapterSnapshot
-from services.engine.exports import Sources, export
-from services.engine.limits import Counts
-from services.engine.memory.plan import MemoryPlan
-from services.engine.memory.tiers.ports import Tier, TierObserver, TierStatus
-from services.engine.metrics import EngineMetrics
-from services.engine.ports import LoopStatus
-from services.engine.request import BASE_PIN, FinishReason, Request, SamplingParams
-from services.engine.tier_metrics import TierCollector
-from services.engine.updates import Finished
+from services.engine.adapters.ports import AdapterSnapshot
+from services.engine.kv_cache.memory_plan import MemoryPlan
+from services.engine.kv_offload.messages import Tier, TierObserver, TierStatus
+from services.engine.loop.ports import LoopStatus
+from services.engine.observability.exports import Sources, export
+from services.engine.observability.metrics import EngineMetrics
+from services.engine.observability.offload_metrics import TierCollector
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import BASE_PIN, FinishReason, Request, SamplingParams
+from services.engine.scheduler.config import Counts
 
 PLAN = MemoryPlan(
     budget=1000, weights=400, workspace=50, states=60, adapters=70, kv=200, training=100, num_blocks=21, block_size=16,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from services.engine.gate import SliceGate
+from services.engine.compute_sharing.host_lock import SliceGate
 
 TIMEOUT = 30.0
 GOAL = 1.0

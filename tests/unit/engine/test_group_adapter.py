@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.engine.model.training.adapters import GroupAdapter, Part
+from services.engine.models.qwen3_5.training.adapters import GroupAdapter, Part
 
 _TOKENS, _IN, _WIDTHS, _RANK = 192, 256, (96, 160), 8
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
-from services.engine.health import LIVENESS, READINESS, STARTUP, ProcessHealth, Vitals
+from services.engine.server.health import LIVENESS, READINESS, STARTUP, ProcessHealth, Vitals
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -13,12 +13,12 @@ from grpc import aio
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.errors import INTERNAL_MESSAGE
-from services.engine.histories import SessionName
-from services.engine.history_service import HistoryService
-from services.engine.ports import Submission
-from services.engine.request import SamplingParams
-from services.engine.wire import AdapterChoice, submission
+from services.engine.loop.ports import Submission
+from services.engine.requests.request import SamplingParams
+from services.engine.requests.sessions import SessionName
+from services.engine.server.errors import INTERNAL_MESSAGE
+from services.engine.server.protobuf import AdapterChoice, submission
+from services.engine.server.session_service import HistoryService
 from tests.unit.engine.memory_histories import MAGIC, PIECE, MemoryHistories
 
 BIG = 128 * 2**20

@@ -20,17 +20,17 @@ from services.common.errors import (
     TemperError,
     Unavailable,
 )
-from services.engine.gate import SliceGate
-from services.engine.limits import SchedulerConfig
-from services.engine.loop import EngineLoop
-from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.tiers.ports import Load, Tier
-from services.engine.plan import StepPlan, StepResult
-from services.engine.ports import NoObserver, StepStats, Submission
-from services.engine.request import BASE_PIN, AdapterPin, FinishReason, SamplingParams
-from services.engine.rollouts import RolloutMemory
-from services.engine.updates import Finished, SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_offload.messages import Load, Tier
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import NoObserver, StepStats, Submission
+from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import StepPlan, StepResult
+from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, reference
 from tests.unit.engine.toy_tiers import ToyTiers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.limits import SchedulerConfig
-from services.engine.plan import BlockCopy, Chunk, StateCopy, StepPlan
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan
 from tests.unit.engine.machine import ToyRunner, reference, request
 
 PROMPT = tuple(range(1, 22))

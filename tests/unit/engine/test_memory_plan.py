@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import DoesNotFit
-from services.engine.memory.plan import Footprint, MemoryPlan, format_bytes, plan_memory
+from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, format_bytes, plan_memory
 
 GIB = 1024**3
 MIB = 1024**2

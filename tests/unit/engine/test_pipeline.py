@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 
 from services.common.errors import TemperError
-from services.engine.limits import SchedulerConfig
-from services.engine.memory.tiers.ports import Save
-from services.engine.pipeline import Pipeline
-from services.engine.plan import PENDING, StepPlan, StepResult
-from services.engine.ports import NoObserver, StepStats
-from services.engine.request import FinishReason
-from services.engine.updates import SequenceUpdate
+from services.engine.kv_offload.messages import Save
+from services.engine.loop.ports import NoObserver, StepStats
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.step_plan import PENDING, StepPlan, StepResult
 from tests.unit.engine.machine import ToyRunner, reference, request
 from tests.unit.engine.toy_tiers import ToyTiers
 

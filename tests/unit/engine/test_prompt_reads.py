@@ -9,11 +9,11 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
-from services.engine.plan import StepResult
-from services.engine.reads import PromptRead, PromptScores
-from services.engine.request import FinishReason, Pooling
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import submission, update_message
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.prompt_scoring import PromptRead, PromptScores
+from services.engine.requests.request import FinishReason, Pooling
+from services.engine.scheduler.step_plan import StepResult
+from services.engine.server.protobuf import submission, update_message
 from tests.unit.engine.toy_engine import ADAPTER, LONG, Engine
 from tests.unit.engine.toy_reads import Told
 

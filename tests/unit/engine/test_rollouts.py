@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from services.engine.request import AdapterPin, FinishReason, Request, SamplingParams
-from services.engine.rollouts import Rollout, RolloutMemory
-from services.engine.updates import Finished
+from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import AdapterPin, FinishReason, Request, SamplingParams
 
 
 class Clock:

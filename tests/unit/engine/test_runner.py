@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import torch
 
-from services.engine.model.batch import CacheBuffers, ForwardBatch
-from services.engine.plan import Chunk, StateCopy, StepPlan
-from services.engine.request import AdapterPin, Request, SamplingParams
-from services.engine.runner import BlockTables, ModelRunner
+from services.engine.executors.cpu.runner import BlockTables, ModelRunner
+from services.engine.models.batch import CacheBuffers, ForwardBatch
+from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan
 
 BLOCK = 4
 

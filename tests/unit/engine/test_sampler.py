@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.engine.noise import FIRST_BLOCK, exponential, row_keys
-from services.engine.plan import Chunk, SampledToken
-from services.engine.request import Request, SamplingParams
-from services.engine.sampler import Sampler
+from services.engine.executors.cpu.sampler import Sampler
+from services.engine.executors.rng import FIRST_BLOCK, exponential, row_keys
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk, SampledToken
 
 VOCAB = 300
 EOS = 7

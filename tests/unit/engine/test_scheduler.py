@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, TemperError
-from services.engine.memory.integrity import IntegrityError
-from services.engine.plan import MOST_VERIFIED, PENDING, SampledToken, StepPlan, StepResult
-from services.engine.request import FinishReason
-from services.engine.scheduler import Scheduler
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.requests.request import FinishReason
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, SampledToken, StepPlan, StepResult
 from tests.unit.engine.machine import reference
 from tests.unit.engine.toy_engine import ADAPTER, LONG, Engine, shape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.plan import StateCopy
+from services.engine.scheduler.step_plan import StateCopy
 from tests.unit.engine.machine import reference
 from tests.unit.engine.toy_engine import ADAPTER, LONG, Engine, shape
 

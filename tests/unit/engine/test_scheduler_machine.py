@@ -20,14 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.common.names import AdapterVersion
-from services.engine.adapter_slots import SlotTable
-from services.engine.limits import SchedulerConfig
-from services.engine.plan import StepPlan, StepResult
-from services.engine.request import BASE_PIN, AdapterPin, FinishReason, Pooling, Request
-from services.engine.scheduler import Scheduler
-from services.engine.sequence import Sequence
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import AdapterChoice
+from services.engine.adapters.slot_table import SlotTable
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Pooling, Request
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.sequence import Sequence
+from services.engine.scheduler.step_plan import StepPlan, StepResult
+from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, behind, request
 from tests.unit.engine.toy_reads import Told
 from tests.unit.engine.toy_tiers import ToyTiers

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.engine.memory.tiers.ports import GiveUp
-from services.engine.plan import StepPlan
-from services.engine.scheduler import Scheduler
+from services.engine.kv_offload.messages import GiveUp
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.engine.machine import reference
 from tests.unit.engine.toy_engine import LONG, Engine, shape
 from tests.unit.engine.toy_tiers import ToyTiers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.engine.histories import SessionName
-from services.engine.memory.radix import Node
+from services.engine.kv_cache.radix_tree import Node
+from services.engine.requests.sessions import SessionName
 from tests.unit.engine.toy_engine import Engine
 
 LONG = tuple(range(1, 20))

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
-from services.engine.memory.tiers.limits import tier_limits
+from services.engine.kv_offload.config import tier_limits
 from services.engine.settings import EngineSettings
 
 

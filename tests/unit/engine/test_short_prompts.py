@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.engine.plan import StepPlan
+from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.engine.toy_engine import Engine
 
 

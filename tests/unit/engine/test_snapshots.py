@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.gpu.segments import TILE
-from services.engine.memory.cost import ComputeCost
-from services.engine.memory.sharing import Sharing
-from services.engine.memory.snapshots import _TILE, SnapshotPolicy, interval
-from services.engine.memory.tokens import decode, encode, shared
-from services.engine.sequence import Sequence
+from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.snapshot_policy import _TILE, SnapshotPolicy, interval
+from services.engine.kv_cache.token_bytes import decode, encode, shared
+from services.engine.scheduler.pending_prefixes import Sharing
+from services.engine.scheduler.sequence import Sequence
 from tests.unit.engine.machine import request
 
 

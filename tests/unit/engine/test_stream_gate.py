@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from services.engine.stream_gate import Mark, StreamGate
+from services.engine.compute_sharing.device_order import Mark, StreamGate
 
 TIMEOUT = 30.0
 GOAL = 6.0

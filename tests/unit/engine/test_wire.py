@@ -11,15 +11,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common import errors
 from services.common.pb import engine_pb2 as pb
-from services.engine.adapter_ports import AdapterSnapshot, LoadedAdapter
-from services.engine.errors import INTERNAL_MESSAGE, status_code, to_message
-from services.engine.limits import Counts
-from services.engine.metrics import EngineMetrics, StateCollector
-from services.engine.plan import SampledToken
-from services.engine.ports import LoopStatus
-from services.engine.request import AdapterPin, FinishReason
-from services.engine.updates import SequenceUpdate
-from services.engine.wire import update_message
+from services.engine.adapters.ports import AdapterSnapshot, LoadedAdapter
+from services.engine.loop.ports import LoopStatus
+from services.engine.observability.metrics import EngineMetrics, StateCollector
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import AdapterPin, FinishReason
+from services.engine.scheduler.config import Counts
+from services.engine.scheduler.step_plan import SampledToken
+from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
+from services.engine.server.protobuf import update_message
 
 
 @pytest.mark.parametrize(

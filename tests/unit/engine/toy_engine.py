@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.engine.limits import SchedulerConfig
-from services.engine.plan import StepPlan
-from services.engine.request import AdapterPin
-from services.engine.scheduler import Scheduler
-from services.engine.updates import SequenceUpdate
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import AdapterPin
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.engine.machine import ToyRunner, request
 
 ADAPTER = AdapterPin("a@1", "digest", 1)

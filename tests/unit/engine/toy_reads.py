@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.plan import StepPlan
-from services.engine.reads import PromptReport, PromptScores, ReadRows
-from services.engine.request import Pooling, Request
-from services.engine.updates import SequenceUpdate
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.prompt_scoring import PromptReport, PromptScores, ReadRows
+from services.engine.requests.request import Pooling, Request
+from services.engine.scheduler.step_plan import StepPlan
 
 WIDTH = 3
 

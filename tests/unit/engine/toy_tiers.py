@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from services.engine.memory.tiers.ports import (
+from services.engine.kv_cache.token_bytes import decode
+from services.engine.kv_offload.messages import (
     Dropped,
     Entry,
     Event,
@@ -23,7 +24,6 @@ from services.engine.memory.tiers.ports import (
     Save,
     Tier,
 )
-from services.engine.memory.tokens import decode
 from tests.unit.engine.machine import ToyRunner
 
 

@@ -18,8 +18,8 @@ from llguidance import LLMatcher
 
 from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.grammars import GrammarLimits, compile_grammar
-from services.engine.constraints.spec import Constraint, ConstraintKind
 from services.engine.constraints.vocabulary import Vocabulary as Tokens
+from services.engine.requests.constraint import Constraint, ConstraintKind
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat import ChatParser, Delta
 from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar

@@ -18,7 +18,7 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
-from services.engine.history_service import HistoryService
+from services.engine.server.session_service import HistoryService
 from tests.unit.engine.memory_histories import MemoryHistories
 from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.common.api_keys import Scope
-from services.engine.histories import SessionName
+from services.engine.requests.sessions import SessionName
 from services.gateway.schemas.histories import DeletedSession, SessionList, SessionObject
 from tests.unit.engine.memory_histories import MAGIC, PIECE
 from tests.unit.gateway.conftest import MODEL, Running, Starter

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.engine.model.matrix import quantize
-from services.engine.model.training.plain import frozen_linear
+from services.engine.models.qwen3_5.training.plain import frozen_linear
+from services.engine.models.weights.matrix import quantize
 
 
 @pytest.mark.parametrize("kind", ["none", "fp8", "int4"])

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.common.jobs import LoraSettings
-from services.engine.model.config import ModelConfig
-from services.engine.model.lora import TARGET_MODULES, BoundAdapter, LoraParams, LoraSlots, bind_adapter
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora import TARGET_MODULES, BoundAdapter, LoraParams, LoraSlots, bind_adapter
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MODEL = ModelConfig(

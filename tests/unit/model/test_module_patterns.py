@@ -12,9 +12,9 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from services.engine.model import module_patterns
-from services.engine.model.adapter_config import AdapterSettings
-from services.engine.model.module_patterns import Effort, PatternRefused, tail, whole
+from services.engine.models.lora import module_patterns
+from services.engine.models.lora.module_patterns import Effort, PatternRefused, tail, whole
+from services.engine.models.lora.peft_config import AdapterSettings
 
 ALL = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|out_proj"
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "linear_attn.in_proj_qkv", "mlp.up_proj", "mlp.down_proj")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.model.footprint import Quantization, Storage
-from services.engine.model.matrix import Matrix
-from services.engine.model.qwen3_5 import Qwen3_5
-from services.engine.model.upload import Uploader
+from services.engine.models.footprint import Quantization, Storage
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.matrix import Matrix
+from services.engine.models.weights.upload import Uploader
 from tests.parity.reference import CONFIGS, make_checkpoint
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"

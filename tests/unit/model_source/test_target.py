@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.model.checkpoint import checkpoint_digest
+from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.files import RemoteFile, is_wanted
 from services.model_source.target import Target
 

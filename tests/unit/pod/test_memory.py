@@ -13,10 +13,10 @@ import torch
 from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
 from services.common.registry import AdapterRegistry
 from services.common.store import ObjectStore
-from services.engine.model.config import ModelConfig
-from services.engine.model.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
-from services.engine.model.matrix import Fp8Matrix, Int4Matrix
-from services.engine.model.qwen3_5 import Qwen3_5
+from services.engine.models.config import ModelConfig
+from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.weights.matrix import Fp8Matrix, Int4Matrix
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.engine import build_engine
@@ -73,7 +73,7 @@ def test_counts_what_the_loader_allocates(name: str, dtype: str, tmp_path: Path)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("waiting_writes", [0, 8])
 def test_counts_what_the_gpu_caches_take(kv_float8: bool, state_dtype: torch.dtype, waiting_writes: int) -> None:
-    from services.engine.model.device_batch import DeviceCache
+    from services.engine.models.device_batch import DeviceCache
 
     config = ModelConfig.from_directory(TINY)
     cache = DeviceCache.allocate(
@@ -104,7 +104,7 @@ def test_counts_what_quantizing_leaves(quantization: Quantization) -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
 def test_counts_the_mtp_layer(quantization: Quantization) -> None:
-    from services.engine.model.device_batch import DeviceCache
+    from services.engine.models.device_batch import DeviceCache
     from tests.parity.fused_models import TINY as SMALL
     from tests.parity.fused_models import random_model
 

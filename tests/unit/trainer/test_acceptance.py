@@ -10,9 +10,9 @@ import pytest
 from services.common.errors import InvalidRequest
 from services.common.job_records import SPEC
 from services.common.jobs import JOBS, JobBase, PublishIf
-from services.trainer.acceptance import Acceptance, NotPublished
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
+from services.trainer.runtime.acceptance import Acceptance, NotPublished
 from tests.training_support import TrainingHost
 
 DATA: dict[str, list[dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.agreement import Agreement
+from services.trainer.losses.logprob_gap import Agreement
 from tests.training_support import TrainingHost
 from tests.unit.trainer.test_grpo_run import TEXTS, prepared, token_groups
 

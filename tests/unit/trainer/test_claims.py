@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.trainer.claims import JobClaims
-from services.trainer.session import JobSession
+from services.trainer.runtime.claims import JobClaims
+from services.trainer.runtime.job_link import JobSession
 
 BEAT = 0.02
 

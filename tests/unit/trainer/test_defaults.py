@@ -9,8 +9,8 @@ import pytest
 
 from services.common.job_records import SPEC, spec_json, spec_sha, text_sha
 from services.common.jobs import DpoJob, KtoJob, SftJob
-from services.trainer.defaults import Method, epochs, learning_rate
 from services.trainer.jobs import prepare_run
+from services.trainer.jobs.defaults import Method, epochs, learning_rate
 from tests.training_support import TrainingHost
 
 

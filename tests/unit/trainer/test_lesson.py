@@ -11,7 +11,7 @@ from services.common.job_records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.adapter_run import evenly
 from services.trainer.jobs.base import RunState
-from services.trainer.lesson import Lesson
+from services.trainer.runtime.evaluation import Lesson
 from tests.training_support import TrainingHost
 
 PAIR = {"prompt": "hello", "completion": "Good day!"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.trainer.losses import group_advantages, negative_log_likelihood, policy_loss, sampled_reverse_kl
-from services.trainer.ratios import MOST_NATS, importance_ratio
+from services.trainer.losses.ratios import MOST_NATS, importance_ratio
 
 
 def test_negative_log_likelihood_is_a_mean_over_the_whole_step() -> None:

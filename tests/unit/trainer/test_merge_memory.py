@@ -14,10 +14,10 @@ from services.adapter_tools.merge import Merged, Weighted, merge_layer, working_
 from services.adapter_tools.workshop import ALONE, Workshop
 from services.common.errors import DoesNotFit
 from services.common.jobs import MergeSettings
-from services.engine.model.lora_targets import target_shapes
+from services.engine.models.lora.targets import target_shapes
 from services.trainer.jobs import merge as merge_module
 from services.trainer.jobs.merge import MergeRun
-from services.trainer.ledger import MemoryTaken, Need, TrainingLedger
+from services.trainer.memory.budget import MemoryTaken, Need, TrainingLedger
 from tests.training_support import TrainingHost
 from tests.unit.trainer.test_merge_run import finish, job, mixed, origins
 

@@ -12,10 +12,10 @@ from services.common.errors import InvalidRequest
 from services.common.jobs import MergeJob
 from services.common.names import AdapterVersion
 from services.common.registry import CONFIG, WEIGHTS
-from services.engine.model.lora import BoundAdapter, LoraParams, bind_adapter
+from services.engine.models.lora import BoundAdapter, LoraParams, bind_adapter
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
-from services.trainer.origins import Origin
+from services.trainer.parents import Origin
 from tests.training_support import TrainingHost
 from tests.unit.adapter_tools.adapters import adapter
 

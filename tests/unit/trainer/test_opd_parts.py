@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.completion_state import completion_tensors, completions_of
-from services.trainer.jobs.lessons import Pupil, known_part, lessons
+from services.trainer.host.rollouts import Completion
 from services.trainer.losses import divergence_loss, sampled_reverse_kl
-from services.trainer.memory import TeacherWork, Workload, estimate
-from services.trainer.rollouts import Completion
-from services.trainer.stopwatch import Stopwatch
-from services.trainer.teacher import Teacher
+from services.trainer.memory.estimate import TeacherWork, Workload, estimate
+from services.trainer.sampling.completion_state import completion_tensors, completions_of
+from services.trainer.sampling.lessons import Pupil, known_part, lessons
+from services.trainer.sampling.teacher import Teacher
+from services.trainer.timers import Stopwatch
 from tests.tokenizer_support import qwen_like_tokenizer
 from tests.training_support import TrainingHost, write_checkpoint
 
@@ -109,7 +109,7 @@ def test_parts_add_up() -> None:
 
 def test_the_teacher_gives_way_between_layers(tmp_path: Path) -> None:
     """The teacher's hidden states are those of its forward at the trained rows, and carry no graph."""
-    from services.trainer.data import Microbatch, completion_document
+    from services.trainer.packing import Microbatch, completion_document
 
     host = TrainingHost(write_checkpoint(tmp_path, qwen_like_tokenizer()))
     microbatch = Microbatch.of([completion_document([1, 2, 3], [4, 5], 0)], torch.device("cpu"))

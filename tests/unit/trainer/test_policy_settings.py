@@ -19,7 +19,7 @@ from services.trainer.losses import (
     mismatch_weights,
     policy_loss,
 )
-from services.trainer.scored_rollouts import scored_rollouts
+from services.trainer.sampling.scored_rollouts import scored_rollouts
 from tests.training_support import CPU, TrainingHost, gradients, random_adapter, without_times
 from tests.unit.trainer.test_grpo_run import job, prepared, token_groups
 

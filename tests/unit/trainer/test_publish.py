@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import AdapterRejected, Overloaded, TemperError, Unavailable
 from services.common.names import AdapterVersion
 from services.common.registry import Manifest
-from services.trainer.publish import Publisher
+from services.trainer.runtime.publish import Publisher
 
 MANIFEST = Manifest(name="math", version=2, digest="d", base_digest="b", files={}, created_at=0.0)
 

@@ -26,11 +26,11 @@ from services.common.errors import (
 from services.common.names import AdapterVersion
 from services.common.registry import AdapterRegistry, Manifest
 from services.common.sessions import OpenSession
-from services.trainer.ledger import Need
-from services.trainer.sessions.desk import SessionDesk
-from services.trainer.sessions.line import CallState
-from services.trainer.sessions.session import FutureView
-from services.trainer.sessions.storage import SessionStorage
+from services.trainer.api_sessions.call_queue import CallState
+from services.trainer.api_sessions.manager import SessionDesk
+from services.trainer.api_sessions.session import FutureView
+from services.trainer.api_sessions.storage import SessionStorage
+from services.trainer.memory.budget import Need
 from services.trainer.settings import TrainerSettings
 from tests.training_support import TrainingHost, random_adapter
 from tests.unit.gateway.fake_stores import MemoryStore
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Publisher:
-    """The registry's part of services.trainer.publish.Publisher, without an engine."""
+    """The registry's part of services.trainer.runtime.publish.Publisher, without an engine."""
 
     def __init__(self, registry: AdapterRegistry) -> None:
         self.registry = registry

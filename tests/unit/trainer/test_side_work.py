@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.trainer.side import NoSideWork, Pauses
+from services.trainer.runtime.interleaving import NoSideWork, Pauses
 
 
 class Clock:

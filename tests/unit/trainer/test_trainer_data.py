@@ -14,7 +14,7 @@ from services.common.jobs import SftExample, SftJob
 from services.common.jobs.examples import split_evaluation
 from services.common.permutation import permutation
 from services.common.text.tokenizer import TextCodec
-from services.trainer.data import (
+from services.trainer.packing import (
     Document,
     Microbatch,
     apply_limit,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import DoesNotFit
-from services.trainer.ledger import MemoryTaken, Need, TrainingLedger
+from services.trainer.memory.budget import MemoryTaken, Need, TrainingLedger
 
 MIB = 2**20
 
@@ -88,7 +88,7 @@ def test_whatever_is_let_in_fits(steps: list[tuple[str, Need, bool]]) -> None:
             assert ledger.held() == before
         held = ledger.held().values()
         others = [name for name in ledger.held() if name != "the running job"]
-        # A job alone is checked against the plan before (services/trainer/memory.py).
+        # A job alone is checked against the plan before (services/trainer/memory/estimate.py).
         if others:
             assert sum(n.resident for n in held) + max(n.working for n in held) <= 100
 

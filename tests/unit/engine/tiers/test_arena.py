@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.tiers.arena import HostArena, Run
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_offload.host_memory import HostArena, Run
 
 
 def arena(pages: int, unit: int = 4096) -> HostArena:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.memory.tiers import header as headers
-from services.engine.memory.tiers.header import (
+from services.engine.kv_offload.entry_format import header as headers
+from services.engine.kv_offload.entry_format.header import (
     Header,
     HeaderRejected,
     decode,
@@ -20,7 +20,7 @@ from services.engine.memory.tiers.header import (
     header_length,
     item_bytes,
 )
-from services.engine.memory.tiers.ports import Entry
+from services.engine.kv_offload.messages import Entry
 from tests.unit.engine.tiers.toy_device import LAYOUT, chain
 
 

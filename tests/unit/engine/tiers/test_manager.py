@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidRequest, NotFound
-from services.engine.memory.integrity import IntegrityError
-from services.engine.memory.tiers.header import Header, item_bytes
-from services.engine.memory.tiers.ports import (
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_offload.entry_format.header import Header, item_bytes
+from services.engine.kv_offload.messages import (
     Bytes,
     Dropped,
     Entry,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from services.common.errors import NotFound, Unavailable
-from services.engine.memory.tiers.ports import (
+from services.engine.kv_offload.messages import (
     Dropped,
     Entry,
     Event,

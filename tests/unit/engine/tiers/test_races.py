@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.memory.tiers.disk import DiskFiles
-from services.engine.memory.tiers.header import Header
-from services.engine.memory.tiers.ports import (
+from services.engine.kv_offload.disk.files import DiskFiles
+from services.engine.kv_offload.entry_format.header import Header
+from services.engine.kv_offload.messages import (
     Bytes,
     Dropped,
     Entry,

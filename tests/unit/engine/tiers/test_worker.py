@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from services.engine.memory.tiers.worker import Worker
+from services.engine.kv_offload.worker import Worker
 
 
 def soon() -> float:

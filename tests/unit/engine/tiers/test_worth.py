@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.engine.memory.tiers.worth import Worth
+from services.engine.kv_cache.eviction import Worth
 
 
 def evicted(worth: Worth[str], now: float = 0.0) -> list[str]:

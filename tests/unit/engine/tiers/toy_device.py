@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from services.engine.memory.tiers.checksums import WORD, checksum, weights
-from services.engine.memory.tiers.limits import TierLimits
-from services.engine.memory.tiers.manager import TierManager
-from services.engine.memory.tiers.ports import (
+from services.engine.kv_offload.config import TierLimits
+from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.messages import (
     Bytes,
     Entry,
     Event,

@@ -11,9 +11,9 @@ import numpy as np
 
 from services.common.errors import Unavailable
 from services.common.store import ListedObject, ObjectNotFound, PreconditionFailed
-from services.engine.memory.tiers.checksums import WORD, checksum, weights
-from services.engine.memory.tiers.header import Header, encode
-from services.engine.memory.tiers.ports import Entry
+from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.entry_format.header import Header, encode
+from services.engine.kv_offload.messages import Entry
 from tests.unit.engine.tiers.toy_device import LAYOUT, content
 
 

@@ -1,0 +1,156 @@
+"""What names and the attachment mean on this engine: they follow the pointers in the object store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from services.common.errors import AdapterRejected, NotFound, Unavailable
+from services.common.names import AdapterVersion
+from services.common.registry import AdapterRegistry
+from services.engine.adapters.placement import NoFreeSlot
+from services.engine.adapters.ports import Loop
+from services.engine.adapters.slot_table import Resident, SlotTable
+from services.engine.loop.ports import AdapterObserver
+from services.engine.server.protobuf import AdapterChoice
+
+_FLIP_SECONDS = 60.0
+"""Longest wait for the loop to reach a boundary."""
+
+log = structlog.get_logger(__name__)
+
+
+class Aliases:
+    """The attached version and the current versions of names. A name that is in use means a new version only once that
+    is loaded, and never if it does not bind. `refresh` is for the I/O thread; all else needs the lock.
+
+    Args:
+        changed: guards ``table``, and what aliases mean.
+        ensure: loads a version into a slot unless it is in one, for whoever asks; raises NoFreeSlot, AdapterRejected,
+            ModelNotFound, Unavailable.
+        flipped: called with the lock held once aliases mean something new.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        changed: threading.Condition,
+        table: SlotTable,
+        *,
+        ensure: Callable[[AdapterChoice, AdapterVersion], bool],
+        flipped: Callable[[], None],
+        observer: AdapterObserver,
+    ) -> None:
+        self._registry = registry
+        self._changed = changed
+        self._table = table
+        self._ensure = ensure
+        self._flipped = flipped
+        self._observer = observer
+        self.attached: AdapterVersion | None = None
+        self.current: dict[str, int] = {}
+        self._applied: str | None = None
+        """Fingerprint of the pointers that all of this follows from; None: of none."""
+        self.waiting: set[AdapterChoice] = set()
+        """Those that will mean another version as soon as it has a slot."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the pointers of the last look are all live."""
+        return self._applied is not None
+
+    def version_of(self, choice: AdapterChoice) -> AdapterVersion | None:
+        """The version that a choice means now; None: the base, or a name that is not known yet."""
+        if choice.attached:
+            return self.attached
+        if choice.name is None:
+            return None
+        number = choice.version or self.current.get(choice.name)
+        return None if number is None else AdapterVersion(choice.name, number)
+
+    def learn(self, version: AdapterVersion) -> None:
+        """Takes in the current version of a name that the pointers did not have when they were looked at."""
+        self.current.setdefault(version.name, version.version)
+        # Compare again, also if they look as before.
+        self._applied = None
+
+    def refresh(self, loop: Loop) -> bool:
+        """Reads and applies the pointers; False if a version that should be live has no slot yet."""
+        pointers = self._registry.pointers()
+        if pointers.fingerprint == self._applied:
+            return True
+        self._applied = None
+        self._forget_replaced(pointers.current)
+        self.waiting = set()
+        current = dict(pointers.current)
+        for name, number in pointers.current.items():
+            before = self.current.get(name)
+            if before is not None and before != number and self._is_resident(AdapterVersion(name, before)):
+                # In use: the new version is loaded before the name means it.
+                live = self._go_live(AdapterChoice(name=name), AdapterVersion(name, number))
+                current[name] = number if live else before
+        attached = pointers.attached
+        if attached is not None and attached != self.attached:
+            live = self._go_live(AdapterChoice(attached=True), attached)
+            attached = attached if live else self.attached
+        self._flip(loop, attached, current)
+        if self.waiting:
+            return False
+        self._applied = pointers.fingerprint
+        return True
+
+    def _go_live(self, alias: AdapterChoice, version: AdapterVersion) -> bool:
+        """Loads a version that an alias will point to; False if it is refused, or waits for a slot."""
+        try:
+            self._ensure(alias, version)
+        except NoFreeSlot:
+            self.waiting.add(alias)
+            return False
+        except (AdapterRejected, NotFound) as error:
+            log.error("adapter refused, what served before stays live", version=str(version), reason=error.message)
+            return False
+        return True
+
+    def _is_resident(self, version: AdapterVersion) -> bool:
+        with self._changed:
+            return self._table.get(version) is not None
+
+    def _forget_replaced(self, current: Mapping[str, int]) -> None:
+        """Forgets versions whose adapter was deleted, or deleted and made again with other content."""
+        with self._changed:
+            loaded = [entry for entry in self._table.published if entry[0] != self.attached]
+        for version, resident in loaded:
+            if not self._still_exists(version, resident, current):
+                with self._changed:
+                    self._table.forget(version)
+
+    def _still_exists(self, version: AdapterVersion, resident: Resident, current: Mapping[str, int]) -> bool:
+        if version.name not in current:
+            return False
+        try:
+            return self._registry.manifest(version).digest == resident.pin.digest
+        except NotFound:
+            return False
+
+    def _flip(self, loop: Loop, attached: AdapterVersion | None, current: dict[str, int]) -> None:
+        """Makes aliases mean new versions, on the loop thread between two steps; nothing if they mean them already."""
+        if (attached, current) == (self.attached, self.current):
+            return
+
+        def flip() -> None:
+            with self._changed:
+                if attached != self.attached:
+                    log.info("attached", version=str(attached or "base"), before=str(self.attached or "base"))
+                self.attached = attached
+                self.current = current
+                self._flipped()
+
+        began = time.monotonic()
+        try:
+            loop.call_at_boundary(flip).result(_FLIP_SECONDS)
+        except TimeoutError as error:
+            raise Unavailable("the engine loop did not reach a step boundary") from error
+        self._observer.adapter_phase("flip", time.monotonic() - began)

@@ -1,0 +1,91 @@
+"""From a version in the object store to weights in a LoRA slot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from services.common.errors import AdapterRejected
+from services.common.names import AdapterVersion
+from services.common.registry import AdapterRegistry, Manifest
+from services.engine.loop.ports import AdapterObserver, NoObserver
+
+if TYPE_CHECKING:
+    from services.engine.models.lora import BoundAdapter, LoraSlots
+
+
+class AdapterLoader:
+    """Blocking. Thread-safe: weights of one adapter at a time are on their way.
+
+    Args:
+        bind: reads an adapter's files strictly, but need not look at the values, which ``lora`` does; raises
+            AdapterRejected that names the tensor or field.
+        base_digest: of the checkpoint that serves; adapters of another one are refused.
+        observer: gets the metrics.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        lora: LoraSlots,
+        bind: Callable[[Mapping[str, bytes]], BoundAdapter],
+        *,
+        base_digest: str,
+        observer: AdapterObserver | None = None,
+    ) -> None:
+        self._registry = registry
+        self._lora = lora
+        self._bind = bind
+        self._base_digest = base_digest
+        self._observer = observer if observer is not None else NoObserver()
+        self._loading = threading.Lock()
+
+    def load(self, version: AdapterVersion, slot: int) -> str:
+        """Downloads, verifies and binds a version and writes it into a slot that no request uses.
+
+        Returns:
+            The version's digest, for cache keys.
+
+        Raises:
+            AdapterRejected: its files are corrupt, do not bind, or belong to another base model.
+            ModelNotFound: there is no such version.
+            Unavailable: the object store does not answer.
+        """
+        began = time.monotonic()
+        digest, files = self.files(version)
+        self._observer.adapter_phase("download", time.monotonic() - began)
+        try:
+            self.load_files(files, slot)
+        except AdapterRejected as error:
+            raise AdapterRejected(f"{version}: {error.message}", param=error.param) from error
+        return digest
+
+    def check(self, version: AdapterVersion) -> None:
+        """Looks whether there is such a version, and of this base model. Raises as load does."""
+        self._manifest(version)
+
+    def files(self, version: AdapterVersion) -> tuple[str, Mapping[str, bytes]]:
+        """The version's digest and its files, downloaded and verified. Raises as load does, but binds nothing."""
+        return self._manifest(version).digest, self._registry.files(version)
+
+    def _manifest(self, version: AdapterVersion) -> Manifest:
+        manifest = self._registry.manifest(version)
+        if manifest.base_digest and manifest.base_digest != self._base_digest:
+            raise AdapterRejected(
+                f"{version} belongs to another base model (digest {manifest.base_digest[:12]}, this engine serves "
+                f"{self._base_digest[:12]})"
+            )
+        return manifest
+
+    def load_files(self, files: Mapping[str, bytes], slot: int) -> None:
+        """Binds an adapter's files and writes them into a slot that no request uses. Raises AdapterRejected."""
+        with self._loading:
+            began = time.monotonic()
+            bound = self._bind(files)
+            ready = time.monotonic()
+            self._lora.load(slot, bound)
+            done = time.monotonic()
+        self._observer.adapter_phase("bind", ready - began)
+        self._observer.adapter_phase("upload", done - ready)

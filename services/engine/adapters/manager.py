@@ -1,0 +1,444 @@
+"""Adapter versions on one engine: found, verified, loaded and swapped without stopping a step.
+
+One I/O thread talks to the object store. It downloads, verifies digests, binds strictly and copies into a spare slot;
+nothing reads that slot yet. Then the aliases (attached version, current versions of names) are flipped on the loop
+thread between two steps. A request pins the version it got at admission, so an answer never mixes versions. Versions
+that find no slot wait in line for one; see docs/decisions/adapter-slots-in-turn.md. When the store or Redis is away,
+what is loaded goes on serving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.errors import ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
+from services.common.names import AdapterVersion
+from services.common.registry import AdapterRegistry
+from services.engine.adapters.aliases import Aliases
+from services.engine.adapters.loader import AdapterLoader
+from services.engine.adapters.placement import NoFreeSlot, Placement
+from services.engine.adapters.ports import AdapterLimits, AdapterSnapshot, LoadedAdapter, Loop, Nudges
+from services.engine.adapters.private_versions import PrivateVersion, PrivateVersions
+from services.engine.adapters.slot_table import Resident, SlotTable
+from services.engine.loop.ports import AdapterObserver, NoObserver
+from services.engine.requests.request import BASE_PIN, AdapterPin
+from services.engine.server.protobuf import AdapterChoice
+
+_FAILURE_SECONDS = 2.0
+"""How long a failed choice is answered with its error before the store is asked again."""
+_AWAITED_SECONDS = 5.0
+"""How long a version that was loaded for waiting requests is kept for them."""
+_REMEMBERED = 1024
+"""Failures remembered at most."""
+_START_SECONDS = 60.0
+"""Longest wait for the attached version at the start."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Sync:
+    version: AdapterVersion | None
+    future: Future[None]
+    lacks_slot: bool = False
+    """Whether it has been tried, and nothing but a slot was missing."""
+
+
+class AdapterManager:
+    """Resolves and pins adapter versions; thread-safe. Implements services.engine.loop.ports.AdapterResolver.
+
+    Args:
+        nudges: None: only polling.
+        loader: its slots 1 to ``limits.num_slots`` are this manager's.
+        observer: gets the metrics.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        nudges: Nudges | None,
+        loader: AdapterLoader,
+        limits: AdapterLimits,
+        observer: AdapterObserver | None = None,
+    ) -> None:
+        self._registry = registry
+        self._nudges = nudges
+        self._loader = loader
+        self._limits = limits
+        self._observer = observer if observer is not None else NoObserver()
+        self._loop: Loop | None = None
+        self._stopping = threading.Event()
+        # Guarded by the condition's lock.
+        self._changed = threading.Condition()
+        self._table = SlotTable(
+            limits.num_slots,
+            # Before half of the wait is over, every version that can has been asked to give up its slot.
+            drain_seconds=limits.wait_seconds / (2 * limits.num_slots),
+            turn_seconds=limits.turn_seconds,
+        )
+        self.private = PrivateVersions(
+            self._changed,
+            self._table,
+            loader,
+            keep=self._kept,
+            freed=self._slot_freed,
+            wait_seconds=limits.wait_seconds,
+        )
+        """Policies of training jobs, in the same slots."""
+        self._placement = Placement(self._changed, self._table, loader, self._kept, self._observer)
+        self._aliases = Aliases(
+            registry,
+            self._changed,
+            self._table,
+            ensure=self._placement.ensure,
+            flipped=lambda: self._failures.clear(),
+            observer=self._observer,
+        )
+        self._wanted: dict[AdapterChoice, None] = {}
+        """What requests wait for, oldest first."""
+        self._awaited: dict[AdapterVersion, float] = {}
+        self._failures: dict[AdapterChoice, tuple[float, TemperError]] = {}
+        self._syncs: list[_Sync] = []
+        self._signalled = False
+        self._look_now = False
+        # Used by the I/O thread only.
+        self._store_away = False
+        self._unreachable: tuple[float, Unavailable] | None = None
+        self._threads = [threading.Thread(target=self._run, name="adapters", daemon=True)]
+        if nudges is not None:
+            self._threads.append(threading.Thread(target=self._listen, args=(nudges,), name="nudges", daemon=True))
+
+    # Any thread.
+
+    def start(self, loop: Loop) -> None:
+        """Starts the threads and waits until the attached version serves. The loop must be running.
+
+        Raises:
+            Unavailable: the object store does not answer.
+        """
+        self._loop = loop
+        for thread in self._threads:
+            thread.start()
+        self.sync(None, timeout=_START_SECONDS)
+
+    def stop(self) -> None:
+        """Ends the threads; what waits for them gets Unavailable."""
+        self._stopping.set()
+        with self._changed:
+            self._signal(look=False)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=10.0)
+        with self._changed:
+            syncs, self._syncs = self._syncs, []
+        for sync in syncs:
+            _settle(sync.future, Unavailable("the engine is shutting down"))
+
+    def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
+        """The version that answers a request, held until `release`; never blocks.
+
+        Returns:
+            None while it is being loaded or waits for a slot; `Loop.retry_adapters` follows.
+
+        Raises:
+            ModelNotFound: there is no such adapter.
+            AdapterRejected: that version does not bind.
+            Unavailable: it is not loaded and the store does not answer.
+        """
+        with self._changed:
+            if isinstance(choice, PrivateVersion):
+                return self._pin_private(choice)
+            version = self._aliases.version_of(choice)
+            if version is None and choice.name is None:
+                return BASE_PIN
+            resident = None if version is None else self._table.get(version)
+            if version is not None and resident is not None and self._takes_requests(resident):
+                self._awaited.pop(version, None)
+                return self._table.acquire(resident)
+            failure = self._failures.get(choice)
+            if failure is not None:
+                if failure[0] > time.monotonic():
+                    raise failure[1]
+                del self._failures[choice]
+            self._wanted.setdefault(choice)
+            self._signal(look=False)
+            return None
+
+    def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
+        """No request waits for that choice any more: others may have the slot that it waited for."""
+        with self._changed:
+            if isinstance(choice, AdapterChoice) and choice in self._wanted:
+                del self._wanted[choice]
+                self._table.leave(choice)
+                if self._wanted:
+                    self._signal(look=False)
+
+    def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
+        """Why a request has not got its pin in all the time that it may wait."""
+        wait = self._limits.wait_seconds
+        with self._changed:
+            version = self._aliases.version_of(choice) if isinstance(choice, AdapterChoice) else choice
+            resident = None if version is None else self._table.get(version)
+            gives_way = resident is not None and not self._takes_requests(resident)
+            lacks_slot = gives_way or choice in self._table.queue
+        if lacks_slot:
+            self._observer.adapter_failed("no_slot")
+            return self._slots_busy(wait)
+        return Unavailable(f"the adapter was not loaded within {wait:g} s, although no slot was missing: retry later")
+
+    def release(self, pin: AdapterPin) -> None:
+        """Ends one request's pin."""
+        if pin.slot == 0:
+            return
+        with self._changed:
+            if self._table.release(pin):
+                self._slot_freed()
+
+    def sync(self, version: AdapterVersion | None, timeout: float) -> None:
+        """Reads the pointers now and returns once they are served and ``version``, if given, is loaded.
+
+        Raises:
+            AdapterRejected: ``version`` does not bind.
+            ModelNotFound: there is no such version.
+            Unavailable: the object store does not answer, or not within ``timeout`` seconds.
+            Overloaded: every slot stayed in use for ``timeout`` seconds.
+        """
+        sync = _Sync(version, Future())
+        with self._changed:
+            if self._stopping.is_set():
+                raise Unavailable("the engine is shutting down")
+            self._syncs.append(sync)
+            self._signal(look=True)
+        try:
+            sync.future.result(timeout)
+        except TimeoutError:
+            sync.future.cancel()
+            if sync.lacks_slot:
+                raise self._slots_busy(timeout) from None
+            raise Unavailable(
+                f"{version or 'what is attached'} was not loaded within {timeout:g} s, although no slot was missing: "
+                "the object store is slow or away, or steps take long; try again"
+            ) from None
+
+    def files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """A version's files, straight from the object store.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            AdapterRejected: its files are corrupt or belong to another base model.
+            Unavailable: the object store does not answer.
+        """
+        return self._loader.files(version)[1]
+
+    @property
+    def alive(self) -> bool:
+        """Whether adapters can be loaded, once started; what liveness asks."""
+        return self._stopping.is_set() or self._threads[0].is_alive()
+
+    def snapshot(self) -> AdapterSnapshot:
+        with self._changed:
+            published = list(self._table.published)
+            return AdapterSnapshot(
+                str(self._aliases.attached or ""),
+                tuple(LoadedAdapter(resident.pin, resident.requests) for _, resident in published),
+                tuple(v.name if self._aliases.current.get(v.name) == v.version else str(v) for v, _ in published),
+                tuple(sorted({_asked_for(choice) for choice in self._wanted if choice.name is not None})),
+            )
+
+    def _pin_private(self, version: PrivateVersion) -> AdapterPin:
+        resident = self._table.get(version)
+        if resident is None:
+            raise ModelNotFound("the job's policy has been taken out of its slot")
+        return self._table.acquire(resident)
+
+    def _slot_freed(self) -> None:
+        """Whoever waits for a slot tries again."""
+        if self._wanted or self._syncs or not self._aliases.settled:
+            self._signal(look=True)
+
+    def _kept(self) -> set[AdapterVersion]:
+        """Versions that stay in their slots although no request is pinned to them."""
+        now = time.monotonic()
+        self._awaited = {v: until for v, until in self._awaited.items() if until > now}
+        attached = self._aliases.attached
+        return set(self._awaited) if attached is None else {*self._awaited, attached}
+
+    def _takes_requests(self, resident: Resident) -> bool:
+        return not self._table.queue or self._table.takes_requests(resident, self._kept())
+
+    def _signal(self, *, look: bool) -> None:
+        self._signalled = True
+        self._look_now = self._look_now or look
+        self._changed.notify_all()
+
+    def _slots_busy(self, waited: float) -> Overloaded:
+        return Overloaded(
+            f"all {self._limits.num_slots} adapter slots are in use, and none became free in {waited:g} s: the "
+            "attached adapter and the policies of jobs keep theirs, other adapters until their running requests end; "
+            "try again, or raise TEMPER_ADAPTER_SLOTS"
+        )
+
+    # The event thread.
+
+    def _listen(self, nudges: Nudges) -> None:
+        while not self._stopping.is_set():
+            try:
+                happened = nudges.wait(self._limits.poll_seconds)
+            except Exception as error:
+                if not isinstance(error, TemperError):
+                    log.exception("waiting for adapter events failed")
+                # Mostly Redis is away; polling still finds everything.
+                self._stopping.wait(self._limits.poll_seconds)
+                continue
+            if happened:
+                with self._changed:
+                    self._signal(look=True)
+
+    # The I/O thread.
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            with self._changed:
+                while not self._signalled and not self._stopping.is_set() and time.monotonic() < due:
+                    self._changed.wait(due - time.monotonic())
+                self._signalled = False
+                wanted = list(self._wanted)
+                queued = len(self._table.queue)
+                syncs, self._syncs = self._syncs, []
+                # Syncs are told of the pointers: what was not settled at the last look may be now.
+                unsettled = bool(syncs) and not self._aliases.settled
+                look = self._look_now or unsettled or time.monotonic() >= due
+                self._look_now = False
+            for sync in syncs:
+                sync.lacks_slot = False  # from here on it is the store that it waits for
+            if self._stopping.is_set():
+                with self._changed:
+                    self._syncs.extend(syncs)
+                return
+            settled = [choice for choice in wanted if self._serve(choice)]
+            finished, error = True, None
+            if look:
+                finished, error = self._look()
+                due = time.monotonic() + self._limits.poll_seconds
+            unfinished = [sync for sync in syncs if not self._finish(sync, finished, error)]
+            for sync in unfinished:
+                sync.lacks_slot = True
+            with self._changed:
+                self._syncs.extend(unfinished)
+                for choice in settled:
+                    self._wanted.pop(choice, None)
+                asked = {_choice(sync.version) for sync in unfinished if sync.version is not None}
+                self._table.retain({*self._wanted, *asked, *self._aliases.waiting})
+                if self._wanted and len(self._table.queue) < queued:
+                    self._signal(look=False)  # versions that gave way to those that have a slot now go on
+            if settled and self._loop is not None:
+                self._loop.retry_adapters()
+
+    def _look(self) -> tuple[bool, TemperError | None]:
+        """Reads and applies the pointers: whether all of them are live now, and why not if that failed."""
+        try:
+            if self._loop is None:
+                raise RuntimeError("start() was not called")
+            finished = self._aliases.refresh(self._loop)
+        except TemperError as error:
+            if not self._store_away:
+                log.warning("adapter store away, serving what is loaded", reason=error.message)
+            self._store_away = True
+            return False, error
+        except Exception as error:  # a bug must not end the thread that every later swap needs
+            log.exception("reading the adapter pointers failed")
+            return False, TemperError(f"reading the adapter pointers failed: {type(error).__name__}")
+        if self._store_away:
+            log.info("adapter store is back")
+        self._store_away = False
+        self._unreachable = None
+        return finished, None
+
+    def _finish(self, sync: _Sync, finished: bool, error: TemperError | None) -> bool:
+        """Answers a sync if that is possible now."""
+        if error is not None:
+            return _settle(sync.future, error)
+        if sync.future.cancelled():
+            return True
+        if not finished:
+            return False
+        try:
+            if sync.version is not None:
+                self._placement.ensure(_choice(sync.version), sync.version)
+        except NoFreeSlot:
+            return False
+        except TemperError as problem:
+            return _settle(sync.future, problem)
+        except Exception as problem:  # a bug must not end the thread that every later swap needs
+            log.exception("adapter load failed", version=str(sync.version))
+            return _settle(sync.future, TemperError(f"loading the adapter failed: {type(problem).__name__}"))
+        return _settle(sync.future, None)
+
+    def _serve(self, choice: AdapterChoice) -> bool:
+        """Loads what requests wait for; False if it has to wait for a slot, or gives its own to those that do."""
+        try:
+            if self._unreachable is not None and time.monotonic() < self._unreachable[0]:
+                raise self._unreachable[1]  # one timeout a while is enough, however many choices wait
+            with self._changed:
+                version = self._aliases.version_of(choice)
+            if version is None and choice.name is not None:
+                version = self._registry.current(choice.name)
+                with self._changed:
+                    self._aliases.learn(version)
+            if version is not None:
+                loaded = self._placement.ensure(choice, version)
+                with self._changed:
+                    resident = self._table.get(version)
+                    if not loaded and resident is not None and not self._takes_requests(resident):
+                        return False
+                    self._awaited[version] = time.monotonic() + _AWAITED_SECONDS
+            return True
+        except NoFreeSlot:
+            return False
+        except NotFound:
+            failure: TemperError = _not_found(choice)
+        except TemperError as error:
+            failure = error
+            if isinstance(error, Unavailable) and (self._unreachable is None or error is not self._unreachable[1]):
+                self._unreachable = (time.monotonic() + _FAILURE_SECONDS, error)
+        except Exception as error:  # a bug must not end the thread that every later swap needs
+            log.exception("adapter load failed", adapter=choice.name, version=choice.version)
+            failure = TemperError(f"loading the adapter failed: {type(error).__name__}")
+        with self._changed:
+            if len(self._failures) >= _REMEMBERED:
+                self._failures.clear()
+            self._failures[choice] = (time.monotonic() + _FAILURE_SECONDS, failure)
+        return True
+
+
+def _choice(version: AdapterVersion) -> AdapterChoice:
+    return AdapterChoice(name=version.name, version=version.version)
+
+
+def _asked_for(choice: AdapterChoice) -> str:
+    return f"{choice.name}" if choice.version is None else f"{choice.name}@{choice.version}"
+
+
+def _not_found(choice: AdapterChoice) -> ModelNotFound:
+    return ModelNotFound(
+        f"there is no model or adapter {_asked_for(choice)!r}; GET /v1/models and /v1/adapters list them", param="model"
+    )
+
+
+def _settle(future: Future[None], error: TemperError | None) -> bool:
+    """Answers a sync unless its caller gave up; always True, for the callers' convenience."""
+    try:
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        log.debug("a sync was answered after its caller gave up")
+    return True

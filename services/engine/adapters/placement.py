@@ -1,0 +1,111 @@
+"""Versions of the object store in slots: loaded there when somebody asks for one, or waiting for a slot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+import structlog
+
+from services.common.errors import AdapterRejected, NotFound, Unavailable
+from services.common.names import AdapterVersion
+from services.engine.adapters.loader import AdapterLoader
+from services.engine.adapters.slot_table import SlotTable
+from services.engine.loop.ports import AdapterObserver, LoadFailure
+from services.engine.server.protobuf import AdapterChoice
+
+_REMEMBERED = 1024
+"""Refused versions remembered at most."""
+
+log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+
+
+class NoFreeSlot(Exception):
+    """A version waits for a slot; try again when a request ends."""
+
+
+class Placement:
+    """Loads versions into slots, on the I/O thread.
+
+    Args:
+        changed: guards ``table``.
+        keep: versions that stay although no request is pinned to them; called with the lock held.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        table: SlotTable,
+        loader: AdapterLoader,
+        keep: Callable[[], Collection[AdapterVersion]],
+        observer: AdapterObserver,
+    ) -> None:
+        self._changed = changed
+        self._table = table
+        self._loader = loader
+        self._keep = keep
+        self._observer = observer
+        self._rejected: dict[AdapterVersion, AdapterRejected] = {}
+
+    def ensure(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
+        """Loads a version into a slot, unless it is in one.
+
+        Args:
+            claim: who asks, and waits for a slot if there is none.
+
+        Returns:
+            Whether it had to be loaded.
+
+        Raises:
+            NoFreeSlot: it waits for one.
+            AdapterRejected: it does not bind; it is not tried again.
+            ModelNotFound: there is no such version.
+            Unavailable: the object store does not answer.
+        """
+        with self._changed:
+            if self._table.get(version) is not None:
+                self._table.leave(claim)
+                return False
+            waits = claim in self._table.queue
+        if version in self._rejected:
+            raise self._rejected[version]
+        if not waits:
+            self._try(version, lambda: self._loader.check(version))  # nobody gives way to what is not there
+        with self._changed:
+            slot = self._table.take(claim, version, self._keep())
+        if slot is None:
+            raise NoFreeSlot
+        started = time.monotonic()
+        try:
+            digest = self._try(version, lambda: self._loader.load(version, slot))
+        except BaseException:
+            with self._changed:
+                self._table.give_back(slot)
+            raise
+        with self._changed:
+            self._table.put(version, digest, slot)
+        log.info("adapter loaded", version=str(version), slot=slot, seconds=round(time.monotonic() - started, 3))
+        return True
+
+    def _try(self, version: AdapterVersion, call: Callable[[], _T]) -> _T:
+        """Does a part of a load; a failure is counted, and remembered if it is for good."""
+        try:
+            return call()
+        except BaseException as error:
+            self._observer.adapter_failed(_reason(error))
+            if isinstance(error, AdapterRejected):
+                if len(self._rejected) >= _REMEMBERED:
+                    self._rejected.clear()
+                self._rejected[version] = error
+            raise
+
+
+def _reason(error: BaseException) -> LoadFailure:
+    if isinstance(error, AdapterRejected):
+        return "rejected"
+    if isinstance(error, NotFound):
+        return "missing"
+    return "unavailable" if isinstance(error, Unavailable) else "error"

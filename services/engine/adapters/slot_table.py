@@ -1,0 +1,208 @@
+"""Which adapter version is in which LoRA slot, how many requests are pinned to it, and who waits for a slot. No torch,
+no I/O.
+
+Slots are given first come, first served. While more versions wait than there are slots that nobody is pinned to, the
+least recently asked for of the others take no new requests, until those that they have are done: so a slot becomes free
+whatever arrives, and no version keeps one for ever. Not thread-safe: AdapterManager holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from services.common.names import AdapterVersion
+from services.engine.adapters.private_versions import PrivateVersion
+from services.engine.requests.request import BASE_PIN, AdapterPin
+from services.engine.server.protobuf import AdapterChoice
+
+Version = AdapterVersion | PrivateVersion
+"""What can be in a slot."""
+Claim = AdapterChoice | PrivateVersion
+"""Who waits for a slot: all requests with a choice, or a job with its policy."""
+
+
+@dataclass(slots=True)
+class Resident:
+    """A version whose weights are in a slot."""
+
+    version: Version
+    pin: AdapterPin
+    loaded_at: float
+    requests: int = 0
+    last_used: int = 0
+    forgotten: bool = False
+    """Its version may not be found any more; the slot is free once the last request ends."""
+    draining_since: float | None = None
+    """Since when it takes no new requests because others wait for its slot; None: it takes them."""
+
+
+class SlotTable:
+    """Slots 1 to ``num_slots``; slot 0 is the base and not counted.
+
+    Args:
+        drain_seconds: how long the requests of a version that takes no new ones may last before another version takes
+            no new ones either.
+        turn_seconds: how long a version takes new requests at least once it has a slot: loading it is to be worth it.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        drain_seconds: float,
+        turn_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_slots = num_slots
+        self._drain_seconds = drain_seconds
+        self._turn_seconds = turn_seconds
+        self._now = clock
+        self._free = list(range(num_slots, 0, -1))
+        self._by_slot: dict[int, Resident] = {}
+        self._by_version: dict[Version, Resident] = {}
+        self._queue: dict[Claim, Version] = {}
+        """Who waits for a slot, and for what to be in it; oldest first."""
+        self._clock = 0
+
+    def get(self, version: Version) -> Resident | None:
+        return self._by_version.get(version)
+
+    @property
+    def published(self) -> Iterable[tuple[AdapterVersion, Resident]]:
+        """Every version of the store that can be found, in slot order."""
+        residents = [self._by_slot[slot] for slot in sorted(self._by_slot)]
+        return [(r.version, r) for r in residents if isinstance(r.version, AdapterVersion) and not r.forgotten]
+
+    @property
+    def queue(self) -> Collection[Claim]:
+        """Who waits for a slot, oldest first."""
+        return self._queue.keys()
+
+    def take(self, claim: Claim, version: Version, keep: Collection[AdapterVersion]) -> int | None:
+        """A slot to load into, unless those that wait for longer need all there are: a free one, else that of the least
+        recently used version without requests. Who gets none waits from now on, until `take`, `leave` or `retain`.
+
+        Args:
+            keep: versions that stay although no request is pinned to them. A private version always does: there is
+                nothing to load it from again.
+
+        Returns:
+            The slot, owned by the caller until `put` or `give_back`; None if there is none yet.
+        """
+        self._queue[claim] = version
+        idle, _ = self._evictable(keep)
+        if self._waiting_versions().index(version) >= len(self._free) + len(idle):
+            return None
+        self._queue = {other: wanted for other, wanted in self._queue.items() if wanted != version}
+        if self._free:
+            return self._free.pop()
+        victim = idle[0]
+        del self._by_slot[victim.pin.slot]
+        del self._by_version[victim.version]
+        return victim.pin.slot
+
+    def leave(self, claim: Claim) -> None:
+        """Somebody does not wait for a slot any more, if they did."""
+        self._queue.pop(claim, None)
+
+    def retain(self, claims: Collection[Claim]) -> None:
+        """Nobody waits for a slot any more but these and jobs."""
+        kept = {
+            one: version for one, version in self._queue.items() if one in claims or isinstance(one, PrivateVersion)
+        }
+        self._queue = kept
+
+    def takes_requests(self, resident: Resident, keep: Collection[AdapterVersion]) -> bool:
+        """Whether a version takes new requests: its slot is not to become free for those that wait for one."""
+        return not self._queue or resident.pin.slot not in self._draining(keep)
+
+    def _waiting_versions(self) -> list[Version]:
+        return list(dict.fromkeys(self._queue.values()))
+
+    def _evictable(self, keep: Collection[AdapterVersion]) -> tuple[list[Resident], list[Resident]]:
+        """Versions that others may take the place of, the least recently used first: those without requests, and those
+        with some."""
+        idle: list[Resident] = []
+        busy: list[Resident] = []
+        for resident in sorted(self._by_slot.values(), key=lambda resident: resident.last_used):
+            if resident.version not in keep and not isinstance(resident.version, PrivateVersion):
+                if resident.requests == 0:
+                    idle.append(resident)
+                elif not resident.forgotten:
+                    busy.append(resident)
+        return idle, busy
+
+    def _draining(self, keep: Collection[AdapterVersion]) -> set[int]:
+        """Slots whose versions take no new requests. Chooses them: as many as versions wait, half of all at most, so
+        that the steps stay full; and others beside those that keep everybody waiting for too long."""
+        now = self._now()
+        idle, busy = self._evictable(keep)
+        short_of = len(self._waiting_versions()) - len(self._free)
+        needed = min(max(0, short_of - len(idle)), max(1, self._num_slots // 2))
+        chosen = [resident for resident in busy if resident.draining_since is not None]
+        hopeful = [one for one in chosen if needed and now - (one.draining_since or 0.0) < self._drain_seconds]
+        hopeful.sort(key=lambda resident: resident.draining_since or 0.0)
+        for resident in hopeful[needed:] if needed else chosen:
+            resident.draining_since = None
+        for resident in busy:
+            if len(hopeful) >= needed:
+                break
+            if resident.draining_since is None and now - resident.loaded_at >= self._turn_seconds:
+                resident.draining_since = now
+                hopeful.append(resident)
+        reserved = [resident.pin.slot for resident in idle[: max(0, short_of)]]
+        return {*reserved, *(resident.pin.slot for resident in busy if resident.draining_since is not None)}
+
+    def give_back(self, slot: int) -> None:
+        """Returns a slot that was taken and not filled."""
+        self._free.append(slot)
+
+    def put(self, version: Version, digest: str, slot: int) -> Resident:
+        """Records that a taken slot now holds a version."""
+        resident = Resident(version, AdapterPin(str(version), digest, slot), self._now())
+        self._by_slot[slot] = resident
+        self._by_version[version] = resident
+        self._touch(resident)
+        return resident
+
+    def forget(self, version: Version) -> None:
+        """Makes a version unfindable (deleted, replaced); requests that are pinned to it still end with it."""
+        resident = self._by_version.pop(version)
+        resident.forgotten = True
+        self._free_if_done(resident)
+
+    def acquire(self, resident: Resident) -> AdapterPin:
+        """Pins one request."""
+        resident.requests += 1
+        resident.draining_since = None
+        self._touch(resident)
+        return resident.pin
+
+    def release(self, pin: AdapterPin) -> bool:
+        """Ends the pin of one request.
+
+        Returns:
+            True if that left a version without requests, so that its slot can be taken.
+
+        Raises:
+            ValueError: there is no such pin.
+        """
+        if pin == BASE_PIN:
+            return False
+        resident = self._by_slot.get(pin.slot)
+        if resident is None or resident.pin != pin or resident.requests == 0:
+            raise ValueError(f"{pin!r} is not pinned")
+        resident.requests -= 1
+        self._free_if_done(resident)
+        return resident.requests == 0
+
+    def _free_if_done(self, resident: Resident) -> None:
+        if resident.forgotten and resident.requests == 0:
+            del self._by_slot[resident.pin.slot]
+            self._free.append(resident.pin.slot)
+
+    def _touch(self, resident: Resident) -> None:
+        self._clock += 1
+        resident.last_used = self._clock

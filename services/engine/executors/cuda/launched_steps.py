@@ -1,0 +1,70 @@
+"""Steps on their way through the device, as the loop holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from services.engine.constraints.masks import RowMasks
+from services.engine.executors.cuda.buffers import LoadedStep, StepShape
+from services.engine.executors.cuda.mtp import GuessRows
+from services.engine.executors.cuda.prompt_scoring import Reports
+from services.engine.executors.cuda.sampler import SampleRows
+from services.engine.executors.cuda.stream import Arrival
+from services.engine.models.qwen3_5.fused import FusedForward
+from services.engine.scheduler.step_plan import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    """A step whose layers and logits are queued, and whose sampling is not. Nothing else may be queued before that."""
+
+    forward: FusedForward
+    step: LoadedStep
+    captured: StepShape | None
+    x: Tensor
+    """What the layers return."""
+    logits: Tensor | None
+    """None: nothing is sampled."""
+    sampling: SampleRows
+    guessing: GuessRows | None
+    samples: int
+    """Chunks that sample."""
+    reports: Reports | None
+    """What is read of prompts; None: nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way. The result is read once."""
+
+    arrival: Arrival
+    read: Callable[[], StepResult] | None
+    """Reads the tokens on the host once they are there; None: the step sampled nothing."""
+    reports: Reports | None = None
+    """Same, what was read of prompts; None: nothing was."""
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        self.arrival.wait()
+        result = self.read() if self.read is not None else StepResult(())
+        return result if self.reports is None else replace(result, reports=self.reports())
+
+
+@dataclass(slots=True)
+class OpenedStep:
+    """A step that waits for its masks while its layers run."""
+
+    sample: Callable[[RowMasks], LaunchedStep]
+    """Queues the sampling."""
+    launched: LaunchedStep | None = None
+
+    def seal(self, masks: RowMasks) -> None:
+        self.launched = self.sample(masks)
+
+    def result(self) -> StepResult:
+        if self.launched is None:
+            raise RuntimeError("the step was not sealed")
+        return self.launched.result()

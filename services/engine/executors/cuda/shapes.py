@@ -1,0 +1,88 @@
+"""Which step shapes are captured as CUDA graphs, and how each is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kernels.gpu.segments import TILE
+from services.engine.executors.cuda.buffers import StepShape
+from services.engine.scheduler.step_plan import MOST_VERIFIED
+
+_DECODES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_PREFILL_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048)
+"""Up to here a step's launches may take the host longer than its kernels take the device: about 27 ms, 50 with
+adapters, beside 75 tokens a millisecond."""
+_MIXED_DECODES = (8, 32, 64, 128, 256)
+_MIXED_TOKENS = (128, 512, 1024, 2048)
+"""With adapters the launches of 2,048 tokens took the host 57 ms beside an H200 that needed 38; 3,840, the most that a
+step with decodes holds by default, take that 63."""
+INVARIANT_ALIGNMENT = TILE
+"""Prefill kernels compute tiles of a segment: cut at their multiples, a prompt is computed the same in any chunks."""
+_SEGMENTS = ((2, 4), (16, 24))
+"""Prompts that captured prefills are for and segments that they hold, a prompt with snapshots being several: one may
+have three, two one each, of 16 every other one. More prompts together are long enough to run uncaptured. The segments
+between the two numbers are not free, as each may need a tile of its own: where it is padding, the layers launch some
+two hundred programs for it that end at once."""
+
+
+_VERIFIED = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Answers of a step that checks guesses."""
+_FEW_VERIFIED = 4
+"""Up to here the products of all its rows take as long as one row's, so that the rows need not be counted closely."""
+
+
+def decode_bucket(decodes: int) -> int:
+    """The smallest captured batch size that holds this many; beyond the largest, a multiple of 64."""
+    return next((bucket for bucket in _DECODES if bucket >= decodes), -(-decodes // 64) * 64)
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """All buckets of batches up to this many, ascending."""
+    return sorted({decode_bucket(count) for count in range(1, max_num_seqs + 1)})
+
+
+def attention_buckets(max_num_seqs: int, *, speculative: bool) -> list[int]:
+    """The numbers of rows that decode attention is launched with, in buckets, ascending."""
+    return decode_buckets(decode_bucket(max_num_seqs) * (MOST_VERIFIED if speculative else 1))
+
+
+def captured_shapes(
+    largest_batch: int, max_num_seqs: int, token_budget: int, mixed_tokens: int, *, speculative: bool = False
+) -> list[StepShape]:
+    """The shapes to capture, in the order of capture: the largest first, whose memory the others then share.
+
+    Args:
+        largest_batch: decodes; 0: none.
+        mixed_tokens: prefill tokens of a step that also decodes.
+        speculative: with steps that check guesses.
+    """
+    if largest_batch == 0:
+        return []
+    most = min(decode_bucket(max_num_seqs), largest_batch)
+    shapes = [StepShape(bucket, bucket) for bucket in _DECODES if bucket <= most]
+    prefills = [tokens for tokens in _PREFILL_TOKENS if tokens <= token_budget]
+    held = sorted({min(prompts, max_num_seqs) + segments - prompts for prompts, segments in _SEGMENTS})
+    shapes += [_prefill(0, tokens, segments) for tokens in prefills for segments in held]
+    sizes = {min(tokens, mixed_tokens) for tokens in _MIXED_TOKENS}
+    mixed = sorted(tokens for tokens in sizes if 0 < tokens <= token_budget and tokens % TILE == 0)
+    shapes += [_prefill(bucket, tokens, held[-1]) for tokens in mixed for bucket in _MIXED_DECODES if bucket <= most]
+    if speculative:
+        for answers in sorted({min(count, most) for count in _VERIFIED}):
+            least = MOST_VERIFIED if answers <= _FEW_VERIFIED else 2
+            shapes += [short_shape(answers, tokens) for tokens in range(least, MOST_VERIFIED + 1)]
+    return sorted(shapes, key=lambda shape: -shape.rows)
+
+
+def short_shape(answers: int, tokens: int) -> StepShape:
+    """A step that checks guesses, of so many tokens an answer on average, at most."""
+    return StepShape(0, answers * tokens, answers, answers, short=True)
+
+
+def smallest(shapes: Iterable[StepShape], wanted: StepShape) -> StepShape | None:
+    """The captured shape with the least padding that holds a step; None: none does."""
+    fitting = [shape for shape in shapes if shape.holds(wanted)]
+    return min(fitting, key=lambda shape: (shape.rows, shape.decodes, shape.segments), default=None)
+
+
+def _prefill(decodes: int, tokens: int, segments: int) -> StepShape:
+    return StepShape(decodes, decodes + tokens, segments, tokens // TILE + segments)

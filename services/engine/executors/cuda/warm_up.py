@@ -1,0 +1,58 @@
+"""Steps that run before the first request, so that no request waits for a kernel to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kernels.gpu.segments import TILE
+from services.engine.constraints.masks import NO_MASKS, RowMasks
+from services.engine.executors.cuda.buffers import StepShape
+from services.engine.executors.cuda.shapes import short_shape
+from services.engine.requests.request import Request, SamplingParams
+from services.engine.scheduler.step_plan import Chunk, StepPlan
+
+_ROWS = (1, 3, 16)
+"""Triton compiles variants for the integer 1 and for multiples of 16."""
+
+
+def warm_up_shapes(
+    shapes: Sequence[StepShape], max_num_seqs: int, token_budget: int, *, speculative: bool = False
+) -> list[StepShape]:
+    """Shapes whose uncaptured run compiles every variant of the kernels that serving will launch, and reserves the
+    memory of the largest step: sizes of one, odd ones, multiples of 16."""
+    sizes = sorted({size for size in (1, 7, 33, TILE, token_budget - 1, token_budget) if 0 < size <= token_budget})
+    extra = [StepShape.of(0, [size]) for size in sizes]
+    extra += [StepShape.of(min(decodes, max_num_seqs), [9]) for decodes in _ROWS if token_budget > 25]
+    if speculative:
+        extra += [short_shape(answers, 2) for answers in _ROWS if answers <= max_num_seqs]
+    return [*shapes, *extra]
+
+
+def sampling_plans(max_num_seqs: int) -> Iterator[StepPlan]:
+    """Prompts of one token that ask for everything a sampler can be asked for, in slots from 1 on."""
+    plain = SamplingParams()
+    edits: tuple[dict[str, Any], ...] = ({}, {"presence_penalty": 0.5}, {"logit_bias": {0: 1.0}})
+    filters: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01})
+    features = [replace(plain, **edit, **filtered) for edit in edits for filtered in filters]
+    features += [replace(plain, temperature=0.0), replace(plain, top_logprobs=2)]
+    for rows in _ROWS:
+        if rows > max_num_seqs:
+            return
+        for sampling in features:
+            # Block 0 is scratch.
+            yield StepPlan(
+                [
+                    Chunk(Request("warm-up", (0,), sampling), (0,), 0, [0], slot, True, [], 0)
+                    for slot in range(1, rows + 1)
+                ]
+            )
+
+
+def masks_to_try(plan: StepPlan, vocab: int) -> tuple[RowMasks, RowMasks]:
+    """None, and one for each row that excludes nothing."""
+    rows = len(plan.chunks)
+    return NO_MASKS, RowMasks(range(rows), np.full((rows, -(-vocab // 32)), -1, dtype=np.int32))

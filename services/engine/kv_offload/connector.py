@@ -1,0 +1,397 @@
+"""What the tiers below the device have of the histories in the tree, as the loop thread knows it.
+
+Says what to save, and where it is worth while to load instead of computing: never where computing would be as fast.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.prefix_cache import PrefixCache
+from services.engine.kv_cache.radix_tree import Node, Path
+from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_offload.messages import (
+    Dropped,
+    Entry,
+    Event,
+    GiveUp,
+    Job,
+    Kept,
+    Key,
+    Layout,
+    Load,
+    Loaded,
+    Part,
+    Persist,
+    Persisted,
+    Released,
+    Save,
+    Space,
+    Tier,
+    Tiers,
+    Use,
+)
+from services.engine.kv_offload.stored_entries import Entries, StoredEntry
+
+_SPEED = tuple(Tier)
+_WORTHWHILE = 3.0
+"""Computing an entry takes so many times as long as loading it, or it is not saved: short ones gain little, and to copy
+each of them takes the host's time from the steps. What is not saved becomes part of the next entry."""
+_MARGIN = 1.5
+"""A load is begun if it may take so many times as long as expected before it is given up."""
+_OVERDUE = 2.0
+"""A load that has taken so many times as long as expected is given up, where that is not too little to say anything:"""
+_LEAST_PATIENCE = 1 / 3
+"""part of what it may take at most before it is given up at all."""
+_SAVING_SHARE = 8
+"""Saves under way may hold this part of all blocks: a live sequence cannot have those for the asking."""
+_SAVES = 4
+"""Saves under way at once. The loop hears of their ends between two steps, so a busy engine begins so many a step, as
+their thread takes time from the loop's; an idle one goes through all that were put off."""
+_PUT_OFF = 1024
+"""Snapshots that are remembered to be saved when others have been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A snapshot that could be loaded."""
+
+    node: Node
+    chain: Sequence[StoredEntry]
+    """The entries that are read, in the order of the history."""
+    tier: Tier
+    """The slowest that it comes from."""
+    patience: float
+    """Seconds after which computing is better than to go on waiting for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A load under way: its targets are nobody else's."""
+
+    space: Space
+    tokens: bytes
+    blocks: Sequence[int]
+    """Of the whole history up to its end; those that were there are shared."""
+    slot: int
+
+
+class StoredHistories:
+    """Keeps the tree's nodes and the tiers' entries together. Used by the loop thread.
+
+    Args:
+        tiers: gets the jobs that ``take_jobs`` hands out, and tells the events that ``take`` gets.
+        share: the part of the computing that a load saves which it may take at most.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        blocks: BlockPool,
+        slots: SlotPool,
+        tiers: Tiers,
+        cost: ComputeCost,
+        *,
+        share: float,
+    ) -> None:
+        self._cache = cache
+        self._blocks = blocks
+        self._slots = slots
+        self._tiers = tiers
+        self._cost = cost
+        self._share = share
+        self._layout: Layout = tiers.layout
+        self._entries = Entries(cache)
+        self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
+        self._loading: dict[int, Loading] = {}
+        self._targets: dict[Node, int] = {}
+        """Snapshots that a load under way brings, and its ticket."""
+        self._tickets = 0
+        self._persisting: dict[int, Callable[[Sequence[tuple[Key, Tier]]], None]] = {}
+        self._jobs: list[Job] = []
+        self._put_off: deque[Node] = deque(maxlen=_PUT_OFF)
+
+    @property
+    def copying(self) -> bool:
+        """Whether a load or a save is under way."""
+        return bool(self._loading or self._saving)
+
+    def is_loading(self, ticket: int) -> bool:
+        return ticket in self._loading
+
+    def take_jobs(self) -> list[Job]:
+        """What to submit to the tiers when all steps planned so far have been launched."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    # Saving.
+
+    def offer(self, node: Node, *, wanted: bool = False) -> None:
+        """A snapshot is there; it is saved if loading it is well faster than computing it again, soon.
+
+        Args:
+            wanted: it is saved whatever it takes, now.
+        """
+        if wanted:
+            self._save(node, wanted=True)
+        elif self._may_be_saved(node):
+            self._put_off.append(node)
+            self._save_on()
+
+    def _save_on(self) -> None:
+        """Saves what was put off, in its order, as far as may be under way at once."""
+        while self._put_off and len(self._saving) < _SAVES:
+            node = self._put_off.popleft()
+            if not self._save(node):
+                self._put_off.appendleft(node)
+                return
+
+    def _may_be_saved(self, node: Node) -> bool:
+        if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
+            return False
+        return not (node.saving or node.key is not None or node.passing)
+
+    def _save(self, node: Node, *, wanted: bool = False) -> bool:
+        """Saves a snapshot if it can be and is worth it; False: too much is being saved."""
+        if not self._may_be_saved(node) or node.parent is None:
+            return True
+        above = self._entries.above(node)
+        begin = 0 if above is None else above.node.end
+        seconds = self._cost.seconds(begin, node.end)
+        entry = Entry.behind(None if above is None else above.entry, node.space, node.tokens(begin), seconds)
+        if entry.key in self._entries:
+            return True
+        if not wanted and seconds < _WORTHWHILE * self._tiers.seconds(Tier.HOST, self._layout.payload_bytes(entry)):
+            return True
+        first = entry.first_block(self._layout.block_size)
+        blocks = self._cache.table(node.path())[first:]
+        held = sum(len(others) for _, others in self._saving.values())
+        if not wanted and self._saving and held + len(blocks) > self._blocks.total // _SAVING_SHARE:
+            return False
+        self._blocks.hold(blocks)
+        self._cache.pin(node)
+        node.saving = True
+        self._entries.add(entry, node)
+        self._saving[entry.key] = (node, blocks)
+        self._jobs.append(Save(entry, blocks, node.slot))
+        return True
+
+    def reload(self, node: Node) -> float | None:
+        """Seconds to get back what the device has of a node; None: no tier has it."""
+        stored = self._entries.get(node.key)
+        if stored is None or stored.fastest is None:
+            return None
+        return self._tiers.seconds(stored.fastest, self._layout.payload_bytes(stored.entry))
+
+    def used(self, node: Node) -> None:
+        """A history went on from here."""
+        keys = [stored.entry.key for stored in self._entries.chain(node)]
+        if keys:
+            self._jobs.append(Use(keys))
+
+    # Loading.
+
+    def better(self, path: Path, hit: Node | None, limit: int, unit: int) -> Wanted | None:
+        """The snapshot to load for a history of which ``limit`` tokens may come from one; None: there is none that is
+        well faster than going on from ``hit``.
+
+        If the load turns out to be slow, it is given up, and the time spent waiting is lost: at most ``share`` of what
+        computing takes without it.
+        """
+        begin = 0 if hit is None else hit.end
+        best: Wanted | None = None
+        fastest = self._cost.seconds(begin, limit)
+        resident = self._cache.resident(path)
+        there = path.nodes[resident - 1].end if resident else 0
+        for node in path.nodes:
+            if node.end <= begin or node.end > limit or node.end % unit or node.pending is not None:
+                continue
+            chain = self._entries.chain(node)
+            if not chain or chain[-1].entry.end != node.end:
+                continue
+            needed = [stored for stored in chain if stored.entry.end > there] or chain[-1:]
+            loading = self._load_seconds(needed, there, node.end)
+            most = self._share * self._cost.seconds(begin, node.end)
+            seconds = self._cost.seconds(node.end, limit) + loading
+            if _MARGIN * loading <= most and seconds < fastest:
+                tier = max((stored.fastest or Tier.STORE for stored in needed), key=_SPEED.index)
+                patience = min(max(_OVERDUE * loading, _LEAST_PATIENCE * most), most)
+                best, fastest = Wanted(node, needed, tier, patience), seconds
+        return best
+
+    def ticket(self, node: Node) -> int:
+        """Of the load under way that brings this snapshot, 0: there is none."""
+        return self._targets.get(node, 0)
+
+    def load(self, path: Path, wanted: Wanted, take_blocks: Callable[[int], Sequence[int] | None], slot: int) -> int:
+        """Begins a load.
+
+        Args:
+            take_blocks: hands out blocks, None if there are too few.
+            slot: for the state.
+
+        Returns:
+            Its ticket; 0: there was no room, and nothing has begun.
+        """
+        node, size = wanted.node, self._layout.block_size
+        nodes = node.path()
+        resident = min(self._cache.resident(path), len(nodes))
+        there = nodes[resident - 1].end if resident else 0
+        old = self._cache.table(nodes[:resident])
+        if there < node.end:
+            # The block in which the KV ends that is there comes whole from the entry behind.
+            old = old[: there // size]
+        self._blocks.hold(old)
+        fresh = take_blocks(-(-node.end // size) - len(old))
+        if fresh is None:
+            self._blocks.let_go(old)
+            return 0
+        self._blocks.hold(fresh)
+        self._blocks.release(fresh)
+        self._tickets += 1
+        parts = list(self._parts(wanted.chain, len(old), fresh, slot))
+        self._loading[self._tickets] = Loading(node.space, node.tokens(), [*old, *fresh], slot)
+        self._targets[node] = self._tickets
+        self._jobs.append(Load(self._tickets, parts))
+        return self._tickets
+
+    def give_up(self, ticket: int) -> None:
+        """Nobody waits for a load any more; whoever wants the same begins another one."""
+        self._forget_targets(ticket)
+        self._jobs.append(GiveUp(ticket))
+
+    def _forget_targets(self, ticket: int) -> None:
+        for node in [node for node, other in self._targets.items() if other == ticket]:
+            del self._targets[node]
+
+    def _parts(self, chain: Sequence[StoredEntry], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
+        """What of each entry goes to the fresh blocks, the first of which is block ``have`` of the history. A block in
+        which an entry ends comes from the next one, which has it whole."""
+        size = self._layout.block_size
+        for at, stored in enumerate(chain):
+            entry, last = stored.entry, at == len(chain) - 1
+            first = entry.first_block(size)
+            begin = max(first, have)
+            end = -(-entry.end // size) if last else entry.end // size
+            blocks = fresh[begin - have : max(begin, end) - have]
+            if blocks or last:
+                yield Part(entry.key, begin - first, blocks, slot if last else 0)
+
+    def _load_seconds(self, chain: Sequence[StoredEntry], there: int, end: int) -> float:
+        """Of the blocks behind the first ``there`` tokens and the last state; from below the host, of whole entries."""
+        sizes: dict[Tier, int] = {}
+        size = self._layout.block_size
+        for stored in chain:
+            entry, tier = stored.entry, stored.fastest or Tier.STORE
+            if tier is Tier.HOST:
+                first = max(entry.first_block(size), there // size)
+                blocks = 0 if there >= entry.end else max(0, -(-entry.end // size) - first)
+                amount = blocks * self._layout.block_bytes + (self._layout.slot_bytes if entry.end == end else 0)
+            else:
+                amount = self._layout.payload_bytes(entry)
+            sizes[tier] = sizes.get(tier, 0) + amount
+        return sum(self._tiers.seconds(tier, amount) for tier, amount in sizes.items())
+
+    # What the tiers tell.
+
+    def take(self, events: Sequence[Event]) -> list[Node]:
+        """Takes in what has happened; returns the nodes whose state a tier has now."""
+        kept: list[Node] = []
+        for event in events:
+            match event:
+                case Kept():
+                    node = self._entries.kept(event.entry, event.tier)
+                    if node is not None:
+                        kept.append(node)
+                case Released():
+                    self._released(event.key)
+                case Dropped():
+                    self._dropped(event.key, event.tier)
+                case Loaded():
+                    self._loaded(event)
+                case Persisted():
+                    done = self._persisting.pop(event.ticket, None)
+                    if done is not None:
+                        done(event.missing)
+        return kept
+
+    def _released(self, key: Key) -> None:
+        if key not in self._saving:
+            return
+        node, blocks = self._saving.pop(key)
+        self._blocks.let_go(blocks)
+        node.saving = False
+        stored = self._entries.get(key)
+        if stored is not None and not stored.tiers:
+            self._entries.remove(stored)
+        self._cache.unpin(node)
+        self._save_on()
+
+    def _dropped(self, key: Key, tier: Tier) -> None:
+        stored = self._entries.get(key)
+        if stored is None:
+            return
+        stored.tiers.discard(tier)
+        if not stored.tiers and key not in self._saving:
+            self._entries.remove(stored)
+
+    def _loaded(self, event: Loaded) -> None:
+        loading = self._loading.pop(event.ticket, None)
+        if loading is None:
+            return
+        self._forget_targets(event.ticket)
+        if event.failed:
+            self._slots.release(loading.slot)
+        else:
+            self._cache.insert(loading.space, loading.tokens, loading.blocks, loading.slot)
+        self._blocks.let_go(loading.blocks)
+
+    # For sessions.
+
+    def chain_keys(self, node: Node) -> list[Key]:
+        """Of the entries of a history, as far as tiers have them."""
+        return [stored.entry.key for stored in self._entries.chain(node)]
+
+    def tiers_of(self, node: Node) -> list[tuple[Entry, frozenset[Tier]]]:
+        """The same with where they are."""
+        return [(stored.entry, frozenset(stored.tiers)) for stored in self._entries.chain(node)]
+
+    def node_of(self, key: Key) -> Node | None:
+        """Where the history of an entry ends."""
+        stored = self._entries.get(key)
+        return None if stored is None else stored.node
+
+    def submit(self, job: Job) -> None:
+        """Hands a job on with the others."""
+        self._jobs.append(job)
+
+    def persist(self, node: Node, done: Callable[[Sequence[tuple[Key, Tier]]], None]) -> None:
+        """Brings what is kept of a history to every tier; ``done`` gets what could not be brought where."""
+        self._tickets += 1
+        self._persisting[self._tickets] = done
+        self._jobs.append(Persist(self._tickets, self._entries.lineage(node)))
+
+    # For the integrity check.
+
+    def held_blocks(self) -> Iterator[int]:
+        """What saves and loads under way hold."""
+        for _, blocks in self._saving.values():
+            yield from blocks
+        for loading in self._loading.values():
+            yield from loading.blocks
+
+    def held_slots(self) -> Iterator[int]:
+        """What loads under way fill."""
+        for loading in self._loading.values():
+            yield loading.slot
+
+    def check(self) -> None:
+        """Raises IntegrityError if entries and nodes do not belong together."""
+        self._entries.check()
+        if any(key not in self._saving for key in self._entries.unkept()):
+            raise IntegrityError("an entry is listed that no tier has")

@@ -1,0 +1,45 @@
+"""Copies that could not be read or written: counted each, logged now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import structlog
+
+from services.engine.kv_offload.messages import Tier, TierObserver, Trouble
+
+_LOG_SECONDS = 10.0
+"""Between two lines about the same trouble of the same tier."""
+
+log = structlog.get_logger(__name__)
+
+
+class CopyFailed(Exception):
+    """A copy could not be read or written."""
+
+    def __init__(self, trouble: Trouble, reason: str) -> None:
+        super().__init__(reason)
+        self.trouble = trouble
+
+
+class Troubles:
+    """Tells people of troubles. Thread-safe."""
+
+    def __init__(self, observer: TierObserver) -> None:
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._said: dict[tuple[Tier, Trouble], float] = {}
+        self._silent: dict[tuple[Tier, Trouble], int] = {}
+
+    def tell(self, tier: Tier, trouble: Trouble, reason: str) -> None:
+        """Counts one, and logs it unless another like it was logged a moment ago."""
+        self._observer.tier_failed(tier, trouble)
+        kind, now = (tier, trouble), time.monotonic()
+        with self._lock:
+            if now < self._said.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:
+                self._silent[kind] = self._silent.get(kind, 0) + 1
+                return
+            self._said[kind] = now
+            silent = self._silent.pop(kind, 0)
+        log.warning("tier_trouble", tier=tier.value, trouble=trouble, reason=reason, more_before=silent)

@@ -1,0 +1,379 @@
+"""All tiers below the device, put together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import structlog
+
+from services.common.store import ObjectStore
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_offload.config import TierLimits
+from services.engine.kv_offload.copies.background import WRITE_RANK, LowerTier
+from services.engine.kv_offload.copies.bandwidth import Bandwidth
+from services.engine.kv_offload.copies.export import Items
+from services.engine.kv_offload.copies.fetcher import Fetcher, Source
+from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.copies.pending_writes import Persists
+from services.engine.kv_offload.copies.records import Buffer, Record
+from services.engine.kv_offload.disk.files import DiskFiles
+from services.engine.kv_offload.disk.tier import DiskTier
+from services.engine.kv_offload.failures import Troubles
+from services.engine.kv_offload.host.loads import Loads
+from services.engine.kv_offload.host.saves import Saves
+from services.engine.kv_offload.host_memory import HostArena
+from services.engine.kv_offload.messages import (
+    CacheTransfer,
+    Entry,
+    Event,
+    Fence,
+    Forget,
+    GiveUp,
+    Job,
+    Kept,
+    Key,
+    Layout,
+    Load,
+    Loaded,
+    Persist,
+    Persisted,
+    Pin,
+    Released,
+    Save,
+    Tier,
+    TierObserver,
+    TierStatus,
+    Use,
+)
+from services.engine.kv_offload.object_store.objects import StoreObjects
+from services.engine.kv_offload.object_store.tier import StoreTier
+from services.engine.kv_offload.worker import Worker
+
+_MOMENT = 0.002
+_SETTLE_SECONDS = 60.0
+"""For copies from and to the device to end when nothing new is to be copied; waits for bytes have ended by then."""
+_END_SECONDS = 2.0
+"""For the threads to end, beyond what closing may take."""
+
+log = structlog.get_logger(__name__)
+
+
+class TierManager:
+    """Implements Tiers. Its threads do everything; whatever fails is a miss, counted and logged.
+
+    Args:
+        wake: called on any thread when there are events; it must not block.
+        store: used if the limits speak of one.
+
+    Raises:
+        DirectoryInUse: the disk's directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        transfer: CacheTransfer,
+        limits: TierLimits,
+        observer: TierObserver,
+        wake: Callable[[], None],
+        store: ObjectStore | None = None,
+    ) -> None:
+        self._transfer = transfer
+        self._wake = wake
+        self._closed = False
+        self._events: deque[Event] = deque()
+        self._layout = transfer.layout
+        sizes = {}
+        arena = HostArena(transfer.host_memory(limits.host_bytes), self._layout.block_bytes)
+        self._files = None if limits.disk_dir is None else DiskFiles(limits.disk_dir, self._layout)
+        self._objects = None
+        if limits.store and store is not None:
+            self._objects = StoreObjects(store, self._layout)
+        if limits.host:
+            sizes[Tier.HOST] = arena.limit
+        sources: dict[Tier, Source] = {}
+        if self._files is not None:
+            sizes[Tier.DISK] = limits.disk_bytes
+            sources[Tier.DISK] = self._files
+        if self._objects is not None:
+            sizes[Tier.STORE] = limits.store_bytes
+            sources[Tier.STORE] = self._objects
+        troubles = Troubles(observer)
+        self._bandwidth = Bandwidth(limits.host_rate)
+        self._index = Index(
+            self._layout,
+            arena,
+            sizes,
+            observer,
+            tell=self._tell,
+            erase=lambda tier, key: self._lower[tier].erase(key),
+            price=self._bandwidth.price,
+        )
+        self._persists = Persists(tuple(sizes), self._tell)
+        self._index.gone.append(self._persists.gone)
+        self._index.known.append(self._known)
+        self._jobs, self._device = Worker("tiers-jobs"), Worker("tiers-device")
+        self._fetcher = Fetcher(self._index, sources, self._bandwidth, troubles)
+        self._loads = Loads(
+            self._index,
+            transfer,
+            self._fetcher,
+            self._bandwidth,
+            observer,
+            troubles,
+            device=self._device,
+            timer=self._jobs,
+            seconds=limits.load_seconds,
+            tell=self._tell,
+            slow=self._slow,
+        )
+        self._saves = Saves(
+            self._index, transfer, observer, troubles, device=self._device, tell=self._tell, saved=self._saved
+        )
+        self._items = Items(self._index, self._fetcher, self._saved)
+        parts = (self._fetcher, observer, troubles, self._persists.failed)
+        self._disk = self._store = None
+        if self._files is not None:
+            self._disk = DiskTier(
+                self._index,
+                self._files,
+                *parts,
+                self._bandwidth,
+                busy=lambda: self._loads.under_way > 0,
+                warm=limits.host,
+            )
+        if self._objects is not None:
+            # Where nothing else keeps an entry until it is used, it is put there at once.
+            after = limits.store_after_uses if limits.host or self._disk is not None else 0
+            self._store = StoreTier(
+                self._index, self._objects, *parts, poll_seconds=limits.store_poll_seconds, after_uses=after
+            )
+        self._lower: Mapping[Tier, LowerTier] = {
+            tier.tier: tier for tier in (self._disk, self._store) if tier is not None
+        }
+
+    def start(self) -> None:
+        """Begins to work, with what is on disk and in the store."""
+        for worker in self._workers():
+            worker.start()
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes jobs that may begin when the steps that have been launched so far are done."""
+        copies = any(isinstance(job, Save | Load) for job in jobs)
+        fence = self._transfer.fence() if copies else None
+        self._jobs.put(lambda: self._take(jobs, fence), failed=lambda: self._refuse(jobs))
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call."""
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def seconds(self, tier: Tier, size: int) -> float:
+        """How long a load of so many bytes takes from this tier, with the wait for those that are under way; infinitely
+        long while the store is left alone."""
+        if tier is Tier.STORE and self._objects is not None and self._objects.pause:
+            return math.inf
+        return self._bandwidth.seconds(tier, size)
+
+    def settle(self, seconds: float = _SETTLE_SECONDS) -> None:
+        """Waits until nothing is copied from or to the device; a load that waits for bytes fails before long.
+
+        Raises:
+            IntegrityError: something still is after ``seconds``.
+        """
+        until = time.monotonic() + seconds
+        while self._loads.under_way or not (self._jobs.wait_idle(0.0) and self._device.wait_idle(0.0)):
+            if time.monotonic() >= until:
+                raise IntegrityError(
+                    f"the tiers still copy after {seconds:g} s, {self._loads.under_way} loads among it: the device's "
+                    "memory cannot be handed out anew"
+                )
+            time.sleep(_MOMENT)
+
+    def tell_all(self) -> None:
+        """Tells Kept of every copy again, parents first."""
+        with self._index.lock:
+            for record in sorted(self._index.records(), key=lambda record: record.entry.start):
+                for tier in sorted(record.tiers, key=lambda tier: tier.value):
+                    self._tell(Kept(record.entry, tier))
+
+    def read(self, key: Key) -> Iterator[bytes]:
+        """See Items.read."""
+        return self._items.read(key)
+
+    def take_in(self, pieces: Iterable[bytes]) -> Entry:
+        """See Items.take_in."""
+        return self._items.take_in(pieces)
+
+    def status(self) -> dict[Tier, TierStatus]:
+        """Every tier now."""
+        with self._index.lock:
+            return self._index.status()
+
+    def check(self) -> None:
+        """Raises IntegrityError: memory is leaked, or the books contradict each other."""
+        with self._index.lock:
+            self._index.check()
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Waits until all that was submitted is done, in the lower tiers as well; False: it is not in this time."""
+        until = time.monotonic() + seconds
+        workers = self._workers()
+        while True:
+            if not all(worker.wait_idle(until) for worker in workers):
+                return False
+            if all(worker.wait_idle(0.0) for worker in workers):  # none has given another one anything meanwhile
+                return True
+
+    def close(self, seconds: float) -> None:
+        """Answers every job and ends the threads. What is pinned is brought to disk and store, and what waits for the
+        disk is written, as far as the time allows."""
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + seconds
+        if self._disk is not None:
+            self._disk.stop_warming()
+        self._jobs.wait_idle(until)
+        self._jobs.close(until)
+        self._device.wait_idle(until)
+        now = time.monotonic()
+        with self._index.lock:
+            pinned = [record for record in self._index.records() if record.pinned_until > now]
+            for record in sorted(pinned, key=lambda record: record.entry.start):
+                for tier in self._lower.values():
+                    tier.want(record, forced=True)
+        if self._store is not None:
+            self._store.worker.forgo(WRITE_RANK)
+        for tier in self._lower.values():
+            tier.worker.wait_idle(until)
+        end = max(until, time.monotonic()) + _END_SECONDS
+        ended = [worker.close(end) for worker in self._workers()]
+        if not all(ended):
+            log.warning("tier_threads_left", hanging=len(ended) - sum(ended))
+        if self._objects is not None:
+            self._objects.close()
+        if self._files is not None and all(ended):
+            self._files.close()
+        if all(ended):
+            self._transfer.close()
+
+    def _workers(self) -> list[Worker]:
+        workers = [self._jobs, self._device, self._fetcher.worker, *(tier.worker for tier in self._lower.values())]
+        if self._disk is not None:
+            workers.append(self._disk.warmer)
+        if self._store is not None:
+            workers.append(self._store.poller)
+        return workers
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, Kept):
+            self._persists.kept(event.entry.key, event.tier)
+        self._wake()
+
+    def _take(self, jobs: Sequence[Job], fence: Fence) -> None:
+        # All at once: no room is made for the first save by giving up what the last one stands on.
+        with self._index.lock:
+            for job in jobs:
+                try:
+                    self._begin(job, fence)
+                except Exception:
+                    log.exception("tier_job_failed", job=type(job).__name__)
+                    self._refuse([job])
+
+    def _begin(self, job: Job, fence: Fence) -> None:
+        match job:
+            case Save():
+                self._saves.begin(job, fence)
+            case Load():
+                self._loads.begin(job, fence)
+            case GiveUp():
+                self._loads.give_up(job.ticket)
+            case Persist():
+                self._persist(job)
+            case Use():
+                self._use(job)
+            case Pin():
+                with self._index.lock:
+                    for record in self._found(job.keys):
+                        self._index.pin(record, job.until)
+            case Forget():
+                with self._index.lock:
+                    for record in self._found(job.keys):
+                        self._index.forget(record)
+                    if self._store is not None:
+                        self._store.forget(job.keys)
+
+    def _found(self, keys: Iterable[Key]) -> Iterator[Record]:
+        for key in keys:
+            record = self._index.find(key)
+            if record is not None:
+                yield record
+
+    def _use(self, job: Use) -> None:
+        with self._index.lock:
+            for record in self._found(job.keys):
+                self._index.use(record)
+                if self._store is not None and record.tiers:
+                    self._store.consider(record)
+        if self._disk is not None:
+            self._disk.touch(job.keys)
+
+    def _persist(self, job: Persist) -> None:
+        """The host is no place to persist in, unless it is all there is."""
+        with self._index.lock:
+            targets = tuple(self._lower) or (Tier.HOST,)
+            wanted, missing = [], []
+            for key in job.keys:
+                record = self._index.find(key)
+                for tier in targets:
+                    if record is None or (tier is Tier.HOST and not record.claims and tier not in record.tiers):
+                        missing.append((key, tier))
+                    elif tier not in record.tiers:
+                        wanted.append((key, tier))
+            self._persists.begin(job.ticket, wanted, missing)
+            for record in self._found(job.keys):
+                record.persisted = True
+                if record.tiers:  # otherwise it is about to be saved
+                    for lower in self._lower.values():
+                        lower.want(record, forced=True)
+
+    def _known(self, record: Record) -> None:
+        """An entry has got its first copy; it may have been asked for in the others meanwhile."""
+        if record.persisted:
+            for lower in self._lower.values():
+                lower.want(record, forced=True)
+
+    def _saved(self, record: Record, buffer: Buffer) -> None:
+        """An entry's bytes are in the arena, and are to go further down."""
+        given = None if buffer.kept else buffer
+        if self._disk is not None:
+            self._disk.want(record, forced=record.persisted, buffer=given)
+        if self._store is not None and record.persisted:
+            self._store.want(record, forced=True, buffer=given)
+        elif self._store is not None:
+            self._store.consider(record, given)
+
+    def _slow(self, tier: Tier) -> None:
+        if tier is Tier.STORE and self._objects is not None:
+            self._objects.failed()
+
+    def _refuse(self, jobs: Sequence[Job]) -> None:
+        """Answers jobs that nobody is going to do."""
+        for job in jobs:
+            if isinstance(job, Save):
+                self._tell(Released(job.entry.key))
+            elif isinstance(job, Load):
+                self._tell(Loaded(job.ticket, tuple(part.key for part in job.parts)))
+            elif isinstance(job, Persist):
+                targets = tuple(self._lower) or (Tier.HOST,)
+                self._tell(Persisted(job.ticket, tuple((key, tier) for key in job.keys for tier in targets)))

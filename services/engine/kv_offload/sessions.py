@@ -1,0 +1,149 @@
+"""Whose histories are whose: sessions of clients, and until when theirs are kept before others.
+
+A session is where its last request ended in the tree. For a while after each request that place is pinned, on the
+device and in the tiers; then it is as any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.engine.kv_cache.prefix_cache import PrefixCache
+from services.engine.kv_cache.radix_tree import Node
+from services.engine.kv_offload.connector import StoredHistories
+from services.engine.kv_offload.messages import Forget, Key, Pin
+from services.engine.requests.sessions import SessionName
+
+
+@dataclass(slots=True)
+class Session:
+    """What is known of one."""
+
+    name: SessionName
+    path: tuple[Node, ...]
+    """Of its longest history, from behind the root."""
+    adapter: str
+    created: float
+    """On the scheduler's clock, as all times here."""
+    used: float
+    expires: float
+    requests: int = 0
+
+    def tip(self) -> Node | None:
+        """Where its history ends, as far as it is kept; None: nothing is."""
+        return next((node for node in reversed(self.path) if node.parent is not None and (node.slot or node.key)), None)
+
+
+class Sessions:
+    """All sessions, last used last. Used by the loop thread.
+
+    Args:
+        stored: what the tiers have; None: there are none.
+        seconds: how long a history is kept before others after each request.
+        most: sessions to remember; the one that was not used for longest is forgotten.
+        clock: seconds, as the pins' of the cache.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        stored: StoredHistories | None,
+        *,
+        seconds: float,
+        most: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._stored = stored
+        self._seconds = seconds
+        self._most = most
+        self._clock = clock
+        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()
+        self._tips: dict[Node, SessionName] = {}
+        """Ends of histories that are pinned, and whose they are."""
+        self._users: Counter[Node] = Counter()
+        """In how many sessions' paths each node is."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def of(self, owner: str) -> Iterator[Session]:
+        """Those of an owner, last used first."""
+        return (session for session in reversed(self._sessions.values()) if session.name.owner == owner)
+
+    def get(self, name: SessionName) -> Session | None:
+        return self._sessions.get(name)
+
+    def ended(self, name: SessionName, node: Node, adapter: str) -> None:
+        """A request of a session has left its history there."""
+        now = self._clock()
+        session = self._sessions.get(name)
+        if session is None:
+            session = self._sessions[name] = Session(name, (), adapter, now, now, now)
+        self._unpin(session)
+        self._follow(session, tuple(node.path()))
+        session.adapter, session.used = adapter, now
+        session.expires = now + self._seconds
+        session.requests += 1
+        self._sessions.move_to_end(name)
+        self._tips[node] = name
+        self._pin(session)
+        while len(self._sessions) > self._most:
+            oldest = self._sessions.popitem(last=False)[1]
+            self._unpin(oldest)
+            self._follow(oldest, ())
+
+    def saved(self, node: Node) -> None:
+        """The tiers have the state there from now on: that of a session is pinned in them as well."""
+        session = self._sessions.get(self._tips[node]) if node in self._tips else None
+        if session is not None and session.expires > self._clock():
+            self._pin(session)
+
+    def forget(self, name: SessionName) -> None:
+        """Removes a session and what only it has use for, on the device and in the tiers."""
+        session = self._sessions.pop(name)
+        self._unpin(session)
+        path = session.path
+        self._follow(session, ())
+        doomed: set[Node] = set()
+        keys: list[Key] = []
+        for node in reversed(path):
+            if node.parent is None:
+                continue
+            if node in self._users or not doomed.issuperset(node.children.values()):
+                break
+            doomed.add(node)
+            if node.key is not None:
+                keys.append(node.key)
+            self._cache.drop(node)
+        if keys and self._stored is not None:
+            self._stored.submit(Forget(keys))
+
+    def _follow(self, session: Session, path: tuple[Node, ...]) -> None:
+        """A session's history ends somewhere else now."""
+        self._users.update(path)
+        for node in session.path:
+            if self._users[node] == 1:
+                del self._users[node]
+            else:
+                self._users[node] -= 1
+        session.path = path
+
+    def _pin(self, session: Session) -> None:
+        self._keep(session, session.expires)
+
+    def _unpin(self, session: Session) -> None:
+        if session.path:
+            self._tips.pop(session.path[-1], None)
+        if session.expires > self._clock():
+            self._keep(session, 0.0)
+
+    def _keep(self, session: Session, until: float) -> None:
+        tip = session.tip()
+        if tip is None:
+            return
+        self._cache.keep(tip, until)
+        if self._stored is not None and (keys := self._stored.chain_keys(tip)):
+            self._stored.submit(Pin(keys, until))

@@ -1,0 +1,364 @@
+"""The engine loop: one thread that owns the scheduler and runs its steps.
+
+Everything from outside comes in through one queue and is done between two steps (their planning, if they overlap), so
+that adapter flips, aborts and new requests never race with a plan. Updates go out once a step and sink. An idle loop
+sleeps on the queue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import structlog
+
+from services.common.errors import Overloaded, TemperError, Unavailable
+from services.engine.kv_offload.messages import Tiers
+from services.engine.loop.kept_completions import RolloutMemory
+from services.engine.loop.ports import (
+    AdapterResolver,
+    EngineGate,
+    LoopObserver,
+    LoopStatus,
+    NoObserver,
+    Runner,
+    Sink,
+    Submission,
+)
+from services.engine.loop.request_tracker import Desk
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+
+_FAILURES_UNTIL_UNHEALTHY = 3
+_STALL_SECONDS = 0.005
+"""How late a load is given up at most that everybody waits for."""
+_QUIET_SECONDS = 0.2
+"""How long nothing happens before the books are checked, which takes tens of milliseconds for 100,000 blocks."""
+
+
+class EngineLoop:
+    """Continuous batching as a thread. All public methods are thread-safe.
+
+    Args:
+        config: limits of the scheduler.
+        runner: executes plans; used on the loop thread only.
+        resolver: pins adapter versions; used on the loop thread only.
+        gate: shares the device with the trainer.
+        rollouts: where finished completions go whose submission says ``keep_rollout``.
+        max_waiting: requests that may wait for their first step; more are refused.
+        adapter_wait_seconds: how long a request waits for its adapter to load.
+        observer: gets the metrics.
+        clock: monotonic seconds; deadlines are on it.
+        tiers: what keeps more histories than the device does; None: nothing does. It calls ``wake``.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        resolver: AdapterResolver,
+        gate: EngineGate,
+        rollouts: RolloutMemory,
+        *,
+        max_waiting: int = 256,
+        adapter_wait_seconds: float = 30.0,
+        observer: LoopObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tiers: Tiers | None = None,
+    ) -> None:
+        self.config = config
+        self.rollouts = rollouts
+        self._gate = gate
+        self._max_waiting = max_waiting
+        self._clock = clock
+        observer = observer if observer is not None else NoObserver()
+        self._pipeline = Pipeline(config, runner, gate, observer, clock, tiers)
+        self._desk = Desk(self._pipeline, resolver, rollouts, observer, adapter_wait_seconds, clock)
+
+        # Shared with other threads.
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued = 0
+        """Users' submissions that _status does not count yet; with _status, _accepting and _closed under the lock."""
+        self._accepting = True
+        self._closed = False
+        self._drained = threading.Event()
+        self._status = LoopStatus(self._pipeline.scheduler.counts(), 0, True, True, 0, 0)
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+        self._woken = False
+        """Whether the tiers' call is among the commands."""
+        self._busy_since: float | None = None
+        """When the loop thread began what it does now; None: it waits for work. Written by that thread only."""
+
+        # Of the loop thread alone.
+        self._seen = 0
+        """Submissions that came in since _status was published."""
+        self._stopping = False
+        self._checked = False
+        """Whether the books were checked since something last came in."""
+
+    # From other threads.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, submission: Submission, sink: Sink) -> None:
+        """Queues a request; ``sink`` gets its updates, the last of which has a finish reason.
+
+        Raises:
+            ValueError: it needs a matcher and has none, or the other way round.
+            ContextLengthExceeded, InvalidRequest: it can never fit.
+            Overloaded: too many requests wait already; never of a background request.
+            Unavailable: the engine is draining or has stopped.
+        """
+        if submission.sampling.masked != (submission.matcher is not None):
+            raise ValueError(f"{submission.request_id}: a matcher goes with a constraint or a thinking budget")
+        self.config.max_output(len(submission.prompt_token_ids), submission.sampling.max_tokens)
+        with self._lock:
+            self._check_open()
+            if not submission.background:
+                self._check_room()
+                self._queued += 1
+            self._commands.put(partial(self._submit, submission, sink, self._clock()))
+
+    def abort(self, request_id: str, keep_tokens: int = 0, told: Sink | None = None) -> None:
+        """Ends a request at the next boundary; unknown ids are ignored.
+
+        Args:
+            keep_tokens: 0: the client is gone, the last update says ABORT. Otherwise the text ended (at a stop string)
+                with this many tokens: the last update says STOP and the rollout is cut to them, also if the request
+                has just ended by itself.
+            told: gets an update with ``kept`` when all that is done.
+        """
+        self._commands.put(partial(self._desk.abort, request_id, keep_tokens, told))
+
+    def abort_all(self, sink: Sink) -> None:
+        """Ends all requests of a sink that is gone; it gets no more updates."""
+        self._commands.put(partial(self._desk.abort_all, sink))
+
+    def call_at_boundary(self, function: Callable[[], _T]) -> Future[_T]:
+        """Runs a function on the loop thread between two steps (at once if called there).
+
+        The future has its result or exception; Unavailable if the loop has stopped.
+        """
+        future: Future[_T] = Future()
+        call = partial(self._call, function, future)
+        if threading.current_thread() is self._thread:
+            call()
+            return future
+        with self._lock:
+            if self._closed:
+                future.set_exception(Unavailable("the engine has stopped"))
+            else:
+                self._commands.put(call)
+        return future
+
+    def call_with_scheduler(self, function: Callable[[Scheduler], _T]) -> Future[_T]:
+        """Same, with the scheduler of the moment, after what the tiers have told has been taken in and before they are
+        given what the function wants of them."""
+
+        def call() -> _T:
+            self._pipeline.serve_tiers()
+            result = function(self._pipeline.scheduler)
+            self._pipeline.serve_tiers()
+            return result
+
+        return self.call_at_boundary(call)
+
+    def retry_adapters(self) -> None:
+        """Told by the adapter manager when an adapter is loaded, has failed to load, or a slot is free."""
+        self._commands.put(self._mark_retry)
+
+    def wake(self) -> None:
+        """Told by the tiers when they have done something."""
+        if not self._woken:
+            self._woken = True
+            self._commands.put(self._serve_tiers)
+
+    def status(self) -> LoopStatus:
+        return self._status
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop's thread runs; what liveness asks."""
+        return self._thread.is_alive()
+
+    @property
+    def stuck_seconds(self) -> float:
+        """For how long the loop thread has been at one iteration; 0: it waits for work."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the loop is alive and its steps succeed; what readiness asks."""
+        return self._status.healthy and self._thread.is_alive()
+
+    def drain(self, timeout: float) -> bool:
+        """Refuses new requests and waits for the present ones; False if some are left after ``timeout`` seconds."""
+        with self._lock:
+            self._accepting = False
+            if self._closed:
+                return True
+            self._commands.put(self._mark_retry)
+        return self._drained.wait(timeout)
+
+    def stop(self) -> None:
+        """Ends all requests with Unavailable and the thread; returns when it is gone."""
+        with self._lock:
+            self._accepting = False
+            self._commands.put(self._mark_stopping)
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_open(self) -> None:
+        if not self._accepting:
+            raise Unavailable("the engine is draining or has stopped: use another one")
+
+    def _check_room(self) -> None:
+        """Background requests give way to all others, so they neither run nor wait in the way of one."""
+        counts = self._status.counts
+        live = self._queued + counts.waiting + counts.running + self._status.waiting_for_adapters
+        waiting = live - self._status.background - self.config.max_num_seqs
+        if waiting >= self._max_waiting:
+            raise Overloaded(f"{waiting} requests wait already, the limit is {self._max_waiting}: retry later")
+
+    # On the loop thread: the loop.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                try:
+                    self._iterate()
+                except Exception as error:
+                    self._recover(error)
+        except Exception as error:
+            _log.critical("the engine loop cannot go on, it ends", exc_info=error)
+        finally:
+            self._close()
+
+    def _iterate(self) -> None:
+        self._busy_since = self._clock()
+        if not self._pipeline.busy:
+            self._idle()
+        elif self._pipeline.stalled:
+            self._await_tiers()
+        self._take_commands()
+        self._desk.admit_loaded()
+        if self._pipeline.busy and not self._stopping:
+            self._desk.publish(self._pipeline.advance(self._desk.num_loading))
+        self._publish_status()
+
+    def _idle(self) -> None:
+        """Sleeps until something comes in or a request has waited too long for its adapter."""
+        self._gate.engine_idle()
+        self._publish_status()
+        if self._desk.retry:
+            return
+        timeout = None if self._checked else _QUIET_SECONDS
+        patience = self._desk.patience()
+        if patience is not None:
+            timeout = max(0.0, patience if timeout is None else min(timeout, patience))
+        self._busy_since = None
+        try:
+            command = self._commands.get(timeout=timeout)
+        except Empty:
+            if not self._checked:
+                self._pipeline.scheduler.check_integrity()
+                self._checked = True
+            return
+        self._checked = False
+        self._busy_since = self._clock()
+        command()
+
+    def _await_tiers(self) -> None:
+        """Sleeps until something comes in or a request may have waited long enough for a tier. No step is in flight, so
+        the device is the trainer's."""
+        self._gate.engine_idle()
+        self._busy_since = None
+        try:
+            command = self._commands.get(timeout=_STALL_SECONDS)
+        except Empty:
+            command = None
+        self._busy_since = self._clock()
+        if command is not None:
+            command()
+
+    def _serve_tiers(self) -> None:
+        self._woken = False
+        self._pipeline.serve_tiers()
+
+    def _take_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return
+            command()
+
+    def _recover(self, error: Exception) -> None:
+        """After a bug outside the model's step: ends all requests and starts again with clean books."""
+        _log.critical("engine loop failed, its requests are ended", exc_info=error, requests=len(self._desk))
+        ending = TemperError(f"the engine loop failed ({type(error).__name__})")
+        self._desk.fail_all(self._pipeline.reset(error, ending), ending)
+
+    def _publish_status(self) -> None:
+        with self._lock:
+            self._queued -= self._seen
+            self._seen = 0
+            self._status = LoopStatus(
+                counts=self._pipeline.scheduler.counts(),
+                waiting_for_adapters=self._desk.num_loading,
+                healthy=self._pipeline.failures_in_a_row < _FAILURES_UNTIL_UNHEALTHY,
+                accepting=self._accepting,
+                steps=self._pipeline.steps,
+                failed_steps=self._pipeline.failed_steps,
+                background=self._desk.num_background,
+            )
+            if not self._accepting and not self._desk and not self._queued:
+                self._drained.set()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._accepting = False
+        # Nothing is queued from here on, but what is must be answered.
+        self._take_commands()
+        self._pipeline.discard()
+        self._desk.fail_all([], Unavailable("the engine is shutting down"))
+        self._gate.engine_idle()
+        self._publish_status()
+
+    # On the loop thread: commands.
+
+    def _submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
+        self._seen += not submission.background
+        self._desk.submit(submission, sink, submitted_at)
+
+    def _call(self, function: Callable[[], _T], future: Future[_T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        # It may have been an adapter flip.
+        self._desk.retry = True
+
+    def _mark_retry(self) -> None:
+        self._desk.retry = True
+
+    def _mark_stopping(self) -> None:
+        self._stopping = True

@@ -1,0 +1,216 @@
+"""Requests from their submission to their last update: their sinks, their adapters, what is told of them.
+
+Used by the loop thread only, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.loop.ports import AdapterResolver, LoopObserver, Sink, Submission
+from services.engine.loop.step_pipeline import Pipeline
+from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.request import AdapterPin, FinishReason
+
+if TYPE_CHECKING:
+    from services.engine.adapters.private_versions import PrivateVersion
+    from services.engine.server.protobuf import AdapterChoice
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request between its submission and its last update."""
+
+    submission: Submission
+    sink: Sink
+    submitted_at: float
+    pin: AdapterPin | None = None
+    """None while its adapter is loading."""
+
+
+class Desk:
+    """Pins adapters, hands requests to the scheduler, and updates to the sinks.
+
+    Args:
+        pipeline: whose scheduler gets the requests.
+        resolver: pins adapter versions.
+        rollouts: where finished completions go whose submission says ``keep_rollout``.
+        observer: gets the metrics.
+        adapter_wait_seconds: how long a request waits for its adapter to load or for a slot.
+        clock: seconds; deadlines are on it.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        resolver: AdapterResolver,
+        rollouts: RolloutMemory,
+        observer: LoopObserver,
+        adapter_wait_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pipeline = pipeline
+        self._resolver = resolver
+        self._rollouts = rollouts
+        self._observer = observer
+        self._adapter_wait = adapter_wait_seconds
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._loading: dict[str, None] = {}
+        """Requests whose adapter is loading or waits for a slot, oldest first."""
+        self._arrivals = 0
+        self._background = 0
+        self.retry = False
+        """Whether adapters that were loading may be there now."""
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def num_background(self) -> int:
+        return self._background
+
+    def submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
+        """Takes a request in; its updates, if only one with an error, go to ``sink``."""
+        name = submission.request_id
+        if name in self._live:
+            error = InvalidRequest(f"request_id {name!r} is in use", param="request_id")
+            self._send(sink, [_failed(name, error)])
+            return
+        self._live[name] = _Live(submission, sink, submitted_at)
+        self._background += submission.background
+        self._admit(name)
+
+    def abort(self, name: str, keep_tokens: int, told: Sink | None = None) -> None:
+        """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
+        if name in self._live:
+            update = self._pipeline.scheduler.abort(name, keep_tokens)
+            # Not in the scheduler: its adapter is loading.
+            self.publish([update if update is not None else SequenceUpdate(name, finish_reason=FinishReason.ABORT)])
+        elif keep_tokens > 0:
+            self._rollouts.cut(name, keep_tokens)
+        if told is not None:
+            self._send(told, [SequenceUpdate(name, kept=True)])
+
+    def abort_all(self, sink: Sink) -> None:
+        """Ends all requests of a sink without telling it."""
+        for name in [name for name, live in self._live.items() if live.sink == sink]:
+            update = self._pipeline.scheduler.abort(name)
+            self._end(name, None if update is None else update.finished)
+
+    def fail_all(self, updates: list[SequenceUpdate], ending: TemperError) -> None:
+        """Publishes the last updates that there are, and ends all other requests with an error."""
+        ended = {update.request_id for update in updates}
+        self.publish([*updates, *(_failed(name, ending) for name in self._live if name not in ended)])
+
+    def publish(self, updates: list[SequenceUpdate]) -> None:
+        """Gives each sink its updates, after the books of ended requests are closed."""
+        by_sink: dict[Sink, list[SequenceUpdate]] = {}
+        for update in updates:
+            live = self._live.get(update.request_id)
+            if live is None:
+                continue
+            by_sink.setdefault(live.sink, []).append(update)
+            if update.finish_reason is not None:
+                self._end(update.request_id, update.finished)
+        for sink, part in by_sink.items():
+            self._send(sink, part)
+
+    # Adapters that load.
+
+    def admit_loaded(self) -> None:
+        """Asks again for the adapters that were loading, and ends the requests that have waited too long."""
+        retry, self.retry = self.retry, False
+        if not self._loading:
+            return
+        if retry:
+            refused: set[AdapterChoice | PrivateVersion] = set()
+            for name in list(self._loading):
+                # A failing sink may have taken it with it.
+                if name in self._loading and (choice := self._live[name].submission.adapter) not in refused:
+                    self._admit(name)
+                    if name in self._loading:
+                        refused.add(choice)  # the others that wait for it would hear the same
+        now = self._clock()
+        late = [name for name in self._loading if self._loading_until(name) <= now]
+        self.publish([_failed(name, self._too_late(name, now)) for name in late])
+
+    def patience(self) -> float | None:
+        """Seconds until a request has waited too long for its adapter; None if none waits."""
+        if not self._loading:
+            return None
+        return min(self._loading_until(name) for name in self._loading) - self._clock()
+
+    def _admit(self, name: str) -> None:
+        """Pins the adapter and hands the request to the scheduler, or to those whose adapter is loading."""
+        live = self._live[name]
+        try:
+            live.pin = self._resolver.pin(live.submission.adapter)
+            if live.pin is None:
+                self._loading.setdefault(name)
+                return
+            self._loading.pop(name, None)
+            self._arrivals += 1
+            self._pipeline.scheduler.add(live.submission.pinned(live.pin, self._arrivals))
+        except TemperError as error:
+            self.publish([_failed(name, error)])
+        except Exception as error:
+            _log.exception("request could not be admitted", request=name)
+            ending = TemperError(f"the engine could not admit the request ({type(error).__name__})")
+            self.publish([_failed(name, ending)])
+
+    def _loading_until(self, name: str) -> float:
+        live = self._live[name]
+        patience = live.submitted_at + self._adapter_wait
+        return patience if live.submission.deadline is None else min(patience, live.submission.deadline)
+
+    def _too_late(self, name: str, now: float) -> TemperError:
+        submission = self._live[name].submission
+        if submission.deadline is not None and submission.deadline <= now:
+            return DeadlineExceeded("the deadline passed while the adapter was loading")
+        return self._resolver.overdue(submission.adapter)
+
+    # Ends.
+
+    def _send(self, sink: Sink, updates: list[SequenceUpdate]) -> None:
+        try:
+            sink(updates)
+        except Exception:
+            _log.exception("a sink failed, its requests are ended")
+            self.abort_all(sink)
+
+    def _end(self, name: str, finished: Finished | None) -> None:
+        """Gives up the pin of a request that has ended, remembers its rollout and counts it."""
+        live = self._live.pop(name)
+        self._background -= live.submission.background
+        if name in self._loading:
+            del self._loading[name]
+            choice = live.submission.adapter
+            if all(self._live[other].submission.adapter != choice for other in self._loading):
+                self._resolver.give_up(choice)
+        if live.pin is not None:
+            # Not before: a step in flight may still compute a token for it, with the weights in that slot.
+            self._pipeline.scheduler.when_landed(partial(self._resolver.release, live.pin))
+        if finished is None:
+            return
+        if live.submission.keep_rollout and finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._rollouts.remember(Rollout.of(finished, live.submission.owner))
+        if not live.submission.background:
+            self._observer.request_done(finished, live.submitted_at, self._clock())
+
+
+def _failed(name: str, error: TemperError) -> SequenceUpdate:
+    return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)

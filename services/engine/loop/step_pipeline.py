@@ -1,0 +1,253 @@
+"""Steps in flight: plans, launches and collects them, as many at a time as the runner overlaps.
+
+While step N runs, step N+1 is planned and launched; then the results of N are collected, and what the loop does with
+them (publishing, new requests, the plan of N+2) happens while N+1 runs. A trainer that wants the device ends that: from
+the next boundary on the gate is taken for one step at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.errors import TemperError
+from services.engine.constraints.masks import NO_MASKS
+from services.engine.kv_offload.messages import Tiers
+from services.engine.loop.ports import EngineGate, LoopObserver, OpenStep, Runner, StepHandle, StepStats
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.scheduler.step_plan import StepPlan, StepResult
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedLaunch:
+    """Stands in for the handle of a step that could not be launched, so that its failure is met in turn."""
+
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One launched step."""
+
+    plan: StepPlan
+    handle: StepHandle
+    began: float
+    """When its planning began."""
+    launched: float
+    open: OpenStep | None = None
+    """The handle, until its masks are there."""
+    mask_seconds: float = 0.0
+
+
+class Pipeline:
+    """Runs the scheduler's steps. Used by the loop thread only.
+
+    Args:
+        clock: seconds, that of the requests' deadlines.
+        tiers: what keeps more histories than the device does; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        gate: EngineGate,
+        observer: LoopObserver,
+        clock: Callable[[], float],
+        tiers: Tiers | None = None,
+    ) -> None:
+        self._config = config
+        self._tiers = tiers
+        self._runner = runner
+        self._gate = gate
+        self._observer = observer
+        self._clock = clock
+        self._flights: deque[_Flight] = deque()
+        """Oldest first; the gate is held while there are any."""
+        self._collected = 0.0
+        """When the latest results came in."""
+        self.scheduler = Scheduler(config, runner.depth, tiers)
+        self.stalled = False
+        """Whether requests wait for nothing but a tier: there is no use in advancing before it tells something."""
+        self.steps = 0
+        self.failed_steps = 0
+        self.failures_in_a_row = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``advance`` has something to do."""
+        return bool(self._flights) or self.scheduler.has_work
+
+    def advance(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        """Launches the next step if one more may be in flight; then collects the oldest unless still one more may.
+
+        Args:
+            waiting_for_adapters: for the metrics.
+
+        Returns:
+            What there is to publish.
+
+        Raises:
+            IntegrityError: the books are broken; ``reset`` is the way out.
+        """
+        began = self._clock()
+        depth = 1 if self._gate.contended else self._runner.depth
+        plan: StepPlan | None = None
+        updates: list[SequenceUpdate] = []
+        if len(self._flights) < depth and not (self._flights and self._flights[-1].open):
+            plan = self.scheduler.schedule(began)
+            updates = self.scheduler.take_expired()
+            if plan is not None:
+                launched = self._launch(plan, began)
+                updates += self._seal_oldest(waiting_for_adapters)
+                # A failure is met now, before anything is planned on top of it.
+                while not launched and self._flights:
+                    updates += self._collect(waiting_for_adapters)
+        # Without a plan there is nothing to run before the next results.
+        if self._flights and (plan is None or len(self._flights) >= depth):
+            updates += self._collect(waiting_for_adapters)
+        self.stalled = plan is None and not self._flights and self.scheduler.has_work
+        self.serve_tiers()
+        return updates
+
+    def serve_tiers(self) -> None:
+        """Takes in what the tiers have done, and hands them what they are to do; between two steps."""
+        if self._tiers is None:
+            return
+        self._hear_tiers()
+        # Everything planned so far has been launched: what they copy stands behind it.
+        jobs = self.scheduler.take_jobs()
+        if jobs:
+            self._tiers.submit(jobs)
+
+    def _hear_tiers(self) -> None:
+        """Takes in what the tiers have done."""
+        events = [] if self._tiers is None else self._tiers.take_events()
+        if events:
+            self.scheduler.take_events(events)
+
+    def discard(self) -> None:
+        """Waits for what is in flight and drops the results."""
+        while self._flights:
+            flight = self._flights.popleft()
+            try:
+                if flight.open is not None:
+                    flight.open.seal(NO_MASKS)
+                flight.handle.result()
+            except Exception:
+                _log.exception("a step that nobody waits for failed")
+            if not self._flights:
+                self._gate.release(0.0)
+        self.scheduler.discard()
+
+    def reset(self, error: Exception, ending: TemperError) -> list[SequenceUpdate]:
+        """After an error outside a step: clean books; returns the last updates of the requests that it had.
+
+        Raises:
+            IntegrityError: the tiers still copy, so that nothing can be handed out again.
+        """
+        self.count_failure(error)
+        self.discard()
+        updates = self.scheduler.abandon(ending)
+        if self._tiers is not None:
+            # Nothing may be written any more to memory that the new books hand out. The device is the trainer's
+            # meanwhile.
+            self._gate.engine_idle()
+            self._tiers.settle()
+            self._tiers.take_events()
+            self._tiers.tell_all()
+        self.scheduler = Scheduler(self._config, self._runner.depth, self._tiers)
+        return updates
+
+    def count_failure(self, error: Exception) -> None:
+        self.failures_in_a_row += 1
+        self.failed_steps += 1
+        self._observer.step_failed(error)
+
+    def _launch(self, plan: StepPlan, began: float) -> bool:
+        if not self._flights:
+            self._gate.acquire()
+        launched = self._clock()
+        try:
+            with self._gate.launching():
+                opened = self._runner.open(plan) if plan.masked else None
+                handle = opened or self._runner.launch(plan)
+        except Exception as error:
+            self._flights.append(_Flight(plan, _FailedLaunch(error), began, launched))
+            return False
+        self._flights.append(_Flight(plan, handle, began, launched, opened))
+        return True
+
+    def _seal_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        """Gives the oldest step in flight its masks, if it waits for them."""
+        flight = self._flights[0] if self._flights else None
+        if flight is None or flight.open is None:
+            return []
+        opened = flight.open
+        began = self._clock()
+        masks, updates = self.scheduler.masks(flight.plan)
+        # From here on it can be collected, whatever comes of it.
+        flight.open = None
+        flight.mask_seconds = self._clock() - began
+        try:
+            with self._gate.launching():
+                opened.seal(masks)
+        except Exception as error:
+            # Met now, as that of a launch.
+            flight.handle = _FailedLaunch(error)
+            updates += self._collect(waiting_for_adapters)
+        return updates
+
+    def _collect(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        """Waits for the oldest step; what waits for its tokens is then sealed."""
+        updates = self._take_oldest(waiting_for_adapters)
+        return updates + self._seal_oldest(waiting_for_adapters)
+
+    def _take_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
+        flight = self._flights.popleft()
+        plan, before = flight.plan, self._collected
+        try:
+            try:
+                result = flight.handle.result()
+            finally:
+                now = self._collected = self._clock()
+                computed = now - max(flight.launched, before)
+                if not self._flights:
+                    self._gate.release(computed)
+            # What a step leaves is saved behind what the tiers have: not behind what they gave up while it ran.
+            self._hear_tiers()
+            updates = self.scheduler.update(plan, result, now)
+        except Exception as error:
+            return self._fail(plan, error)
+        self.scheduler.measured(plan, computed)
+        self.failures_in_a_row = 0
+        self.steps += 1
+        decodes = plan.num_decodes + plan.num_verified
+        self._observer.step_done(
+            StepStats(
+                seconds=now - max(flight.began, before),
+                compute_seconds=computed,
+                decodes=decodes,
+                prefill_tokens=plan.num_tokens - decodes,
+                counts=self.scheduler.counts(),
+                waiting_for_adapters=waiting_for_adapters,
+                mask_seconds=flight.mask_seconds,
+            )
+        )
+        return updates
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[SequenceUpdate]:
+        requests = [chunk.request.request_id for chunk in plan.chunks]
+        _log.error("step failed", requests=requests, tokens=plan.num_tokens, exc_info=error)
+        self.count_failure(error)
+        return self.scheduler.fail(plan, TemperError(f"the engine step failed ({type(error).__name__})"))

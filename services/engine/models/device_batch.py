@@ -1,0 +1,134 @@
+"""The only things that the fused forward sees of the outside: the rows of one step on the device, and the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.pages import KvPages, StackedPages
+from kernels.gpu.segments import Segments
+from kernels.gpu.state_copy import copy_states
+from kernels.gpu.waiting_writes import WaitingWrites
+from services.engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step: decodes first, then prefill segments. All int32.
+
+    Padding has slot 0 and position 0; its results mean nothing and change nothing but scratch memory.
+    """
+
+    tokens: Tensor
+    """[T]; -1: the token that was sampled last for the row's slot."""
+    positions: Tensor
+    """[T]."""
+    slots: Tensor
+    """[T]: state slot, which is also the row of the block tables."""
+    adapters: Tensor
+    """[T]: LoRA slot, 0 for none."""
+    active_adapters: Tensor
+    """[1 + n]: how many distinct LoRA slots the step uses, then these slots (see kernels.gpu.lora.LoraRows)."""
+    decodes: int
+    """The first rows: one token each, of sequences that continue from the cache."""
+    segments: Segments | None
+    """The other rows; None: there are none."""
+    short: bool = False
+    """The segments have a few tokens each, answers with guesses in them: they are computed as decodes are."""
+    next_ids: Tensor | None = None
+    """[T]: the token behind each row's, for the mtp layer; what the step samples itself is filled in later."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some rows are computed as decodes are and others as prefills are."""
+        return self.decodes > 0 and self.segments is not None and not self.short
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCache:
+    """Paged keys and values, and the state pools of all DeltaNet layers in one tensor each.
+
+    Preallocated and updated in place. Block 0 and slot 0 are scratch: padding writes there and nobody reads it."""
+
+    stacked: StackedPages
+    """Of all full-attention layers, and of the mtp layer if it is used."""
+    pages: Sequence[KvPages]
+    """Each layer's, views of ``stacked``."""
+    conv: Tensor
+    """[linear layers, num_slots, kernel - 1, conv_dim], model dtype."""
+    recurrent: Tensor
+    """[linear layers, num_slots, value_heads, key_dim, value_dim] float32 or bfloat16."""
+    block_size: int
+    waiting: WaitingWrites | None = None
+    """What is not in ``recurrent`` yet, [linear layers, num_slots, ...]; None: states are always written back."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.conv.shape[1]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        kv_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        mtp: bool = False,
+        waiting_writes: int = 0,
+    ) -> DeviceCache:
+        """Zeroed caches. Both numbers count the scratch block and slot.
+
+        Args:
+            dtype: of the model.
+            kv_dtype: of the pages: float8_e4m3fn, or None for the model's.
+            mtp: with pages for the mtp layer.
+            waiting_writes: of a state, until it is written back; 0: it always is.
+        """
+        linear = config.num_linear_layers
+        heads, key_dim, value_dim = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
+        layers = config.num_full_layers + mtp
+        stacked = StackedPages.allocate(
+            layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype or dtype, device
+        )
+        return cls(
+            stacked=stacked,
+            pages=stacked.layers(),
+            conv=torch.zeros(linear, num_slots, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device),
+            recurrent=torch.zeros(linear, num_slots, heads, key_dim, value_dim, dtype=state_dtype, device=device),
+            block_size=block_size,
+            waiting=WaitingWrites.allocate(
+                linear,
+                num_slots,
+                heads=heads,
+                key_dim=key_dim,
+                value_dim=value_dim,
+                room=waiting_writes,
+                dtype=dtype,
+                device=device,
+            )
+            if waiting_writes
+            else None,
+        )
+
+    def copy_states(self, pairs: Tensor) -> None:
+        """Copies states between slots, [n, 2] int32 of source and target, a kernel a pool."""
+        for pool in self.state_pools():
+            copy_states(pool, pairs)
+
+    def copy_blocks(self, pairs: Tensor) -> None:
+        """Copies keys and values between blocks in all layers, [n, 2] int32 of source and target."""
+        if pairs.shape[0]:
+            for pool in self.stacked.pools():
+                copy_states(pool.view(torch.int32), pairs)
+
+    def state_pools(self) -> tuple[Tensor, ...]:
+        """All that belongs to slots, [linear layers, num_slots, ...] each."""
+        return (self.conv, self.recurrent, *(self.waiting.pools() if self.waiting else ()))

@@ -1,0 +1,115 @@
+"""How many bytes a model takes, from its config alone: nothing is loaded to find out that it does not fit.
+
+Tests hold these figures against the tensors themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kernels.quantize import GROUP
+from services.common.errors import InvalidRequest
+from services.engine.models.config import ModelConfig
+
+Quantization = Literal["none", "fp8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How weight matrices are kept."""
+
+    quantization: Quantization = "none"
+    """Of the matrices of the layers."""
+    float8_head: bool = False
+    """The head is an fp8 matrix of its own, also where the embedding is tied to it."""
+    invariant: bool = False
+    """Products do not depend on how many rows they have."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises InvalidRequest if groups of numbers do not divide the inputs of a matrix."""
+        if self.quantization == "none":
+            return
+        for layer in range(config.num_layers):
+            for module, (_, into) in config.linear_shapes(layer).items():
+                if into % GROUP:
+                    raise InvalidRequest(
+                        f"TEMPER_QUANTIZATION={self.quantization} needs inputs in multiples of {GROUP}, "
+                        f"layers.{layer}.{module} has {into}; use none",
+                        param="quantization",
+                    )
+
+
+PLAIN = Storage()
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How numbers are stored."""
+
+    itemsize: int
+    """Bytes of a number of the model's dtype."""
+    storage: Storage = PLAIN
+    head_copy: bool = False
+    """A tied head is a second copy of the embedding in another memory order."""
+    kv_float8: bool = False
+    mtp: bool = False
+    """With the layer that predicts the token after next."""
+    state_itemsize: int = 4
+    """Bytes of a number of a recurrent state."""
+    waiting_writes: int = 0
+    """Of a recurrent state, kept beside it until it is written back."""
+
+
+def matrix_bytes(out: int, into: int, itemsize: int, quantization: Quantization) -> int:
+    """Bytes of one [out, into] weight matrix."""
+    if quantization == "fp8":
+        return out * into + 4 * out
+    if quantization == "int4":
+        # Half a byte a number; a bfloat16 scale and a byte of zero point a group.
+        return out * into // 2 + out * (into // GROUP) * 3
+    return out * into * itemsize
+
+
+def weight_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Bytes of all weights as they are stored."""
+    total = 0
+    for layer in range(config.num_layers):
+        shapes = config.linear_shapes(layer).values()
+        total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
+    if formats.mtp:
+        shapes = config.mtp_linear_shapes().values()
+        total += sum(matrix_bytes(out, into, formats.itemsize, formats.storage.quantization) for out, into in shapes)
+        total += 4 * (5 * config.hidden_size + (config.num_heads + config.num_kv_heads) * config.head_dim)
+    delta_net = config.conv_dim * config.conv_kernel * formats.itemsize
+    delta_net += 4 * (2 * config.linear_value_heads + config.linear_value_dim)
+    attention = 4 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    norms = 4 * config.hidden_size * (2 * config.num_layers + 1)
+    total += delta_net * config.num_linear_layers + attention * config.num_full_layers + norms
+    embedding = config.vocab_size * config.hidden_size * formats.itemsize
+    if formats.storage.float8_head:
+        return total + embedding + matrix_bytes(config.vocab_size, config.hidden_size, formats.itemsize, "fp8")
+    own_head = formats.head_copy or not config.tie_word_embeddings
+    return total + embedding * (2 if own_head else 1)
+
+
+def block_bytes(config: ModelConfig, block_size: int, formats: Formats) -> int:
+    """Bytes of K and V of one block over all full-attention layers and the mtp layer, scales included."""
+    head = config.head_dim + 4 if formats.kv_float8 else config.head_dim * formats.itemsize
+    return 2 * (config.num_full_layers + formats.mtp) * block_size * config.num_kv_heads * head
+
+
+def slot_bytes(config: ModelConfig, formats: Formats) -> int:
+    """Bytes of convolution and recurrent state of one sequence over all DeltaNet layers."""
+    conv = config.conv_dim * (config.conv_kernel - 1) * formats.itemsize
+    recurrent = config.value_size * config.linear_key_dim * formats.state_itemsize
+    write = config.linear_key_dim * formats.itemsize + 4 * config.linear_value_dim + 4
+    waiting = formats.waiting_writes * write + (config.linear_value_dim if formats.waiting_writes else 0)
+    return config.num_linear_layers * (conv + recurrent + config.linear_value_heads * waiting)
+
+
+def widest_output(config: ModelConfig) -> int:
+    """Numbers a token of the widest fused projection."""
+    attention = 2 * config.query_size + 2 * config.kv_size
+    delta_net = config.conv_dim + config.value_size + 2 * config.linear_value_heads
+    return max(2 * config.intermediate_size, attention, delta_net)

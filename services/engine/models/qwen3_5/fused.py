@@ -1,0 +1,310 @@
+"""The forward pass on a CUDA device: a few fused kernels a layer, decodes and prefill segments in one batch.
+
+The plain twin is Qwen3_5.forward; tests/parity holds the two together. Everything that varies between steps of one
+shape is read on the device, so that a step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.gpu import gated_delta_chunk
+from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, paged_decode
+from kernels.gpu.attention_prefill import paged_prefill
+from kernels.gpu.conv1d import conv_decode, conv_prefill
+from kernels.gpu.embedding import gather_tokens
+from kernels.gpu.gated_delta_chunk import ChunkConfig
+from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.gated_delta_verify import gated_delta_verify
+from kernels.gpu.lora_rows import LoraRows
+from kernels.gpu.pages import KvPages
+from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.skinny import Convolution, Norm
+from services.engine.models.config import ModelConfig
+from services.engine.models.device_batch import DeviceCache, StepRows
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.side_stream import Beside
+from services.engine.models.residual import Residual
+from services.engine.models.weights.layers import (
+    AttentionWeights,
+    DeltaNetWeights,
+    LayerWeights,
+    ModelWeights,
+    MtpWeights,
+)
+
+_GROUPS = ("in", "out", "gate_up", "down")
+"""Linear layers that share an input; see lora_targets.layer_groups()."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """How decode attention runs for one batch size."""
+
+    splits: int
+    """Parts into which each context is cut, at most."""
+    workspace: DecodeWorkspace
+    """Shared by all layers: launches on a stream follow each other."""
+    config: DecodeConfig | None = None
+    """None: the kernel's own choice."""
+
+
+class FusedForward:
+    """Launches the kernels of a step and never waits for the device.
+
+    Args:
+        inverse: [rotary_dim / 2] float32, inverse frequencies of the rotation.
+        tables: [num_slots, max_blocks] int32, the block table of every state slot; row 0 is zeros.
+        last_tokens: [num_slots] int32, the token sampled last for every state slot.
+        batch_invariant: each kernel cuts its work in one way, whatever the batch: sums are taken in the same order, and
+            a row's bits depend on no other row. The matrices and adapters must have been made so too.
+        pdl: launch kernels before the ones ahead have finished (kernels.gpu.ahead).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        inverse: Tensor,
+        cache: DeviceCache,
+        lora: LoraSlots,
+        *,
+        tables: Tensor,
+        last_tokens: Tensor,
+        batch_invariant: bool = False,
+        pdl: bool = False,
+    ) -> None:
+        self._config, self._weights, self._inverse = config, weights, inverse
+        self._cache, self._lora = cache, lora
+        self._tables, self._last_tokens = tables, last_tokens
+        self._pdl = pdl
+        self._beside = Beside(inverse.device)
+        self._chunk: ChunkConfig | None = None
+        self._late: bool | None = None
+        """Whether decodes let writes to states wait; None: by their number."""
+        self._rope = (0, 0, 0)
+        """Rows, heads and warps of a program; 0: the kernel's own choice."""
+        if batch_invariant:
+            exact = weights.embedding.dtype == torch.float32
+            self._chunk = gated_delta_chunk.EXACT if exact else gated_delta_chunk.MANY
+            self._late = False
+            self._rope = (4, 1, 4)
+
+    def one_of_each_layer(self) -> FusedForward:
+        """A model of the first layers only, as many as it takes to have one of each kind behind another: it launches
+        every kernel."""
+        behind = [type(layer.mixer) for layer in self._weights.layers[1:]]
+        count = 2 + max(map(behind.index, behind), default=-1)
+        short = replace(self._weights, layers=self._weights.layers[:count])
+        made = copy(self)
+        made._weights = short
+        return made
+
+    def layers(self, rows: StepRows, attention: DecodeAttention | None, *, adapters: bool) -> Tensor:
+        """Runs all layers and updates the caches in place.
+
+        Args:
+            attention: for a step with decodes.
+            adapters: False: no row has one, and none of their kernels is launched.
+
+        Returns:
+            [T, hidden]: the residual stream behind the last layer, before the final norm.
+        """
+        eps, pdl = self._config.rms_norm_eps, self._pdl
+        x = Residual(gather_tokens(rows.tokens, self._last_tokens, rows.slots, self._weights.embedding))
+        full = linear = 0
+        layers = self._weights.layers
+        for index, layer in enumerate(layers):
+            lora = self._adapters(index, rows) if adapters else {}
+            mixer = layer.mixer
+            conv = None
+            if isinstance(mixer, DeltaNetWeights) and rows.segments is None and mixer.in_proj.convolves(x.shape[0]):
+                conv = Convolution(self._cache.conv[linear], mixer.conv, rows.slots)
+            norm = Norm(layer.input_norm, eps)
+            projected = mixer.in_proj.project(x, norm=norm, lora=lora.get("in"), conv=conv, pdl=pdl)
+            if isinstance(mixer, DeltaNetWeights):
+                mixed = self._delta_net(projected, conv is not None, mixer, rows, linear)
+                linear += 1
+            else:
+                mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[full])
+                full += 1
+            following = layers[index + 1] if index + 1 < len(layers) else None
+            self._rest_of_layer(x, mixed, layer, lora, following, joined=rows.mixed)
+        return x.settled()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What layers() returned for the rows to sample, [R, hidden], to logits [R, vocab] in the model's dtype."""
+        norm = Norm(self._weights.final_norm, self._config.rms_norm_eps)
+        return self._weights.head.project(x, norm=norm, pdl=self._pdl)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What layers() returned for some rows, behind the final norm."""
+        return rms_norm(x, self._weights.final_norm, self._config.rms_norm_eps, pdl=self._pdl)
+
+    def guess(self, x: Tensor, rows: StepRows, attention: DecodeAttention | None) -> Tensor:
+        """Runs the mtp layer behind layers(), on what that returned and ``rows.next_ids``; adapters play no part.
+
+        Returns:
+            [T, hidden], for guess_logits().
+        """
+        mtp, eps, pdl = self._mtp, self._config.rms_norm_eps, self._pdl
+        if rows.next_ids is None:
+            raise ValueError("a step without the tokens behind its rows")
+        embedded = gather_tokens(rows.next_ids, self._last_tokens, rows.slots, self._weights.embedding)
+        both = torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype, device=x.device)
+        rms_norm(embedded, mtp.embedding_norm, eps, out=both[:, : x.shape[1]], pdl=pdl)
+        hidden = self.normed(x)
+        rms_norm(hidden, mtp.hidden_norm, eps, out=both[:, x.shape[1] :], pdl=pdl)
+        y = Residual(mtp.fc.project(both, pdl=pdl))
+        mixer = mtp.layer.mixer
+        projected = mixer.in_proj.project(y, norm=Norm(mtp.layer.input_norm, eps), pdl=pdl)
+        if isinstance(mixer, DeltaNetWeights):
+            raise ValueError("the mtp layer is one of full attention")
+        mixed = self._attention(projected, mixer, rows, attention, self._cache.pages[-1])
+        self._rest_of_layer(y, mixed, mtp.layer, {})
+        return y.settled()
+
+    def guess_logits(self, y: Tensor) -> Tensor:
+        """What guess() returned for some rows, [R, hidden], to logits [R, vocab] of the tokens after the next."""
+        return self._weights.head.project(y, norm=Norm(self._mtp.final_norm, self._config.rms_norm_eps), pdl=self._pdl)
+
+    @property
+    def _mtp(self) -> MtpWeights:
+        if self._weights.mtp is None:
+            raise ValueError("the mtp layer is not loaded")
+        return self._weights.mtp
+
+    def _rest_of_layer(
+        self,
+        x: Residual,
+        mixed: Tensor,
+        layer: LayerWeights,
+        lora: Mapping[str, LoraRows],
+        following: LayerWeights | None = None,
+        *,
+        joined: bool = False,
+    ) -> None:
+        """What follows a layer's mixer; ``following`` is the layer that reads x next, ``joined`` whether kernels on two
+        streams made ``mixed``."""
+        eps, pdl = self._config.rms_norm_eps, self._pdl
+        norm = Norm(layer.post_norm, eps)
+        out_proj = layer.mixer.out_proj
+        out_proj.add_to(x, mixed, ahead=(norm, layer.gate_up), lora=lora.get("out"), pdl=pdl and not joined)
+        active = layer.gate_up.project(x, norm=norm, swiglu=True, lora=lora.get("gate_up"), pdl=pdl)
+        ahead = None if following is None else (Norm(following.input_norm, eps), following.mixer.in_proj)
+        layer.down.add_to(x, active, ahead=ahead, lora=lora.get("down"), pdl=pdl)
+
+    def _adapters(self, layer: int, rows: StepRows) -> Mapping[str, LoraRows]:
+        return {group: self._lora.rows(layer, group, rows.adapters, rows.active_adapters) for group in _GROUPS}
+
+    def _attention(
+        self,
+        projected: Tensor,
+        weights: AttentionWeights,
+        rows: StepRows,
+        attention: DecodeAttention | None,
+        pages: KvPages,
+    ) -> Tensor:
+        eps, tables = self._config.rms_norm_eps, self._tables
+        # Each row of a short segment sees the rows before it in the pages, where they have been written by then.
+        decodes = len(projected) if rows.short else rows.decodes
+        q = qk_norm_rope_write(
+            projected,
+            weights.qk_norm,
+            eps,
+            self._inverse,
+            rows.positions,
+            rows.slots,
+            tables,
+            pages,
+            rows_a_program=self._rope[0],
+            heads_a_program=self._rope[1],
+            num_warps=self._rope[2],
+            pdl=self._pdl,
+        )
+        out = torch.empty(len(projected), self._config.query_size, dtype=projected.dtype, device=projected.device)
+        if decodes:
+            if attention is None:
+                raise ValueError(f"{decodes} decodes without a configuration of their attention")
+            with self._decoding(rows) as pdl:
+                paged_decode(
+                    q[:decodes],
+                    projected[:decodes],
+                    pages,
+                    tables,
+                    rows.slots[:decodes],
+                    rows.positions[:decodes],
+                    attention.splits,
+                    workspace=attention.workspace,
+                    config=attention.config,
+                    out=out[:decodes],
+                    pdl=pdl,
+                )
+        if rows.segments is not None and not rows.short:
+            paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
+        self._beside.join()
+        return out
+
+    @contextmanager
+    def _decoding(self, rows: StepRows) -> Iterator[bool]:
+        """Where a mixer's kernels for decodes are launched, and whether early: those move states and pages, a prefill's
+        compute, so that neither need wait for the other."""
+        if rows.mixed:
+            with self._beside.launching():
+                yield False
+        else:
+            yield self._pdl
+
+    def _delta_net(
+        self, projected: Tensor, convolved: bool, weights: DeltaNetWeights, rows: StepRows, linear: int
+    ) -> Tensor:
+        """``convolved``: the projection has done the convolution, in place of what it is of."""
+        config, decodes = self._config, rows.decodes
+        conv, recurrent = self._cache.conv[linear], self._cache.recurrent[linear]
+        waiting = None if self._cache.waiting is None else self._cache.waiting[linear]
+        mixed = projected[:, : config.conv_dim]
+        if not convolved:
+            mixed = torch.empty(mixed.shape, dtype=projected.dtype, device=projected.device)
+        out = torch.empty(len(projected), config.value_size, dtype=projected.dtype, device=projected.device)
+        parameters = (weights.negative_a, weights.dt_bias, weights.norm, config.rms_norm_eps)
+        if decodes:
+            here, slots = projected[:decodes], rows.slots[:decodes]
+            with self._decoding(rows) as pdl:
+                if not convolved:
+                    conv_decode(here, weights.conv, conv, slots, out=mixed[:decodes], pdl=pdl)
+                gated_delta_step(
+                    mixed[:decodes],
+                    here,
+                    *parameters,
+                    recurrent,
+                    slots,
+                    waiting=waiting,
+                    late=self._late,
+                    out=out[:decodes],
+                    pdl=pdl,
+                )
+        if rows.segments is not None:
+            conv_prefill(projected, weights.conv, conv, rows.segments, out=mixed, pdl=self._pdl)
+        if rows.segments is not None and rows.short:
+            gated_delta_verify(mixed, projected, *parameters, recurrent, rows.segments, out=out, pdl=self._pdl)
+        elif rows.segments is not None:
+            gated_delta_chunk.gated_delta_prefill(
+                mixed,
+                projected,
+                *parameters,
+                recurrent,
+                rows.segments,
+                waiting=waiting,
+                out=out,
+                config=self._chunk,
+                pdl=self._pdl,
+            )
+        self._beside.join()
+        return out

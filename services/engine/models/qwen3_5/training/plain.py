@@ -1,0 +1,214 @@
+"""The differentiable forward in plain torch: the reference, and what the CPU runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kernels.attention import PackedLayout, packed_causal
+from kernels.conv1d import ConvLayout, causal_conv_packed
+from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
+from kernels.rms_norm import gated_rms_norm, rms_norm
+from kernels.rope import apply_rope, rope_tables
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora.trainable import LoraParams, TrainableTarget
+from services.engine.models.qwen3_5.layers import split_heads
+from services.engine.models.qwen3_5.step import query_key_scale
+from services.engine.models.training_memory.recompute import Recompute
+from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.models.weights.loader import query_row_order
+from services.engine.models.weights.matrix import DenseMatrix, Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """What all layers share; every layout keeps documents apart."""
+
+    cos: Tensor
+    sin: Tensor
+    conv: ConvLayout
+    chunks: ChunkLayout
+    attention: PackedLayout
+    qk_scale: Tensor
+    query_rows: Tensor
+    """Order in which q_proj's rows stand in the fused projection."""
+
+    @classmethod
+    def build(cls, lengths: Sequence[int], config: ModelConfig, inverse: Tensor, device: torch.device) -> PackedStep:
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        cos, sin = rope_tables(positions, inverse)
+        return cls(
+            cos=cos,
+            sin=sin,
+            conv=ConvLayout.build(lengths, config.conv_kernel, device),
+            chunks=ChunkLayout.build(lengths, device),
+            attention=PackedLayout.build(lengths, device),
+            qk_scale=query_key_scale(config, device),
+            query_rows=query_row_order(config).to(device),
+        )
+
+
+def frozen_linear(x: Tensor, weight: Matrix) -> Tensor:
+    """``x Wᵀ``, differentiable in x. A quantized matrix is decoded again for the backward: keeping what the forward
+    decoded would keep the whole model in full size."""
+    if isinstance(weight, DenseMatrix):
+        return F.linear(x, weight.dense())
+    result: Tensor = _DecodedLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _DecodedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Matrix) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.dense())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.weight.dense(), None
+
+
+class LayerAdapter:
+    """The trainable adapter of one layer; without one, every method is the plain linear map."""
+
+    def __init__(self, targets: Mapping[str, TrainableTarget], query_rows: Tensor) -> None:
+        self._targets, self._query_rows = targets, query_rows
+
+    def project(self, x: Tensor, weight: Matrix, modules: Mapping[str, int]) -> list[Tensor]:
+        """One fused projection, taken apart by module.
+
+        Args:
+            x: [T, in].
+            modules: path inside the layer → number of outputs, in the order of the rows of ``weight``.
+        """
+        parts = torch.split(frozen_linear(x, weight), list(modules.values()), dim=-1)
+        return [self._adapted(part, x, module) for part, module in zip(parts, modules, strict=True)]
+
+    def add(self, residual: Tensor, x: Tensor, weight: Matrix, module: str) -> Tensor:
+        """The residual plus one linear map."""
+        if isinstance(weight, DenseMatrix):
+            return self._adapted(torch.addmm(residual, x, weight.dense().t()), x, module)
+        return self._adapted(residual + frozen_linear(x, weight), x, module)
+
+    def _adapted(self, out: Tensor, x: Tensor, module: str) -> Tensor:
+        target = self._targets.get(module)
+        if target is None:
+            return out
+        b = target.b.index_select(0, self._query_rows) if module == "self_attn.q_proj" else target.b
+        down = F.linear(x, target.a.to(x.dtype)) * target.scale
+        return torch.addmm(out, down, b.to(x.dtype).t())
+
+
+def forward_packed(
+    token_ids: Tensor,
+    lengths: Sequence[int],
+    config: ModelConfig,
+    weights: ModelWeights,
+    inverse: Tensor,
+    lora: LoraParams | None,
+    *,
+    recompute: Recompute,
+    give_way: Callable[[], None],
+) -> Tensor:
+    """See Qwen3_5.forward_train."""
+    if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
+        raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
+    step = PackedStep.build(lengths, config, inverse, token_ids.device)
+    per_layer = _by_layer(lora, config.num_layers)
+    x = F.embedding(token_ids, weights.embedding)
+    for layer, targets in zip(weights.layers, per_layer, strict=True):
+        give_way()
+        x = _yielding(x, give_way)
+        adapter = LayerAdapter(targets, step.query_rows)
+        kind = recompute if torch.is_grad_enabled() else "none"
+        if kind == "full":
+            x = _again(_layer, x, layer, config, step, adapter)
+        else:
+            x = _mixer(x, layer, config, step, adapter)
+            x = _again(_mlp, x, layer, config, adapter) if kind == "selective" else _mlp(x, layer, config, adapter)
+    give_way()
+    return rms_norm(_yielding(x, give_way), weights.final_norm, config.rms_norm_eps)
+
+
+def _yielding(x: Tensor, give_way: Callable[[], None]) -> Tensor:
+    """The same tensor; give_way is called when its gradient is there, i.e. between two layers of the backward."""
+    if x.requires_grad:
+        x.register_hook(lambda _: give_way())  # type: ignore[no-untyped-call]
+    return x
+
+
+def _by_layer(lora: LoraParams | None, count: int) -> list[dict[str, TrainableTarget]]:
+    layers: list[dict[str, TrainableTarget]] = [{} for _ in range(count)]
+    for path, target in (lora.targets if lora is not None else {}).items():
+        _, index, module = path.split(".", 2)
+        layers[int(index)][module] = target
+    return layers
+
+
+def _again(part: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """The part, keeping only its arguments. Not reentrant: the first layer's input needs no gradient, yet its adapter
+    does."""
+    result: Tensor = checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def _layer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter) -> Tensor:
+    return _mlp(_mixer(x, weights, config, step, adapter), weights, config, adapter)
+
+
+def _mixer(x: Tensor, weights: LayerWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter) -> Tensor:
+    normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
+    mixer = weights.mixer
+    if isinstance(mixer, AttentionWeights):
+        return adapter.add(x, _attention(normed, mixer, config, step, adapter), mixer.out_proj, "self_attn.o_proj")
+    return adapter.add(x, _delta_net(normed, mixer, config, step, adapter), mixer.out_proj, "linear_attn.out_proj")
+
+
+def _mlp(x: Tensor, weights: LayerWeights, config: ModelConfig, adapter: LayerAdapter) -> Tensor:
+    normed = rms_norm(x, weights.post_norm, config.rms_norm_eps)
+    width = config.intermediate_size
+    gate_up = adapter.project(normed, weights.gate_up, {"mlp.gate_proj": width, "mlp.up_proj": width})
+    return adapter.add(x, F.silu(gate_up[0]) * gate_up[1], weights.down, "mlp.down_proj")
+
+
+def _attention(
+    x: Tensor, weights: AttentionWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter
+) -> Tensor:
+    count, heads, head_dim = x.shape[0], config.num_heads, config.head_dim
+    modules = {
+        "self_attn.q_proj": 2 * config.query_size,
+        "self_attn.k_proj": config.kv_size,
+        "self_attn.v_proj": config.kv_size,
+    }
+    gates_queries, key, value = adapter.project(x, weights.in_proj, modules)
+    gate, query = gates_queries.chunk(2, dim=-1)
+    queries_keys = torch.cat((query, key), dim=-1).view(count, -1, head_dim)
+    rotated = apply_rope(rms_norm(queries_keys, weights.qk_norm, config.rms_norm_eps), step.cos, step.sin)
+    out = packed_causal(rotated[:, :heads], rotated[:, heads:], value.view(count, -1, head_dim), step.attention)
+    return out.reshape(count, -1) * torch.sigmoid(gate)
+
+
+def _delta_net(
+    x: Tensor, weights: DeltaNetWeights, config: ModelConfig, step: PackedStep, adapter: LayerAdapter
+) -> Tensor:
+    heads = config.linear_value_heads
+    modules = {
+        "linear_attn.in_proj_qkv": config.conv_dim,
+        "linear_attn.in_proj_z": config.value_size,
+        "linear_attn.in_proj_b": heads,
+        "linear_attn.in_proj_a": heads,
+    }
+    qkv, z, b, a = adapter.project(x, weights.in_proj, modules)
+    mixed, _ = causal_conv_packed(qkv, weights.conv, step.conv)
+    g, beta = gates(a, b, weights.negative_a, weights.dt_bias)
+    queries_keys, v = split_heads(mixed, config, step.qk_scale)
+    q, k = queries_keys.unbind(1)
+    out, _ = chunk_gated_delta(q, k, v, g, beta, step.chunks)
+    gate = z.view(-1, heads, config.linear_value_dim)
+    return gated_rms_norm(out, gate, weights.norm, config.rms_norm_eps).view(-1, config.value_size)

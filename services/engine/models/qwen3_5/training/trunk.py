@@ -1,0 +1,173 @@
+"""The differentiable forward on the GPU: all layers as one autograd function whose backward is written out.
+
+Autograd sees final hidden states come out that depend on the adapter. The gradients of its masters do not go through
+autograd: each product adds to them where they lie (as Megatron-LM's fused accumulation does). Between layers, in both
+directions, the trainer gives way to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kernels.gpu.rms_norm import rms_norm
+from kernels.gpu.train.documents import Documents
+from kernels.gpu.train.rms_norm import rms_norm_backward
+from services.engine.models.config import ModelConfig
+from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
+from services.engine.models.qwen3_5.training.layer import Kept, Layer, Shared
+from services.engine.models.training_memory.recompute import Recompute
+from services.engine.models.weights.layers import ModelWeights
+
+
+class Trunk:
+    """The layers for one set of documents, in both directions.
+
+    Args:
+        inverse: [rotary_dim / 2] float32, rope's inverse frequencies.
+        adapter: None: the base model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        inverse: Tensor,
+        documents: Documents,
+        adapter: WorkingAdapter | None,
+    ) -> None:
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        past = torch.empty(documents.count, config.conv_kernel - 1, config.conv_dim, dtype=dtype, device=device)
+        shared = Shared(config, documents, inverse, past)
+        self._weights, self._eps = weights, config.rms_norm_eps
+        self.layers = [
+            Layer(layer, shared, {} if adapter is None else adapter.layer(index))
+            for index, layer in enumerate(weights.layers)
+        ]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 to [T, hidden]."""
+        return F.embedding(token_ids, self._weights.embedding)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """The last layer's output to the final hidden states, normed."""
+        return rms_norm(x, self._weights.final_norm, self._eps)
+
+    def finish_backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Gradient in the last layer's output ``x``."""
+        return rms_norm_backward(x, self._weights.final_norm, self._eps, grad, None)[0]
+
+
+class Step(Protocol):
+    """A forward that keeps what its backward needs."""
+
+    def forward(self) -> Tensor:
+        """Final hidden states [T, hidden], normed."""
+        ...
+
+    def backward(self, grad: Tensor) -> None:
+        """Adds to the gradients of the adapter's masters, once."""
+        ...
+
+
+class EagerStep:
+    """Launches kernel by kernel. Implements Step.
+
+    Args:
+        recompute: what the backward computes again; None: there will be none.
+        give_way: called between the halves of layers.
+    """
+
+    def __init__(
+        self, trunk: Trunk, token_ids: Tensor, recompute: Recompute | None, give_way: Callable[[], None]
+    ) -> None:
+        self._trunk, self._token_ids = trunk, token_ids
+        self._recompute, self._give_way = recompute, give_way
+        self._everything: list[Kept] = []
+        self._last: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        """See Step."""
+        x = self._trunk.embed(self._token_ids)
+        for layer in self._trunk.layers:
+            self._give_way()
+            middle, kept = layer.mixer(x, self._recompute)
+            self._give_way()
+            x = layer.mlp(middle, kept, self._recompute)
+            del middle
+            if self._recompute is not None:
+                self._everything.append(kept)
+        self._give_way()
+        if self._recompute is not None:
+            self._last = x
+        return self._trunk.finish(x)
+
+    def backward(self, grad: Tensor) -> None:
+        """See Step.
+
+        Raises:
+            RuntimeError: it has been gone through backwards already.
+        """
+        if self._last is None:
+            raise RuntimeError("this forward has been gone through backwards already: what it kept is gone")
+        result: Tensor | None = self._trunk.finish_backward(self._last, grad)
+        self._last = None
+        while self._everything:
+            layer, kept = self._trunk.layers[len(self._everything) - 1], self._everything.pop()
+            if self._recompute != "none":
+                self._give_way()
+                layer.again(kept)
+            self._give_way()
+            if result is None:
+                raise ValueError("a layer behind the first gave no gradient")
+            result = layer.mlp_backward(kept, result)
+            self._give_way()
+            result = layer.mixer_backward(kept, result, input_grad=bool(self._everything))
+
+
+class _StepFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, master: Tensor) -> Tensor:
+        del master  # an argument for autograd, which would otherwise see nothing to differentiate
+        ctx.step = step
+        return step.forward()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.step.backward(grads[0].contiguous())
+        return None, None
+
+
+def differentiable(step: Step, lora: LoraParams) -> Tensor:
+    """The step's hidden states, for autograd to come back with their gradient."""
+    result: Tensor = _StepFunction.apply(step, lora.parameters()[0])  # type: ignore[no-untyped-call]
+    return result
+
+
+def forward_packed(
+    token_ids: Tensor,
+    lengths: Sequence[int],
+    config: ModelConfig,
+    weights: ModelWeights,
+    inverse: Tensor,
+    lora: LoraParams | None,
+    *,
+    recompute: Recompute,
+    give_way: Callable[[], None],
+) -> Tensor:
+    """See Qwen3_5.forward_train."""
+    if sum(lengths) != token_ids.shape[0] or min(lengths, default=0) < 1:
+        raise ValueError(f"lengths {list(lengths)[:8]} do not cut {token_ids.shape[0]} tokens into documents")
+    documents = Documents.build(lengths, token_ids.device)
+    adapter = None if lora is None else WorkingAdapter(lora, config, weights.embedding.dtype)
+    trunk = Trunk(config, weights, inverse, documents, adapter)
+    if lora is None or not torch.is_grad_enabled():
+        with torch.no_grad():
+            return EagerStep(trunk, token_ids, None, give_way).forward()
+    return differentiable(EagerStep(trunk, token_ids, recompute, give_way), lora)

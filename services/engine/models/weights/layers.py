@@ -1,0 +1,102 @@
+"""The frozen weights as the forward pass wants them: projections that share an input are one matrix.
+
+Matrices are [out, in], in the model's dtype or quantized; norm weights, A and dt_bias are float32, because they are
+tiny and the reference computes with them in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.engine.models.weights.matrix import DenseMatrix, Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """One Gated DeltaNet mixer."""
+
+    in_proj: Matrix
+    """Rows of in_proj_qkv | in_proj_z | in_proj_b | in_proj_a."""
+    conv: Tensor
+    """[kernel, conv_dim]: row j multiplies the input kernel - 1 - j tokens back."""
+    negative_a: Tensor
+    """[value_heads] float32: -exp(A_log)."""
+    dt_bias: Tensor
+    """[value_heads] float32."""
+    norm: Tensor
+    """[value_dim] float32, plain (not 1 + w)."""
+    out_proj: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """One gated full-attention mixer."""
+
+    in_proj: Matrix
+    """Rows gate | query | key | value: q_proj's interleaved [query | gate] per head is taken apart, so that the heads
+    that get a norm and a rotation are contiguous."""
+    qk_norm: Tensor
+    """[heads + kv_heads, head_dim] float32: 1 + w of q_norm for each query head, of k_norm for each key head."""
+    out_proj: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: Tensor
+    """[hidden] float32: 1 + w, like every norm but DeltaNet's own."""
+    mixer: DeltaNetWeights | AttentionWeights
+    post_norm: Tensor
+    gate_up: Matrix
+    """Rows of gate_proj | up_proj."""
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """The layer that predicts the token after next (multi-token prediction), with the model's embedding and head."""
+
+    embedding_norm: Tensor
+    """[hidden] float32, as all norms here."""
+    hidden_norm: Tensor
+    fc: Matrix
+    """[hidden, 2 · hidden], over the normed embedding of the next token | the normed hidden state."""
+    layer: LayerWeights
+    """Full attention, with keys and values of its own."""
+    final_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """Everything the text model needs."""
+
+    embedding: Tensor
+    """[vocab, hidden]."""
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Matrix
+    """[vocab, hidden]; the embedding itself when tied and not quantized."""
+    mtp: MtpWeights | None = None
+    """None: not there, or not asked for."""
+
+    def nbytes(self) -> int:
+        """Bytes of all weights, a tied head counted once."""
+        tensors = [self.embedding, self.final_norm]
+        tied = isinstance(self.head, DenseMatrix) and self.head.weight.data_ptr() == self.embedding.data_ptr()
+        matrices = [] if tied else [self.head]
+        layers = self.layers
+        if self.mtp is not None:
+            tensors += [self.mtp.embedding_norm, self.mtp.hidden_norm, self.mtp.final_norm]
+            matrices.append(self.mtp.fc)
+            layers = (*layers, self.mtp.layer)
+        for layer in layers:
+            tensors += [layer.input_norm, layer.post_norm]
+            matrices += [layer.gate_up, layer.down, layer.mixer.in_proj, layer.mixer.out_proj]
+            if isinstance(layer.mixer, DeltaNetWeights):
+                tensors += [layer.mixer.conv, layer.mixer.negative_a, layer.mixer.dt_bias, layer.mixer.norm]
+            else:
+                tensors.append(layer.mixer.qk_norm)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + sum(m.nbytes for m in matrices)

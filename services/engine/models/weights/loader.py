@@ -1,0 +1,252 @@
+"""From a checkpoint directory to weights: sharded safetensors by mmap, strict about every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from services.common.errors import CheckpointRejected
+from services.engine.models.checkpoint import MTP_PREFIX, canonical_name, shard_files
+from services.engine.models.config import LayerType, ModelConfig
+from services.engine.models.footprint import PLAIN, Storage
+from services.engine.models.weights.layers import (
+    AttentionWeights,
+    DeltaNetWeights,
+    LayerWeights,
+    ModelWeights,
+    MtpWeights,
+)
+from services.engine.models.weights.matrix import Matrix, quantize
+from services.engine.models.weights.upload import Uploader
+
+if TYPE_CHECKING:
+    from kernels.gpu.skinny import SplitWorkspace
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_HEAD_COPY_BYTES = 64 * 2**20
+"""A tied head up to this size gets a copy in the faster memory order; a larger one is not worth the memory."""
+
+
+class _Shard(Protocol):
+    """What we use of safetensors' open file."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> Any: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def query_row_order(config: ModelConfig) -> Tensor:
+    """[2 · query_size] int64: rows of q_proj ([query | gate] of each head) reordered: all gates, then all queries."""
+    rows = torch.arange(2 * config.query_size).view(config.num_heads, 2, config.head_dim)
+    return rows.transpose(0, 1).flip(0).reshape(-1)
+
+
+def copies_head(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tied head is a second copy of the embedding in the faster memory order; only the CPU cares."""
+    small = config.vocab_size * config.hidden_size * dtype.itemsize <= _HEAD_COPY_BYTES
+    return config.tie_word_embeddings and device.type == "cpu" and small
+
+
+def load_checkpoint(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    storage: Storage = PLAIN,
+    *,
+    mtp: bool = False,
+) -> ModelWeights:
+    """Loads ``path/*.safetensors`` onto the device in the given dtype, without a second copy of the model in memory:
+    each tensor goes from the mapped file to its place in a fused matrix, which is quantized before the next one comes.
+
+    Args:
+        mtp: load the layer that predicts the token after next, too.
+
+    Raises:
+        InvalidRequest: the shapes cannot be quantized so.
+        CheckpointRejected: no weights, a corrupt file, or a tensor that is missing, unknown, twice there or misshaped.
+    """
+    with ExitStack() as stack:
+        storage.check(config)
+        return _Builder(_open(Path(path), stack, mtp), config, dtype, torch.device(device), storage, mtp).build()
+
+
+class _Builder:
+    """Copies tensors out of the mapped shards into their places in the fused matrices."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, tuple[str, _Shard]],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        storage: Storage,
+        mtp: bool,
+    ) -> None:
+        self._mtp = mtp
+        self._shards, self._config, self._dtype, self._device = shards, config, dtype, device
+        self._storage = storage
+        self._uploader = Uploader(device) if device.type == "cuda" else None
+        self._workspace = _split_workspace(device) if device.type == "cuda" else None
+        self._shapes = expected = config.tensor_shapes() | (config.mtp_shapes() if mtp else {})
+        if mtp and not any(name.startswith(MTP_PREFIX) for name in shards):
+            raise CheckpointRejected("the checkpoint has no mtp layer, which TEMPER_SPECULATIVE=mtp needs: use none")
+        for name in expected:
+            if name not in shards:
+                raise CheckpointRejected(f"tensor {name} is missing from the checkpoint")
+        allowed = expected.keys() | {"lm_head.weight"}
+        for name, (full_name, _) in shards.items():
+            if name not in allowed:
+                raise CheckpointRejected(f"tensor {full_name} is not part of the model that config.json describes")
+        for name, shape in expected.items():
+            full_name, shard = shards[name]
+            view = shard.get_slice(full_name)
+            if tuple(view.get_shape()) != shape:
+                raise CheckpointRejected(
+                    f"tensor {full_name} has shape {view.get_shape()}, config.json asks for {list(shape)}"
+                )
+            if view.get_dtype() not in _FLOATS:
+                raise CheckpointRejected(f"tensor {full_name} is {view.get_dtype()}: only plain floats are supported")
+
+    def build(self) -> ModelWeights:
+        layers = tuple(self._layer(f"layers.{index}.", kind) for index, kind in enumerate(self._config.layer_types))
+        embedding = self._copy("embed_tokens.weight", self._dtype)
+        mtp = self._mtp_layer() if self._mtp else None
+        weights = ModelWeights(embedding, layers, self._norm("norm.weight"), self._head(embedding), mtp)
+        if self._uploader is not None:
+            self._uploader.finish()
+            torch.cuda.empty_cache()  # what quantizing took is free for the caches
+        return weights
+
+    def _head(self, embedding: Tensor) -> Matrix:
+        config, kind = self._config, "fp8" if self._storage.float8_head else "none"
+        if not config.tie_word_embeddings:
+            return self._matrix("lm_head.weight", kind=kind)
+        if kind == "none" and copies_head(config, self._dtype, self._device):
+            embedding = _in_memory_order(embedding)
+        return self._stored(embedding, kind)
+
+    def _mtp_layer(self) -> MtpWeights:
+        return MtpWeights(
+            embedding_norm=self._norm("mtp.pre_fc_norm_embedding.weight"),
+            hidden_norm=self._norm("mtp.pre_fc_norm_hidden.weight"),
+            fc=self._matrix("mtp.fc.weight"),
+            layer=self._layer("mtp.layers.0.", "full_attention"),
+            final_norm=self._norm("mtp.norm.weight"),
+        )
+
+    def _layer(self, prefix: str, kind: LayerType) -> LayerWeights:
+        full = kind == "full_attention"
+        return LayerWeights(
+            input_norm=self._norm(prefix + "input_layernorm.weight"),
+            mixer=self._attention(prefix + "self_attn.") if full else self._delta_net(prefix + "linear_attn."),
+            post_norm=self._norm(prefix + "post_attention_layernorm.weight"),
+            gate_up=self._matrix(prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"),
+            down=self._matrix(prefix + "mlp.down_proj.weight"),
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        config = self._config
+        norms = [
+            self._norm(prefix + "q_norm.weight").expand(config.num_heads, -1),
+            self._norm(prefix + "k_norm.weight").expand(config.num_kv_heads, -1),
+        ]
+        return AttentionWeights(
+            in_proj=self._matrix(
+                *(f"{prefix}{name}_proj.weight" for name in "qkv"), first_rows=query_row_order(config).to(self._device)
+            ),
+            qk_norm=torch.cat(norms).contiguous(),
+            out_proj=self._matrix(prefix + "o_proj.weight"),
+        )
+
+    def _delta_net(self, prefix: str) -> DeltaNetWeights:
+        return DeltaNetWeights(
+            in_proj=self._matrix(*(f"{prefix}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))),
+            conv=self._copy(prefix + "conv1d.weight", self._dtype).squeeze(1).t().contiguous(),
+            negative_a=-self._copy(prefix + "A_log", torch.float32).exp(),
+            dt_bias=self._copy(prefix + "dt_bias", torch.float32),
+            norm=self._copy(prefix + "norm.weight", torch.float32),
+            out_proj=self._matrix(prefix + "out_proj.weight"),
+        )
+
+    def _read(self, name: str) -> Tensor:
+        full_name, shard = self._shards[name]
+        try:
+            return shard.get_tensor(full_name)
+        except SafetensorError as error:
+            raise CheckpointRejected(f"tensor {full_name} cannot be read: {error}") from error
+
+    def _copy(self, name: str, dtype: torch.dtype) -> Tensor:
+        # Always a copy: a tensor that aliases the mapped file would change when the file does.
+        source = self._read(name)
+        target = torch.empty(source.shape, dtype=dtype, device=self._device)
+        self._fill(source, target)
+        return target
+
+    def _matrix(self, *names: str, first_rows: Tensor | None = None, kind: str = "") -> Matrix:
+        """The named tensors one below the other.
+
+        Args:
+            first_rows: the order of the first one's rows.
+            kind: how to store them; empty: like all layers.
+        """
+        shapes = [self._shapes[name] for name in names]
+        matrix = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self._dtype, device=self._device)
+        parts = torch.split(matrix, [rows for rows, _ in shapes])
+        for place, (name, target) in enumerate(zip(names, parts, strict=True)):
+            if place == 0 and first_rows is not None:
+                torch.index_select(self._copy(name, self._dtype), 0, first_rows, out=target)
+            else:
+                self._fill(self._read(name), target)
+        kind = kind or self._storage.quantization
+        return self._stored(_in_memory_order(matrix) if kind == "none" else matrix, kind)
+
+    def _stored(self, matrix: Tensor, kind: str) -> Matrix:
+        return quantize(matrix, kind, workspace=self._workspace, invariant=self._storage.invariant)
+
+    def _fill(self, source: Tensor, target: Tensor) -> None:
+        if self._uploader is not None:
+            self._uploader.copy(source, target)
+        else:
+            target.copy_(source)
+
+    def _norm(self, name: str) -> Tensor:
+        return 1.0 + self._copy(name, torch.float32)
+
+
+def _split_workspace(device: torch.device) -> SplitWorkspace:
+    # Imported where there is a GPU: it needs Triton.
+    from kernels.gpu.skinny import SplitWorkspace
+
+    return SplitWorkspace.allocate(device)
+
+
+def _in_memory_order(matrix: Tensor) -> Tensor:
+    """The same [out, in] matrix, on the CPU with its transpose contiguous in memory: products with few rows are up to
+    twice as fast there. Other devices do not care."""
+    return matrix.t().contiguous().t() if matrix.device.type == "cpu" else matrix
+
+
+def _open(path: Path, stack: ExitStack, mtp: bool) -> dict[str, tuple[str, _Shard]]:
+    """Canonical name → (name in the file, open shard); names of the mtp layer stay as they are."""
+    found: dict[str, tuple[str, _Shard]] = {}
+    for file in shard_files(path):
+        try:
+            shard = stack.enter_context(safe_open(file, framework="pt"))
+            names = list(shard.keys())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointRejected(f"{file} is not a readable safetensors file: {error}") from error
+        for full_name in names:
+            name = full_name if mtp and full_name.startswith(MTP_PREFIX) else canonical_name(full_name)
+            if name is None:
+                continue
+            if name in found:
+                raise CheckpointRejected(f"tensor {full_name} is in the checkpoint twice (also as {found[name][0]})")
+            found[name] = (full_name, shard)
+    return found

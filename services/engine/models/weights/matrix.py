@@ -1,0 +1,248 @@
+"""Weight matrices of the CUDA path: what a linear layer multiplies with, whatever its storage.
+
+A product of few rows (skinny_configs.most_rows) streams the weight through `kernels.gpu.skinny`; more rows go to the
+vendor's matrix product (dense, int4) or to the float8 product of `kernels.gpu.fp8`, with the norm and the activation as
+kernels of their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
+from services.common.errors import InvalidRequest
+from services.engine.models.residual import Residual
+
+if TYPE_CHECKING:
+    from kernels.gpu.lora import LoraRows
+    from kernels.gpu.skinny import Convolution, Norm, SplitWorkspace, Weight
+
+
+_PIECE = 4096
+_WIDE = 16384
+"""A product with more outputs than this takes so many rows at a time: the 18,432 of gate and up 1,184 µs for 8,192 rows
+on an H200 instead of 1,238; narrower ones are faster whole."""
+
+
+class Matrix(ABC):
+    """[out, in]: the weight of one or more linear layers that share their input."""
+
+    __slots__ = ()
+
+    weight: Weight
+    workspace: SplitWorkspace | None
+    """Shared by all matrices of one stream; None allocates at each product that needs it."""
+    invariant: bool
+    """Every product by one fixed cut, whatever the number of rows: a row's bits depend on that row alone."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out, inputs = self.weight.shape
+        return out, inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        tensors = (self.weight,) if isinstance(self.weight, Tensor) else self.weight.tensors()
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """[out, in] in the model's dtype; decoded anew at every call if quantized."""
+
+    def few(self, rows: int) -> bool:
+        """Whether a product of so many rows is one that streams the weight."""
+        from kernels.gpu.products import streams
+
+        return streams(rows, self.weight, self.invariant)
+
+    def convolves(self, rows: int) -> bool:
+        """Whether a product of so many rows takes a convolution along."""
+        from kernels.gpu.products import convolves
+
+        return convolves(rows, self.weight, self.invariant)
+
+    @abstractmethod
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """``x Wᵀ`` of many rows, in x's dtype."""
+
+    def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
+        """``stream += x Wᵀ`` of many rows. Returns the tensor that it went into, for more to be added there."""
+        addend = self.product(x, pdl=pdl)
+        stream.leave(addend)
+        return addend
+
+    def project(
+        self,
+        x: Tensor | Residual,
+        *,
+        norm: Norm | None = None,
+        swiglu: bool = False,
+        lora: LoraRows | None = None,
+        conv: Convolution | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """``activation(norm(x) Wᵀ + adapters)``.
+
+        Args:
+            x: [T, in] model dtype, on a CUDA device (or in Triton's interpreter).
+            norm: RMSNorm of x, applied first; needed with a residual stream.
+            swiglu: rows are gate | up; the result is ``silu(gate) · up``, half as wide.
+            lora: each row's adapter, added to the product.
+            conv: what becomes of the first columns; only with as many rows as convolves() says.
+            pdl: let kernels start before those ahead have finished.
+
+        Returns:
+            [T, out], or [T, out / 2] with swiglu.
+        """
+        from kernels.gpu.products import finished, normed
+        from kernels.gpu.skinny import skinny_linear
+
+        if conv is not None and not self.convolves(x.shape[0]):
+            raise ValueError(f"a product of {x.shape[0]} rows does not convolve")
+        if self.few(x.shape[0]):
+            given = x.ready(norm) if isinstance(x, Residual) else x
+            return skinny_linear(
+                given,
+                self.weight,
+                norm=norm if isinstance(given, Tensor) else None,
+                swiglu=swiglu,
+                lora=lora,
+                conv=conv,
+                invariant=self.invariant,
+                workspace=self.workspace,
+                pdl=pdl,
+            )
+        rows, addend = x.take() if isinstance(x, Residual) else (x, None)
+        inputs = normed(rows, norm, addend, pdl=pdl)
+        return finished(self.product(inputs, pdl=pdl), inputs, swiglu=swiglu, lora=lora, pdl=pdl)
+
+    def add_to(
+        self,
+        stream: Residual,
+        x: Tensor,
+        *,
+        ahead: tuple[Norm, Matrix] | None = None,
+        lora: LoraRows | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """``stream += x Wᵀ + adapters``; arguments as of project().
+
+        Args:
+            ahead: the norm that reads the stream next and the matrix that it is multiplied with then: if that matrix
+                takes so few rows, the stream is made ready for it in passing.
+        """
+        from kernels.gpu.products import finished
+        from kernels.gpu.skinny import skinny_add
+
+        rows = x.shape[0]
+        if self.few(rows):
+            norm = ahead[0] if ahead is not None and ahead[1].few(rows) else None
+            made = skinny_add(
+                stream.settled(),
+                x,
+                self.weight,
+                lora=lora,
+                ahead=norm,
+                invariant=self.invariant,
+                workspace=self.workspace,
+                pdl=pdl,
+            )
+            stream.added(norm, made)
+        else:
+            finished(self.product_onto(stream, x, pdl=pdl), x, lora=lora, pdl=pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix(Matrix):
+    """In the model's dtype."""
+
+    weight: Tensor
+    """[out, in] contiguous."""
+    workspace: SplitWorkspace | None = None
+    invariant: bool = False
+
+    def dense(self) -> Tensor:
+        return self.weight
+
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+        del pdl  # torch's kernels wait for those ahead
+        if len(x) <= _PIECE or len(self.weight) < _WIDE:
+            return torch.mm(x, self.weight.t())
+        result = torch.empty(len(x), len(self.weight), dtype=x.dtype, device=x.device)
+        for begin in range(0, len(x), _PIECE):
+            torch.mm(x[begin : begin + _PIECE], self.weight.t(), out=result[begin : begin + _PIECE])
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix(Matrix):
+    """float8_e4m3fn with a scale for each row; activations are quantized by row where there are many of them."""
+
+    weight: Fp8Weight
+    dtype: torch.dtype
+    workspace: SplitWorkspace | None = None
+    invariant: bool = False
+
+    def dense(self) -> Tensor:
+        return dequantize_fp8(self.weight, self.dtype)
+
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+        return self._product(x, None, pdl)
+
+    def product_onto(self, stream: Residual, x: Tensor, *, pdl: bool) -> Tensor:
+        return self._product(x, stream.settled(), pdl)  # which costs a product of our own nothing
+
+    def _product(self, x: Tensor, onto: Tensor | None, pdl: bool) -> Tensor:
+        from kernels.gpu.fp8 import fp8_linear, quantize_rows
+
+        values, scale = quantize_rows(x, pdl=pdl)
+        return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=onto, out=onto, pdl=pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix(Matrix):
+    """4 bits with a scale and a zero point for each row and 128 inputs; many rows multiply with a decoded copy."""
+
+    weight: Int4Weight
+    dtype: torch.dtype
+    workspace: SplitWorkspace | None = None
+    invariant: bool = False
+
+    def dense(self) -> Tensor:
+        return dequantize_int4(self.weight, self.dtype)
+
+    def product(self, x: Tensor, *, pdl: bool) -> Tensor:
+        from kernels.gpu.int4 import dequantize
+
+        del pdl  # torch's kernels wait for those ahead
+        return torch.mm(x, dequantize(self.weight, x.dtype).t())
+
+
+def quantize(
+    weight: Tensor, kind: str, *, workspace: SplitWorkspace | None = None, invariant: bool = False
+) -> DenseMatrix | Fp8Matrix | Int4Matrix:
+    """A matrix of the kind of TEMPER_QUANTIZATION.
+
+    Args:
+        weight: [out, in] in the model's dtype.
+        kind: "none", "fp8" or "int4".
+
+    Raises:
+        InvalidRequest: another kind, or a number of inputs that it cannot group.
+    """
+    if kind == "none":
+        return DenseMatrix(weight, workspace, invariant)
+    if kind not in ("fp8", "int4"):
+        raise InvalidRequest(f"quantization must be none, fp8 or int4, got {kind!r}", param="quantization")
+    try:
+        if kind == "fp8":
+            return Fp8Matrix(quantize_fp8(weight), weight.dtype, workspace, invariant)
+        return Int4Matrix(quantize_int4(weight), weight.dtype, workspace, invariant)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="quantization") from None

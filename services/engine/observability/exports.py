@@ -1,0 +1,82 @@
+"""What an engine process exports besides its counters: read when somebody scrapes, by the scrape's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from services.engine.adapters.ports import AdapterSnapshot
+from services.engine.kv_cache.memory_plan import MemoryPlan
+from services.engine.kv_offload.messages import Tier, TierStatus
+from services.engine.loop.ports import LoopStatus
+from services.engine.observability.metrics import EngineMetrics, StateCollector
+from services.engine.observability.offload_metrics import TierCollector
+from services.engine.observability.vllm_metrics import VllmCollector
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the values are; every callable is fast, thread-safe and does no I/O."""
+
+    model_name: str
+    status: Callable[[], LoopStatus]
+    adapters: Callable[[], AdapterSnapshot]
+    training: Callable[[], bool]
+    """Whether a job runs."""
+    adapter_slots: int
+    memory: MemoryPlan
+    device_memory: Callable[[], Mapping[str, int]]
+    """Bytes of the device by kind, as they are now; {} where the plan is all there is."""
+    training_waited: Callable[[], float]
+    """Seconds that the trainer has waited for its turns."""
+    tiers: Callable[[], Mapping[Tier, TierStatus]] = dict
+    """Those below the device; {} where there are none."""
+
+
+def export(metrics: EngineMetrics, sources: Sources) -> None:
+    """Adds them to the registry of ``metrics``."""
+    registry = metrics.registry
+    registry.register(
+        StateCollector(sources.model_name, sources.status, sources.adapters, sources.training, sources.adapter_slots)
+    )
+    registry.register(
+        VllmCollector(metrics, sources.status, model_name=sources.model_name, block_size=sources.memory.block_size)
+    )
+    registry.register(_DeviceCollector(sources))
+    registry.register(TierCollector(sources.tiers))
+
+
+class _DeviceCollector(Collector):
+    """Who has the device's memory, and who waits for its turn to compute."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry."""
+        plan = self._sources.memory
+        planned = GaugeMetricFamily(
+            "temper_engine_memory_plan_bytes",
+            "What the memory plan gives to each owner; free is what it leaves.",
+            labels=["owner"],
+        )
+        for owner, size in (*plan.parts().items(), ("free", plan.budget - plan.total)):
+            planned.add_metric([owner], size)
+        yield planned
+        device = GaugeMetricFamily(
+            "temper_engine_device_memory_bytes",
+            "Memory of the GPU: total, reserved by this process' allocator, allocated of that. None on a CPU.",
+            labels=["kind"],
+        )
+        for kind, size in self._sources.device_memory().items():
+            device.add_metric([kind], size)
+        yield device
+        yield CounterMetricFamily(
+            "temper_trainer_gate_wait_seconds",
+            "Seconds that the trainer waited for its turns to compute.",
+            value=self._sources.training_waited(),
+        )

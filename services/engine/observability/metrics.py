@@ -1,0 +1,282 @@
+"""Prometheus metrics of one engine. The four vllm: gauges are what inference gateways and autoscalers route by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from services.common import tracing
+from services.common.process_metrics import export_process
+from services.engine.adapters.ports import AdapterSnapshot
+from services.engine.loop.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
+from services.engine.observability.offload_metrics import TierMetrics
+from services.engine.requests.outputs import Finished
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_EACH = (0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_WHOLE = (*_LATENCY, 120.0, 300.0, 600.0)
+_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+"""Tokens; those of vLLM's histograms."""
+
+VLLM_LABELS = ("model_name", "engine")
+VLLM_ENGINE = "0"
+"""vLLM numbers the data-parallel replicas of a process; there is one."""
+_MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+class EngineMetrics:
+    """Implements services.engine.loop.ports.EngineObserver: counts where it is called, without I/O."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.tiers = TierMetrics(registry)
+        """For whoever moves what the prefix cache keeps."""
+        self._evicted_bytes = 0
+        export_process(registry, service="engine")
+        self._steps = Counter("temper_engine_steps", "Steps run.", registry=registry)
+        self._failed = Counter("temper_engine_failed_steps", "Steps that failed.", registry=registry)
+        self._step = Histogram(
+            "temper_engine_step_seconds",
+            "Duration of a step, with the training slice before it.",
+            registry=registry,
+            buckets=_LATENCY,
+        )
+        self._compute = Histogram(
+            "temper_engine_compute_seconds", "Model and sampling of a step.", registry=registry, buckets=_LATENCY
+        )
+        tokens = Counter("temper_engine_tokens", "Tokens computed.", ["kind"], registry=registry)
+        self._decoded = tokens.labels("decode")
+        self._prefilled = tokens.labels("prefill")
+        self.prompt = Counter(
+            "temper_engine_prompt_tokens",
+            "Tokens of prompts that ran, all looked up in the prefix cache; its hits are temper_engine_cached_tokens.",
+            registry=registry,
+        )
+        self.cached = Counter("temper_engine_cached_tokens", "Prompt tokens from the prefix cache.", registry=registry)
+        self.output = Counter(
+            "temper_engine_output_tokens", "Tokens of answers, counted when they end.", registry=registry
+        )
+        self.requests = Counter("temper_engine_requests", "Requests ended.", ["finish_reason"], registry=registry)
+        self.preemptions = Counter(
+            "temper_engine_preemptions", "Sequences that lost their blocks and were recomputed.", registry=registry
+        )
+        self.queue = Histogram(
+            "temper_engine_queue_seconds", "Submission to first step.", registry=registry, buckets=_LATENCY
+        )
+        self.first = Histogram(
+            "temper_engine_time_to_first_token_seconds",
+            "Submission to first token.",
+            registry=registry,
+            buckets=_LATENCY,
+        )
+        self.each = Histogram(
+            "temper_engine_time_per_output_token_seconds",
+            "Mean time per output token after the first, a request.",
+            registry=registry,
+            buckets=_EACH,
+        )
+        self.whole = Histogram(
+            "temper_engine_request_seconds", "Submission to last token.", registry=registry, buckets=_WHOLE
+        )
+        self.prefill = Histogram(
+            "temper_engine_prefill_seconds", "First step to first token.", registry=registry, buckets=_WHOLE
+        )
+        self.decode = Histogram(
+            "temper_engine_decode_seconds", "First token to last token.", registry=registry, buckets=_WHOLE
+        )
+        self.inference = Histogram(
+            "temper_engine_inference_seconds", "First step to last token.", registry=registry, buckets=_WHOLE
+        )
+        self.prompt_length = Histogram(
+            "temper_engine_request_prompt_tokens",
+            "Tokens of a request's prompt, cached ones too.",
+            registry=registry,
+            buckets=_LENGTHS,
+        )
+        self.output_length = Histogram(
+            "temper_engine_request_output_tokens", "Tokens of a request's answer.", registry=registry, buckets=_LENGTHS
+        )
+        self.step_length = Histogram(
+            "temper_engine_step_tokens", "Tokens that a step computes.", registry=registry, buckets=_LENGTHS
+        )
+        self._swaps = Histogram(
+            "temper_engine_adapter_load_seconds",
+            "Parts of adapter swaps: download, bind, upload into a slot, flip of the names between two steps.",
+            ["phase"],
+            registry=registry,
+            buckets=_WHOLE,
+        )
+        self._load_failures = Counter(
+            "temper_engine_adapter_load_failures",
+            "Versions that could not be loaded: rejected, missing, unavailable, no_slot, error.",
+            ["reason"],
+            registry=registry,
+        )
+        # From the start on, at zero: the first increase of a series that was not there is none to Prometheus.
+        for phase in get_args(AdapterPhase):
+            self._swaps.labels(phase)
+        for reason in get_args(LoadFailure):
+            self._load_failures.labels(reason)
+
+        self._masks = Histogram(
+            "temper_engine_mask_seconds",
+            "Making the masks of a step with constrained rows.",
+            registry=registry,
+            buckets=_MASKS,
+        )
+        self._grammars = Counter(
+            "temper_engine_grammars",
+            "Grammars of requests: cached, compiled, refused, overloaded.",
+            ["result"],
+            registry=registry,
+        )
+        self._compiling = Histogram(
+            "temper_engine_grammar_compile_seconds",
+            "Compiling a grammar that was not cached, with the wait for its turn.",
+            registry=registry,
+            buckets=_LATENCY,
+        )
+
+    def grammar_done(self, result: str, seconds: float) -> None:
+        self._grammars.labels(result).inc()
+        if result == "compiled":
+            self._compiling.observe(seconds)
+
+    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
+        self._swaps.labels(phase).observe(seconds)
+
+    def adapter_failed(self, reason: LoadFailure) -> None:
+        self._load_failures.labels(reason).inc()
+
+    def step_done(self, stats: StepStats) -> None:
+        self._steps.inc()
+        self._step.observe(stats.seconds)
+        self._compute.observe(stats.compute_seconds)
+        self._decoded.inc(stats.decodes)
+        self._prefilled.inc(stats.prefill_tokens)
+        self.step_length.observe(stats.decodes + stats.prefill_tokens)
+        # Of a new scheduler, after an error, it begins at 0 again.
+        self.tiers.tier_evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
+        self._evicted_bytes = stats.counts.evicted_bytes
+        if stats.mask_seconds:
+            self._masks.observe(stats.mask_seconds)
+
+    def step_failed(self, error: Exception) -> None:  # noqa: ARG002 - the protocol's signature
+        self._failed.inc()
+
+    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+        example = tracing.exemplar(finished.request.traceparent)
+        self.requests.labels(finished.finish_reason.value).inc()
+        self.cached.inc(finished.cached_tokens)
+        self.tiers.tier_hit(finished.cached_from, finished.cached_tokens, finished.saved_seconds)
+        self.preemptions.inc(finished.preemptions)
+        if finished.scheduled_at is not None:
+            self.prompt.inc(len(finished.request.prompt_token_ids))
+            self.queue.observe(finished.scheduled_at - submitted_at, example)
+            self.prompt_length.observe(len(finished.request.prompt_token_ids), example)
+            self.inference.observe(now - finished.scheduled_at, example)
+            if finished.first_token_at is not None:
+                self.prefill.observe(finished.first_token_at - finished.scheduled_at, example)
+        if finished.first_token_at is not None:
+            self.output_length.observe(len(finished.output_ids), example)
+            self.decode.observe(now - finished.first_token_at, example)
+            self.output.inc(len(finished.output_ids))
+            self.first.observe(finished.first_token_at - submitted_at, example)
+            self.whole.observe(now - submitted_at, example)
+            if len(finished.output_ids) > 1:
+                self.each.observe((now - finished.first_token_at) / (len(finished.output_ids) - 1), example)
+
+
+class StateCollector(Collector):
+    """Gauges read when somebody asks: nothing to keep current on the loop thread."""
+
+    def __init__(
+        self,
+        model_name: str,
+        status: Callable[[], LoopStatus],
+        adapters: Callable[[], AdapterSnapshot],
+        training: Callable[[], bool],
+        max_loras: int,
+    ) -> None:
+        self._model_name = model_name
+        self._status = status
+        self._adapters = adapters
+        self._training = training
+        self._max_loras = max_loras
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        counts = status.counts
+        waiting = counts.waiting + status.waiting_for_adapters
+        used_share = counts.blocks_used / max(counts.blocks_total, 1)
+        gauges: dict[str, tuple[str, float]] = {
+            "temper_engine_running": ("Sequences that run.", counts.running),
+            "temper_engine_waiting": ("Requests that wait.", waiting),
+            "temper_engine_blocks_used": ("KV blocks of live sequences.", counts.blocks_used),
+            "temper_engine_blocks_cached": ("KV blocks of the prefix cache alone.", counts.blocks_cached),
+            "temper_engine_blocks_total": ("KV blocks.", counts.blocks_total),
+            "temper_engine_slots_used": ("State slots of live sequences.", counts.slots_used),
+            "temper_engine_slots_cached": ("State slots of prefix snapshots alone.", counts.slots_cached),
+            "temper_engine_slots_total": ("State slots.", counts.slots_total),
+            "temper_engine_ready": ("1: new requests are accepted.", float(status.accepting and status.healthy)),
+            "temper_engine_draining": ("1: what runs finishes, nothing new is accepted.", float(not status.accepting)),
+            "temper_engine_training": ("1: a training job runs.", float(self._training())),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests that run.", counts.running),
+            ("vllm:num_requests_waiting", "Requests that wait.", waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is full.", used_share),
+        ):
+            family = GaugeMetricFamily(name, text, labels=VLLM_LABELS)
+            family.add_metric([self._model_name, VLLM_ENGINE], value)
+            yield family
+        guesses = counts.guesses
+        counters: dict[str, tuple[str, int]] = {
+            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", guesses),
+            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", guesses),
+            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.guesses_right),
+        }
+        for name, (text, count) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=VLLM_LABELS)
+            counter.add_metric([self._model_name, VLLM_ENGINE], count)
+            yield counter
+        yield from self._adapter_gauges()
+
+    def _adapter_gauges(self) -> Iterator[Metric]:
+        snapshot = self._adapters()
+        pinned = GaugeMetricFamily(
+            "temper_engine_adapter_requests", "Requests pinned to a version.", labels=["adapter"]
+        )
+        for loaded in snapshot.loaded:
+            pinned.add_metric([loaded.pin.version], loaded.requests)
+        yield pinned
+        attached = GaugeMetricFamily(
+            "temper_engine_attached_adapter", '1: the attached version; "base" if there is none.', labels=["adapter"]
+        )
+        attached.add_metric([snapshot.attached or "base"], 1)
+        yield attached
+        yield GaugeMetricFamily(
+            "temper_engine_adapters_loaded", "Published versions in slots.", value=len(snapshot.loaded)
+        )
+        yield GaugeMetricFamily("temper_engine_adapter_slots", "Slots for adapters.", value=self._max_loras)
+        yield self._lora_info(snapshot)
+
+    def _lora_info(self, snapshot: AdapterSnapshot) -> Metric:
+        """As the Gateway API inference extension reads it: "running" are all adapters in slots, by the names that
+        clients ask for, so that it sends requests where their adapter is; the value is a time, the newest counts.
+        https://gateway-api-inference-extension.sigs.k8s.io/ (Model Server Protocol)"""
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in slots and adapters that requests wait for; the value is the time of the scrape.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        info.add_metric([str(self._max_loras), ",".join(snapshot.serving), ",".join(snapshot.waiting)], time.time())
+        return info

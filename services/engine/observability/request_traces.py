@@ -1,0 +1,85 @@
+"""Spans of requests, made when they have ended: of what the loop has noted anyway, on a thread of their own.
+
+While a request runs nothing is done for its trace; the loop's thread puts one tuple into a queue at its end, and only
+of requests that somebody traces.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, Full, Queue
+
+from services.common.tracing import LoopTime, Span, Tracer, sampled
+from services.engine.loop.ports import NoObserver
+from services.engine.requests.outputs import Finished
+from services.engine.requests.request import FinishReason
+
+_WAITING = 4096
+"""Ended requests whose spans are not made yet; more are not traced."""
+_POLL_SECONDS = 0.5
+
+
+class RequestTraces(NoObserver):
+    """Implements services.engine.loop.ports.EngineObserver."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._ended: Queue[tuple[Finished, float, float]] = Queue(_WAITING)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+        """See LoopObserver."""
+        if sampled(finished.request.traceparent):
+            with suppress(Full):  # a trace less, not a step later
+                self._ended.put_nowait((finished, submitted_at, now))
+
+    def close(self) -> None:
+        """Makes the spans that wait; the tracer sends them when it is closed."""
+        self._closed.set()
+        self._thread.join(_POLL_SECONDS * 4)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                finished, submitted_at, now = self._ended.get(timeout=_POLL_SECONDS)
+            except Empty:
+                if self._closed.is_set():
+                    return
+                continue
+            self._trace(finished, submitted_at, now)
+
+    def _trace(self, finished: Finished, submitted_at: float, now: float) -> None:
+        unix = LoopTime(time.monotonic()).unix
+        request = finished.request
+        span = self._tracer.start(
+            "generate",
+            parent=request.traceparent,
+            kind="server",
+            at=unix(submitted_at),
+            attributes={
+                "gen_ai.response.id": request.request_id,
+                "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+                "gen_ai.usage.output_tokens": len(finished.output_ids),
+                "gen_ai.usage.cache_read.input_tokens": finished.cached_tokens,
+                "gen_ai.response.finish_reasons": [finished.finish_reason.value],
+                "temper.adapter": request.pin.version,
+                "temper.preemptions": finished.preemptions,
+                "temper.priority": request.priority,
+            },
+        )
+        if finished.finish_reason is FinishReason.ERROR:
+            span.fail("engine")
+        scheduled, first = finished.scheduled_at, finished.first_token_at
+        self._child(span, "queue", unix(submitted_at), unix(now if scheduled is None else scheduled))
+        if scheduled is not None:
+            self._child(span, "prefill", unix(scheduled), unix(now if first is None else first))
+        if first is not None:
+            self._child(span, "decode", unix(first), unix(now))
+        span.end(unix(now))
+
+    def _child(self, parent: Span, name: str, begins: float, ends: float) -> None:
+        self._tracer.start(name, parent=parent.traceparent, at=begins).end(ends)

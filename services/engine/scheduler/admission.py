@@ -1,0 +1,140 @@
+"""Who of those that wait gets a seat and memory, and who goes first. No torch here.
+
+Ranks never change, and nobody is passed by more than those that find room in the steps until it is first refused: who
+has been refused a seat or memory (``held_up``) is passed by none of worse rank from then on. So what is given back by
+those that run, who all end, comes to it in the end, whatever arrives meanwhile.
+"""
+
+from __future__ import annotations
+
+import enum
+from itertools import takewhile
+
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.pending_prefixes import Sharing
+from services.engine.scheduler.request_queue import Roster
+from services.engine.scheduler.sequence import Sequence
+from services.engine.scheduler.sequence_memory import Room, SequenceMemory
+from services.engine.scheduler.step_builder import Draft
+
+_LOOK_AHEAD = 64
+"""Waiting sequences that are looked at for short ones."""
+
+
+class Admission(enum.Enum):
+    """What becomes of a sequence that waits."""
+
+    ADMITTED = enum.auto()
+    DEFERRED = enum.auto()
+    """It waits for a state that another one computes, or a tier loads; others may start."""
+    BLOCKED = enum.auto()
+    """Nobody behind it may start either."""
+
+
+class Admissions:
+    """Gives seats and memory to waiting sequences. Changes ``roster`` when one begins."""
+
+    def __init__(self, config: SchedulerConfig, memory: SequenceMemory, roster: Roster, sharing: Sharing) -> None:
+        self._config = config
+        self._memory = memory
+        self._roster = roster
+        self._sharing = sharing
+
+    @property
+    def has_seat(self) -> bool:
+        return len(self._roster.running) < self._config.max_num_seqs
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence would find a seat and its memory now, whatever it goes on from."""
+        return self.has_seat and self._memory.could_hold(sequence.known, self._headroom)
+
+    def passing(self, partial: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Sequences that lack little, best rank first, and how many there are that lack much and would be computed with
+        them. One of better priority that lacks much is passed by nobody.
+
+        Args:
+            partial: running sequences that lack more than a token.
+        """
+        waiting: list[Sequence] = []
+        if self.has_seat:
+            waiting = list(takewhile(lambda sequence: not sequence.held_up, self._roster.waiting[:_LOOK_AHEAD]))
+        short: list[Sequence] = []
+        long: list[Sequence] = []
+        for sequence in sorted([*partial, *waiting], key=lambda sequence: sequence.rank):
+            (short if self._is_short(sequence) else long).append(sequence)
+        if not long:
+            return [], 0
+        return [sequence for sequence in short if sequence.request.priority <= long[0].request.priority], len(long)
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether a sequence lacks little, or did when it began."""
+        return sequence.short if sequence.slot else self.lacking(sequence) <= self._config.short_prefill
+
+    def lacking(self, sequence: Sequence) -> int:
+        """Tokens of a sequence to compute, as far as can be said before it has begun."""
+        if sequence.slot:
+            return sequence.lacking
+        return sequence.known - self._memory.matched(sequence, self._memory.reusable(sequence))
+
+    def admit(self, draft: Draft, sequence: Sequence, *, alone: bool) -> Admission:
+        """Gives a waiting sequence a seat and its memory, or says why not now.
+
+        Args:
+            alone: nothing else runs.
+        """
+        if sequence in draft.deferred:
+            return Admission.DEFERRED
+        if len(self._roster.running) + draft.seats_kept >= self._config.max_num_seqs or sequence.pending:
+            # Pending: preempted while a step samples its next token, which it will compute again with the rest.
+            return self._hold_up(sequence)
+        if self._waits(sequence, draft.now):
+            return self._defer(draft, sequence)
+        shared = self._sharing.branches(sequence)
+        spare = self._headroom + draft.blocks_kept
+        room, restore = self._memory.start(sequence, spare, shared, last_resort=alone)
+        if room is Room.COMING:
+            sequence.load_began = draft.now
+            sequence.load_until = draft.now + min(self._config.load_patience, sequence.load_patience)
+            return self._defer(draft, sequence)
+        if room is Room.NONE:
+            return self._hold_up(sequence)
+        sequence.held_up = False
+        sequence.short = sequence.lacking <= self._config.short_prefill
+        self._sharing.promise(sequence, sequence.splits)
+        if restore is not None:
+            draft.restores.append(restore)
+        if sequence.cached_tokens is None:
+            sequence.admitted(draft.now, self._memory.cost.seconds(0, sequence.computed))
+        self._roster.start(sequence)
+        return Admission.ADMITTED
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks that stay free when one begins, so that it does not cause a preemption at once."""
+        return min(len(self._roster.running), self._config.num_blocks // 64)
+
+    def _waits(self, sequence: Sequence, now: float) -> bool:
+        """Whether a sequence will go on from a state that is not there yet: one that a tier loads, or that a sequence
+        of better rank is going to leave on the way through an equal beginning."""
+        if sequence.ticket:
+            loading = self._memory.is_loading(sequence.ticket)
+            if loading and now < sequence.load_until:
+                return True
+            ticket, sequence.ticket = sequence.ticket, 0
+            if loading and not any(other.ticket == ticket for other in self._roster.waiting):
+                self._memory.give_up(ticket)
+        limit = self._memory.reusable(sequence)
+        promised = self._sharing.promised(sequence, limit)
+        gain = self._config.block_size
+        return promised >= gain and promised - self._memory.matched(sequence, limit) >= gain
+
+    def _defer(self, draft: Draft, sequence: Sequence) -> Admission:
+        """Keeps a seat and memory for a sequence that waits, so that those behind it do not take them."""
+        draft.deferred.add(sequence)
+        draft.seats_kept += 1
+        draft.blocks_kept += self._memory.blocks_for(sequence.known)
+        return Admission.DEFERRED
+
+    def _hold_up(self, sequence: Sequence) -> Admission:
+        sequence.held_up = True
+        return Admission.BLOCKED

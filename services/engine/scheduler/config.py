@@ -1,0 +1,176 @@
+"""The scheduler's limits and its counters. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.engine.scheduler.step_plan import MOST_VERIFIED
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one engine.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    max_num_seqs: int
+    """Sequences that run at the same time."""
+    token_budget: int
+    """Tokens a step computes at most."""
+    block_size: int
+    num_blocks: int
+    """KV blocks, scratch block 0 included."""
+    num_slots: int
+    """State slots, scratch slot 0 and those of prefix snapshots included."""
+    max_model_len: int
+    """Prompt and output tokens of one sequence."""
+    eos_token_ids: frozenset[int] = frozenset()
+    prefix_cache: bool = True
+    mixed_prefill_tokens: int | None = None
+    """Prefill tokens of a step that also decodes, at most: bounds the time between two output tokens. None: what the
+    token budget leaves. A step without decodes always has the whole budget."""
+    prefill_alignment: int = 1
+    """Above 1: prefill chunks end at multiples of this many positions or where the known tokens end, and never leave
+    a single token (which would run as a decode). Then a prompt's bits do not depend on how it was cut, where the
+    kernels compute in tiles of as many tokens."""
+    speculative: bool = False
+    """The runner guesses tokens, which steps check. A running sequence has two state slots; one plan in flight."""
+    block_bytes: int = 1
+    """KV of a block, for comparing what the prefix cache may keep."""
+    slot_bytes: int = 1
+    """State of a sequence, for the same."""
+    token_seconds: float = 1e-4
+    """First guess of what computing a token of a prompt takes; measured from then on."""
+    attention_cost: float = 0.0
+    """What a token's attention to one token before it costs, as a part of everything else about it."""
+    snapshot_interval: int = 0
+    """Tokens between two snapshots in long texts; 0: by the sizes above."""
+    short_prefill: int = 256
+    """Sequences that lack no more tokens than this are computed ahead of longer ones."""
+    long_beside_short: int = 256
+    """Tokens of longer ones in such a step."""
+    session_seconds: float = 600.0
+    """For so long after a request of a session its history is kept before others."""
+    most_sessions: int = 4096
+    """Sessions to remember."""
+    load_patience: float = 2.0
+    """Seconds that a request waits at most for a tier to load what it goes on from."""
+    load_share: float = 0.75
+    """The part of the computing that a load saves for which a request waits at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "token_budget", "block_size", "max_model_len", "prefill_alignment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.token_budget < self.max_num_seqs:
+            raise ValueError(
+                f"token_budget {self.token_budget} is below max_num_seqs {self.max_num_seqs}: decodes would starve"
+            )
+        if self.speculative:
+            self._check_speculation()
+        if self.token_budget - (self.max_num_seqs - 1) < self.least_prefill:
+            raise ValueError(
+                f"token_budget {self.token_budget} leaves less than {self.least_prefill} tokens beside "
+                f"{self.max_num_seqs - 1} decodes, which prefill_alignment {self.prefill_alignment} needs: raise it"
+            )
+        if self.mixed_prefill_tokens is not None and self.mixed_prefill_tokens < self.least_prefill:
+            raise ValueError(
+                f"mixed_prefill_tokens must be at least {self.least_prefill} (with prefill_alignment "
+                f"{self.prefill_alignment}), got {self.mixed_prefill_tokens}: prompts would starve"
+            )
+        if self.num_slots <= self.max_num_seqs:
+            raise ValueError(
+                f"num_slots {self.num_slots} must be above max_num_seqs {self.max_num_seqs} (slot 0 is scratch)"
+            )
+        if self.num_blocks < 2:
+            raise ValueError(f"num_blocks must be at least 2 (block 0 is scratch), got {self.num_blocks}")
+
+    def _check_speculation(self) -> None:
+        if self.token_budget < MOST_VERIFIED * self.max_num_seqs:
+            raise ValueError(
+                f"token_budget {self.token_budget} is below {MOST_VERIFIED} times max_num_seqs {self.max_num_seqs}, "
+                "which speculation needs: raise it or lower max_num_seqs"
+            )
+        if self.num_slots <= 2 * self.max_num_seqs:
+            raise ValueError(
+                f"num_slots {self.num_slots} must be above 2 * max_num_seqs {self.max_num_seqs} with speculation"
+            )
+        if self.prefill_alignment > 1:
+            raise ValueError("speculation computes tokens in chunks of any length: it needs prefill_alignment 1")
+
+    @property
+    def least_tail(self) -> int:
+        """Tokens that a prefill chunk before the last must leave, and a prefix hit too."""
+        return 1 if self.prefill_alignment == 1 else 2
+
+    @property
+    def least_prefill(self) -> int:
+        """With a budget of this many tokens any prompt advances."""
+        return self.prefill_alignment + self.least_tail - 1
+
+    def chunk_end(self, computed: int, known: int, budget: int) -> int:
+        """Where a prefill chunk ends.
+
+        Args:
+            computed: tokens in the cache, a multiple of the alignment.
+            known: tokens there are, more than ``computed``.
+            budget: tokens to compute at most, at least ``least_prefill``.
+        """
+        end = computed + budget
+        if end >= known:
+            return known
+        end -= end % self.prefill_alignment
+        return end if known - end >= self.least_tail else end - self.prefill_alignment
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose KV fits all blocks together."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def max_output(self, prompt_tokens: int, max_tokens: int) -> int:
+        """How many tokens a request may generate, at least 1.
+
+        Raises:
+            ContextLengthExceeded: the prompt leaves no room in the model's context.
+            InvalidRequest: the request could never fit the KV blocks, even alone.
+        """
+        if prompt_tokens >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens, but the context of {self.max_model_len} tokens must also hold "
+                "at least one output token: shorten the prompt",
+                param="prompt",
+            )
+        output = min(max_tokens, self.max_model_len - prompt_tokens)
+        # The last token is never fed back, so it needs no KV.
+        if prompt_tokens + output - 1 > self.capacity_tokens:
+            raise InvalidRequest(
+                f"{prompt_tokens} prompt tokens and up to {output} output tokens need "
+                f"{-(-(prompt_tokens + output - 1) // self.block_size)} KV blocks of {self.block_size} tokens, the "
+                f"engine has {self.num_blocks - 1}: shorten the prompt or lower max_tokens",
+                param="max_tokens",
+            )
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What is in use now. ``used`` is by live sequences, ``cached`` by the prefix cache alone."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_total: int
+    slots_used: int
+    slots_cached: int
+    slots_total: int
+    preemptions: int
+    """Since the start."""
+    guesses: int = 0
+    """Guessed tokens that were checked since the start."""
+    guesses_right: int = 0
+    evicted_bytes: int = 0
+    """Given up by the prefix cache since the start."""

@@ -1,0 +1,66 @@
+"""Guesses of next tokens: they go along with the steps of answers, and count if the model samples the same. No torch
+here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceABC
+
+from services.engine.scheduler.sequence import Sequence
+from services.engine.scheduler.sequence_memory import SequenceMemory
+from services.engine.scheduler.step_builder import Draft
+from services.engine.scheduler.step_plan import MOST_VERIFIED, SampledToken, StepPlan, StepResult
+
+
+class Speculation:
+    """Plans guesses and reads what became of them."""
+
+    def __init__(self, memory: SequenceMemory) -> None:
+        self._memory = memory
+        self.guesses = 0
+        self.right = 0
+
+    def add_answers(
+        self, draft: Draft, running: SequenceABC[Sequence], grow: Callable[[Sequence], bool]
+    ) -> list[Sequence]:
+        """Plans the answers, a guess behind each, and what is behind a wrong one again.
+
+        Args:
+            grow: gets the block of a sequence's next token; False: the sequence was preempted instead.
+
+        Returns:
+            Sequences that lack more of their prompts.
+        """
+        partial: list[Sequence] = []
+        for sequence in running:
+            answering = sequence.computed >= len(sequence.request.prompt_token_ids)
+            if sequence.lacking > 1 and not (answering and sequence.lacking <= MOST_VERIFIED):
+                partial.append(sequence)
+            elif grow(sequence):
+                # A guess is not worth a preemption.
+                if sequence.takes_guess and not self._memory.grow_for_guess(sequence):
+                    sequence.guess = -1
+                if sequence.lacking > 1 or sequence.takes_guess:
+                    draft.add_verified(sequence)
+                else:
+                    draft.add(sequence, sequence.known)
+        return [sequence for sequence in partial if sequence.slot]
+
+    def verified(
+        self, draft: Draft, plan: StepPlan, result: StepResult
+    ) -> Iterator[tuple[Sequence, list[SampledToken]]]:
+        """Each request of a step that goes on, with its token, and the one behind its guess if that was right; the
+        second counts only if the first does not end the request."""
+        tokens = iter(result.tokens)
+        chunks = (chunk for chunk in plan.chunks if chunk.samples)
+        for sequence, chunk, guess in zip(draft.sampling, chunks, result.guesses, strict=True):
+            token, *more = [next(tokens) for _ in range(chunk.sampled_rows)]
+            self.guesses += chunk.guesses
+            right = bool(more) and token.error is None and token.token_id == chunk.token_ids[-1]
+            self.right += right
+            if sequence.ended:
+                continue
+            if right:
+                sequence.accept(chunk)
+            sequence.guess = guess if sequence.guessable else -1
+            yield sequence, [token, more[0]] if right else [token]

@@ -1,0 +1,450 @@
+"""Continuous batching: which tokens of which sequences the next step computes, and where they are kept.
+
+One step: every sequence that only lacks its newest token decodes; what is left of the token budget goes to prefill
+chunks, best rank first (priority, then arrival). An admitted sequence gets the blocks of all its known tokens, so only
+decodes can run out of blocks later; then the worst-ranked sequence is preempted: its blocks and slot become part of the
+prefix cache, and later it goes on from what is left of them there. Sampling depends on the history alone, so it
+continues as if nothing had happened. Plain Python with no torch: requests in, a StepPlan out.
+
+With a depth above 1 the next step is planned while others run: tokens they sample count as known (``pending``), and
+what a sequence turns out not to need, because it stopped or was aborted, is dropped when the results are in. Steps run
+in the order of their plans, so a later plan may hand on blocks and slots that an earlier one still uses.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceABC
+
+from services.common.errors import DeadlineExceeded, TemperError
+from services.engine.constraints.masks import MaskMaker, RowMasks
+from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.radix_tree import Node
+from services.engine.kv_offload.connector import StoredHistories
+from services.engine.kv_offload.messages import Event, Job, Tiers
+from services.engine.kv_offload.sessions import Sessions
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason, Request
+from services.engine.scheduler.admission import Admission, Admissions
+from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.scheduler.draft_tokens import Speculation
+from services.engine.scheduler.pending_prefixes import Sharing
+from services.engine.scheduler.request_queue import Roster
+from services.engine.scheduler.sequence import Sequence
+from services.engine.scheduler.sequence_memory import SequenceMemory, Snapshot
+from services.engine.scheduler.step_builder import Draft
+from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.steps_in_flight import Flights
+
+_LONG_FOR_A_SHORT = 8
+"""A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
+gains by a small step what so many long ones lose."""
+_FEW_LONG = 4
+"""While no more long prompts than this wait beside answers, a step has at most three quarters of a chunk of several."""
+
+
+class Scheduler:
+    """Owns every sequence, block and slot. One thread calls it: ``schedule``, run the plan, ``update`` or ``fail``.
+    Between the two a ``masked`` plan gets its ``masks``.
+
+    ``add`` and ``abort`` may come at any time between those calls.
+
+    Args:
+        depth: plans that may be in flight, i.e. scheduled and neither updated nor failed.
+        tiers: what keeps more histories than the device does; None: nothing does. ``take_jobs`` has what it is to do.
+    """
+
+    def __init__(self, config: SchedulerConfig, depth: int = 1, tiers: Tiers | None = None) -> None:
+        if depth < 1 or (config.speculative and depth > 1):
+            raise ValueError(f"depth must be at least 1, and 1 with speculation, got {depth}")
+        self.config = config
+        self._depth = depth
+        self._now = 0.0
+        self._memory = SequenceMemory(config, lambda: self._now, tiers)
+        self._roster = Roster(config)
+        self._sharing = Sharing()
+        self._admissions = Admissions(config, self._memory, self._roster, self._sharing)
+        self.sessions = Sessions(
+            self._memory.cache,
+            self._memory.stored,
+            seconds=config.session_seconds,
+            most=config.most_sessions,
+            clock=lambda: self._now,
+        )
+        self._expired: list[SequenceUpdate] = []
+        self._in_flight = Flights(self._memory, self._sharing)
+        self._speculation = Speculation(self._memory)
+        self._masks = MaskMaker()
+        self._preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a request, or something to report."""
+        return bool(self._roster or self._expired)
+
+    def counts(self) -> Counts:
+        blocks = self._memory.blocks
+        running, speculates = len(self._roster.running), self.config.speculative
+        return Counts(
+            running=running,
+            waiting=len(self._roster.waiting),
+            blocks_used=blocks.used,
+            blocks_cached=blocks.idle,
+            blocks_total=blocks.total,
+            slots_used=sum(1 + (s.spare_slot > 0) for s in self._roster.running) if speculates else running,
+            slots_cached=self._memory.num_snapshots,
+            slots_total=self._memory.num_slots,
+            preemptions=self._preemptions,
+            guesses=self._speculation.guesses,
+            guesses_right=self._speculation.right,
+            evicted_bytes=self._memory.cache.evicted_bytes,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
+        """
+        self._sharing.add(self._roster.add(request))
+
+    def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
+        """Ends a request and frees what it holds.
+
+        Args:
+            keep_tokens: 0: nobody wants it any more. Otherwise its text ended (at a stop string) with this many output
+                tokens: it counts as stopped there.
+
+        Returns:
+            Its last update, None if it is not here (any more).
+        """
+        sequence = self._roster.get(request_id)
+        if sequence is None:
+            return None
+        reason = FinishReason.ABORT if keep_tokens <= 0 else FinishReason.STOP
+        return self._end(sequence, reason, keep_tokens=keep_tokens)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plans the next step.
+
+        Args:
+            now: the clock of the requests' deadlines, seconds.
+
+        Returns:
+            None if nothing can run: every request is gone or ended (see ``take_expired``), or waits for the results of
+            what is in flight, or for a tier.
+
+        Raises:
+            IntegrityError: as many plans as allowed are in flight, or there is work that nothing can start.
+        """
+        if len(self._in_flight) >= self._depth:
+            raise IntegrityError(f"schedule() is called while {len(self._in_flight)} plans are in flight")
+        self._now = now
+        for deadline, sequence in self._roster.pop_expired(now):
+            self._expire(sequence, now - deadline)
+        if not self._roster:
+            return None
+        draft = Draft(self.config.token_budget, now)
+        self._make_way()
+        partial = self._add_decodes(draft)
+        if draft.decodes_output and self.config.mixed_prefill_tokens is not None:
+            draft.budget = min(draft.budget, self.config.mixed_prefill_tokens)
+        if partial or self._roster.waiting:
+            self._add_prefills(draft, partial)
+        if not draft.has_chunks:
+            if self._in_flight or self._memory.copying:
+                return None
+            roster = self._roster
+            raise IntegrityError(f"{len(roster.running)} running and {len(roster.waiting)} waiting, but no step to run")
+        self._in_flight.add(draft)
+        return draft.finish()
+
+    def take_expired(self) -> list[SequenceUpdate]:
+        """The last updates of requests whose deadline ``schedule`` found passed."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def masks(self, plan: StepPlan) -> tuple[RowMasks, list[SequenceUpdate]]:
+        """What the oldest step in flight may sample, now that all tokens before are known.
+
+        Returns:
+            The masks, which hold until this is called again; rows of requests that have ended have none. And the last
+            updates of requests whose constraint failed.
+
+        Raises:
+            ValueError: the plan is not the oldest in flight.
+        """
+        masked = self._in_flight.oldest(plan).masked_rows()
+        masks, failures = self._masks.make([(row, sequence.matcher) for row, sequence in masked])
+        return masks, [self._end(masked[at][1], FinishReason.ERROR, error) for at, error in failures]
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceUpdate]:
+        """Takes in what the oldest step in flight computed; tokens of requests that have ended are dropped.
+
+        Args:
+            now: when the result was there, in the clock of ``schedule``.
+
+        Raises:
+            ValueError: the plan is not the oldest in flight or the result is not one of it; the plan is still in
+                flight then, and ``fail`` ends it.
+        """
+        draft = self._in_flight.oldest(plan)
+        draft.check(result, speculative=self.config.speculative)
+        self._now = now
+        self._in_flight.land(succeeded=True)
+        told = draft.told(result.reports, self._end_broken) if plan.reads else []
+        if self.config.speculative:
+            for sequence, tokens in self._speculation.verified(draft, plan, result):
+                for token in tokens:
+                    if not sequence.ended:
+                        self._append(sequence, token, now, told)
+            return told
+        for sequence, token in zip(draft.sampling, result.tokens, strict=True):
+            if not sequence.ended:
+                self._append(sequence, token, now, told)
+        return told
+
+    def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
+        """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
+        self._in_flight.oldest(plan)
+        draft = self._in_flight.land(succeeded=False)
+        ending = [sequence for sequence in draft.sequences if not sequence.ended]
+        return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
+
+    def when_landed(self, call: Callable[[], None]) -> None:
+        """Calls once no step that is in flight now is any more: at once if there is none. For what steps read that
+        requests hold: a request may have ended, and a step that was launched before it did goes on computing for it."""
+        self._in_flight.when_landed(call)
+
+    def discard(self) -> None:
+        """Every step in flight is over, and nobody looks at its result: on the way out."""
+        self._in_flight.discard()
+
+    def abandon(self, error: TemperError) -> list[SequenceUpdate]:
+        """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
+        updates = self.take_expired()
+        updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._roster]
+        self._roster = Roster(self.config)
+        return updates
+
+    def clear_cache(self) -> None:
+        """Forgets all histories that the device keeps."""
+        self._memory.clear_cache()
+
+    @property
+    def stored(self) -> StoredHistories | None:
+        """What the tiers have, for sessions; None: there are none."""
+        return self._memory.stored
+
+    def device_bytes(self, node: Node) -> int:
+        """What the device has of a history."""
+        return self._memory.cache.history_bytes(node)
+
+    def take_jobs(self) -> list[Job]:
+        """What the tiers are to do once every plan made so far has been launched."""
+        return self._memory.take_jobs()
+
+    def take_events(self, events: SequenceABC[Event]) -> None:
+        """What the tiers have done."""
+        for node in self._memory.take_events(events):
+            self.sessions.saved(node)
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken so long on the device."""
+        if not plan.num_decodes:
+            runs = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks]
+            self._memory.cost.observe(runs, seconds)
+
+    def check_integrity(self) -> None:
+        """Compares all books with each other; cheap enough for every idle moment.
+
+        Raises:
+            IntegrityError: something is leaked, shared or lost.
+        """
+        self._roster.check()
+        pending = sum(sequence.pending for sequence in self._roster)
+        sampled = self._in_flight.num_sampling
+        if pending != sampled:
+            raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
+        self._memory.check(self._roster.running, self._in_flight.restores)
+
+    # Planning.
+
+    def _expire(self, sequence: Sequence, late: float) -> None:
+        tokens = len(sequence.output_ids)
+        error = DeadlineExceeded(f"the deadline passed {late:.3f} s ago, after {tokens} output tokens")
+        self._expired.append(self._end(sequence, FinishReason.ERROR, error))
+
+    def _make_way(self) -> None:
+        """Preempts sequences of strictly lower priority when the best waiting one could not start otherwise."""
+        waiting, running = self._roster.waiting, self._roster.running
+        while waiting and running:
+            head, worst = waiting[0], running[-1]
+            if head.request.priority >= worst.request.priority or head.pending or self._admissions.has_room(head):
+                return
+            self._preempt(worst)
+
+    def _add_decodes(self, draft: Draft) -> list[Sequence]:
+        """Plans the sequences that lack one token (a decode, or the tail of a prompt); returns those that lack more."""
+        if self.config.speculative:
+            return self._speculation.add_answers(draft, self._roster.running, self._grow)
+        partial: list[Sequence] = []
+        block_size = self.config.block_size
+        # Only the end of the list is preempted meanwhile, never what was planned: decodes are planned in rank order.
+        for sequence in self._roster.running:
+            known = sequence.known
+            if known - sequence.computed != 1:
+                partial.append(sequence)
+            elif known < sequence.known_at_end and (known <= len(sequence.blocks) * block_size or self._grow(sequence)):
+                draft.add(sequence, known)
+        return [sequence for sequence in partial if sequence.slot]
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Gets the block of the next token, from worse-ranked sequences if need be; False: preempted itself."""
+        while not self._memory.grow(sequence):
+            worst = self._roster.running[-1]
+            self._preempt(worst)
+            if worst is sequence:
+                return False
+        return True
+
+    def _add_prefills(self, draft: Draft, partial: list[Sequence]) -> None:
+        """Spends the rest of the budget.
+
+        Args:
+            partial: running sequences that lack more than a token, best rank first.
+        """
+        spared = self._add_short(draft, partial)
+        self._add_by_rank(draft, partial, spared)
+
+    def _add_by_rank(self, draft: Draft, partial: list[Sequence], spared: int) -> None:
+        waiting = self._roster.waiting
+        partial.reverse()
+        turn = 0
+        blocked = False
+        while draft.budget >= self.config.least_prefill:
+            candidate = waiting[turn] if not blocked and turn < len(waiting) else None
+            if partial and (candidate is None or partial[-1].rank < candidate.rank):
+                self._add_chunk(draft, partial.pop())
+            elif candidate is not None:
+                admission = self._admit(draft, candidate)
+                if admission is Admission.ADMITTED:
+                    self._add_chunk(draft, candidate)
+                else:
+                    blocked = admission is Admission.BLOCKED
+                    turn += 1
+                    continue
+            else:
+                return
+            draft.budget, spared = draft.budget - spared, 0
+
+    def _add_short(self, draft: Draft, partial: list[Sequence]) -> int:
+        """Plans prompts that lack little, such as the next turn of a conversation, ahead of those that lack much.
+
+        They would all wait for the end of a long one's chunk, so that one is left little beside them; not where many
+        long ones wait, to which that does more harm. See docs/decisions/short-prompts-first.md.
+
+        Returns:
+            Tokens to leave beside the first of few long ones: who comes while the step runs waits for its end, too.
+        """
+        least, budget = self.config.least_prefill, draft.budget
+        short, long = self._admissions.passing(partial)
+        if not short:
+            return budget // 4 if 0 < long <= _FEW_LONG and draft.has_chunks else 0
+        small = long <= _LONG_FOR_A_SHORT * len(short)
+        kept = max(least, min(self.config.long_beside_short, budget // 2) if small else budget // 2)
+        added = False
+        for sequence in short:
+            if draft.budget - kept < max(self.config.short_prefill, least):
+                break
+            if sequence.slot:
+                partial.remove(sequence)
+            else:
+                admission = self._admit(draft, sequence)
+                if admission is Admission.BLOCKED:
+                    break
+                if admission is Admission.DEFERRED:
+                    continue
+                if not sequence.short:  # what it would have gone on from had to give way to it
+                    insort(partial, sequence, key=lambda one: one.rank)
+                    continue
+            self._add_chunk(draft, sequence)
+            added = True
+        if added and small:
+            draft.budget = min(draft.budget, kept)
+        return 0
+
+    def _admit(self, draft: Draft, sequence: Sequence) -> Admission:
+        return self._admissions.admit(draft, sequence, alone=not draft.has_chunks and not self._in_flight)
+
+    def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
+        """Plans what the budget allows, with the snapshots that are to be taken on the way."""
+        start = sequence.computed
+        end = self.config.chunk_end(start, sequence.known, draft.budget)
+        snapshots: list[Snapshot] = []
+        for position in sequence.splits:
+            if position > end:
+                break
+            if position <= start:
+                continue
+            taken = self._memory.begin_snapshot(sequence, position, draft.pending)
+            if taken is None:
+                self._sharing.kept(sequence, position)
+                continue
+            snapshots.append(taken)
+            if position < start + FIRST_SNAPSHOT:
+                end = position
+        if end == sequence.known:
+            draft.computed.append(sequence)
+        draft.add(sequence, end, snapshots)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._roster.preempt(sequence)
+        # It gave way to those of better rank, not to short ones of worse rank, which lost theirs just as it did.
+        sequence.held_up = True
+        self._memory.free(sequence, self._in_flight.youngest, keep=True)
+        self._sharing.withdraw(sequence)
+        self._sharing.add(sequence)
+        sequence.preemptions += 1
+        self._preemptions += 1
+
+    # Results.
+
+    def _append(self, sequence: Sequence, token: SampledToken, now: float, updates: list[SequenceUpdate]) -> None:
+        """Takes in a token; appends what to tell of it."""
+        update, ending = sequence.take(token, now)
+        if update is not None:
+            updates.append(update)
+        if ending is not None:
+            updates.append(self._end(sequence, *ending, keep=token.error is None))
+
+    def _end_broken(self, sequence: Sequence) -> SequenceUpdate:
+        error = TemperError("the model produced numbers that are not finite")
+        return self._end(sequence, FinishReason.ERROR, error, keep=False)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: TemperError | None = None,
+        token: SampledToken | None = None,
+        *,
+        keep_tokens: int = 0,
+        keep: bool = True,
+    ) -> SequenceUpdate:
+        """Ends a request.
+
+        Args:
+            keep_tokens: of its output; 0: all.
+            keep: what was computed is sound, and others may go on from it.
+        """
+        self._roster.remove(sequence)
+        node = self._memory.free(sequence, self._in_flight.youngest, keep=keep)
+        self._sharing.withdraw(sequence)
+        self._sharing.remove(sequence)
+        if node is not None and sequence.request.session is not None:
+            self.sessions.ended(sequence.request.session, node, sequence.request.pin.version)
+        if keep_tokens > 0:
+            sequence.cut(keep_tokens)
+        return sequence.last_update(reason, error, token)

@@ -1,0 +1,380 @@
+"""Blocks, slots and cached histories of sequences: the one place that gives memory to them and takes it back."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
+
+from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
+from services.engine.kv_cache.radix_tree import Node, Path, Pending
+from services.engine.kv_cache.snapshot_policy import SnapshotPolicy, interval
+from services.engine.kv_cache.state_pool import SlotPool
+from services.engine.kv_offload.connector import StoredHistories
+from services.engine.kv_offload.messages import TOKEN_BYTES, Event, Job, Tiers
+from services.engine.scheduler.config import SchedulerConfig
+from services.engine.scheduler.sequence import Sequence
+from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, BlockCopy, StateCopy
+
+
+class Room(enum.Enum):
+    """Whether a sequence can start."""
+
+    THERE = enum.auto()
+    """It has its memory."""
+    NONE = enum.auto()
+    """There is too little."""
+    COMING = enum.auto()
+    """What it goes on from is being loaded from a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A prefix hit: what is copied into the sequence's own slot and block, held until that has happened."""
+
+    node: Node
+    state: StateCopy
+    block: BlockCopy | None
+    """None: the snapshot is at the end of a block."""
+    held: SequenceABC[int]
+    """The source's blocks that the sequence does not share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A slot that a sequence's state is copied to once it has computed the first ``position`` tokens of its prompt."""
+
+    sequence: Sequence
+    position: int
+    node: Node
+    slot: int
+
+
+class SequenceMemory:
+    """What live sequences hold, and what is kept of their histories. Live ones take precedence over what is kept.
+
+    Args:
+        tiers: what keeps more than the device; None: nothing does.
+    """
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], tiers: Tiers | None = None) -> None:
+        self._block_size = config.block_size
+        self._caching = config.prefix_cache
+        self._unit = config.prefill_alignment
+        self._least_tail = config.least_tail
+        self._speculative = config.speculative
+        self._clock = clock
+        self.cost = ComputeCost(config.token_seconds, config.attention_cost)
+        self._blocks = BlockPool(config.num_blocks)
+        self._slots = SlotPool(config.num_slots)
+        sizes = Sizes(config.block_bytes, config.slot_bytes)
+        self._cache = PrefixCache(
+            self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload=self._reload
+        )
+        self.stored: StoredHistories | None = None
+        if tiers is not None:
+            self.stored = StoredHistories(
+                self._cache, self._blocks, self._slots, tiers, self.cost, share=config.load_share
+            )
+        self._policy = SnapshotPolicy(
+            unit=self._unit,
+            gap=math.lcm(self._unit, max(config.block_size, FIRST_SNAPSHOT)),
+            interval=config.snapshot_interval or interval(config.slot_bytes, config.block_bytes / config.block_size),
+        )
+
+    @property
+    def blocks(self) -> BlockPool:
+        """For counting."""
+        return self._blocks
+
+    @property
+    def cache(self) -> PrefixCache:
+        """For sessions."""
+        return self._cache
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.total
+
+    @property
+    def num_snapshots(self) -> int:
+        return self._cache.num_snapshots
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def could_hold(self, tokens: int, spare_blocks: int) -> bool:
+        """Whether a sequence of so many tokens finds its blocks, if cached ones are given up, and as many as are to
+        stay free beyond that; whatever it goes on from."""
+        # One more for the block that a prefix ends inside of, which is held until it has been copied.
+        return self.blocks_for(tokens) + 1 + spare_blocks <= self._blocks.free + self._blocks.idle
+
+    def reusable(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that may come from the cache: those that leave something to compute, and all rows that
+        are to be read."""
+        if not self._caching:
+            return 0
+        end = max(0, sequence.known - self._least_tail)
+        return end if sequence.reading is None else min(end, sequence.reading.reusable)
+
+    def matched(self, sequence: Sequence, limit: int) -> int:
+        """Tokens of a waiting sequence that the device has now."""
+        node = None if limit == 0 else self._cache.hit(self._find(sequence), limit, self._unit)
+        return 0 if node is None else node.end
+
+    def _find(self, sequence: Sequence) -> Path:
+        """As far as a waiting sequence's history is known; only what has changed since the last time is compared."""
+        sequence.path = self._cache.tree.find(sequence.space, sequence.history(), sequence.path)
+        return sequence.path
+
+    def start(
+        self, sequence: Sequence, spare_blocks: int, shared: Iterable[int], *, last_resort: bool
+    ) -> tuple[Room, Restore | None]:
+        """Gives a sequence a slot and the blocks of all its known tokens, those of a cached history first.
+
+        Args:
+            spare_blocks: how many must stay free beyond that.
+            shared: positions of its prompt where others go on, see SnapshotPolicy.
+            last_resort: nothing else runs: even the history that would be hit may give way.
+
+        Returns:
+            Whether there was enough, and the prefix hit, if any.
+        """
+        limit = self.reusable(sequence)
+        path = Path() if limit == 0 else self._find(sequence)
+        return self._start(sequence, path, limit, spare_blocks, shared, last_resort=last_resort)
+
+    def _start(
+        self,
+        sequence: Sequence,
+        path: Path,
+        limit: int,
+        spare_blocks: int,
+        shared: Iterable[int],
+        *,
+        last_resort: bool,
+    ) -> tuple[Room, Restore | None]:
+        """See start(); ``path`` is as far as the sequence's history is known."""
+        node = self._cache.hit(path, limit, self._unit)
+        table: list[int] = []
+        if node is not None:
+            # Held before anything is evicted to make room.
+            table = self._cache.table(path.nodes[: path.nodes.index(node) + 1])
+            self._cache.pin(node)
+            self._blocks.share(table)
+        whole = 0 if node is None else node.end // self._block_size
+        needed = self.blocks_for(sequence.known) - whole
+        coming = self._is_coming(sequence, path, node, limit)
+        slot = None
+        if not coming and self._reserve(needed + spare_blocks):
+            slot = self._take_slot()
+        if slot is None:
+            if node is not None:
+                self._blocks.release(table)
+                self._cache.unpin(node)
+            if coming:
+                return Room.COMING, None
+            if last_resort and node is not None:
+                return self._start(sequence, Path(), limit, spare_blocks, shared, last_resort=False)
+            return Room.NONE, None
+        sequence.slot = slot
+        sequence.path = None
+        if self._speculative and sequence.guessable:
+            sequence.spare_slot = self._take_slot() or 0
+        sequence.blocks = [*table[:whole], *self._blocks.take(needed)]
+        sequence.computed = 0 if node is None else node.end
+        sequence.splits = self._splits(sequence, path, limit, shared)
+        if node is None:
+            return Room.THERE, None
+        self._cache.touch(node)
+        if self.stored is not None:
+            self.stored.used(node)
+        block = BlockCopy(table[whole], sequence.blocks[whole]) if table[whole:] else None
+        return Room.THERE, Restore(node, StateCopy(node.slot, slot), block, table[whole:])
+
+    def _splits(self, sequence: Sequence, path: Path, limit: int, shared: Iterable[int]) -> tuple[int, ...]:
+        """Where to take snapshots of the prompt on the way."""
+        last = min(limit, len(sequence.request.prompt_token_ids) - self._least_tail)
+        if last < 2 * self._block_size:
+            return ()
+        # Where it leaves the way of another history, others may as well.
+        branch = (path.shared,) if path.shared > sequence.computed else ()
+        return self._policy.positions(sequence.computed, last, (*shared, *branch), sequence.request.boundaries)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Gives a sequence the block of its newest token, if it lacks it; False if there is none."""
+        return self._grow(sequence, sequence.known)
+
+    def grow_for_guess(self, sequence: Sequence) -> bool:
+        """Same, for a guess behind it."""
+        return self._grow(sequence, sequence.known + 1)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        if tokens <= len(sequence.blocks) * self._block_size:
+            return True
+        if not self._reserve(1):
+            return False
+        sequence.blocks += self._blocks.take(1)
+        return True
+
+    def free(self, sequence: Sequence, pending: Pending | None, *, keep: bool) -> Node | None:
+        """Takes everything back.
+
+        Args:
+            pending: of the youngest step in flight, None if there is none.
+            keep: what it has computed is kept as a snapshot, without a copy: its slot is that from now on.
+
+        Returns:
+            The snapshot's node.
+        """
+        node = None
+        history = sequence.history()
+        computed = sequence.computed
+        # States behind answers were computed token by token, not in tiles: where bits matter, they are not the same.
+        least = 1 if sequence.request.session is not None else 2 * self._block_size
+        worthwhile = self._caching and self._unit == 1 and computed >= least and sequence.request.pooling is None
+        if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
+            tokens = history[: computed * TOKEN_BYTES]
+            node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
+            node.passing = sequence.request.sampling.forces
+            sequence.slot = 0
+            if pending is None:
+                self.confirmed(node)
+        self._blocks.release(sequence.blocks)
+        for slot in (sequence.slot, sequence.spare_slot):
+            if slot:
+                self._slots.release(slot)
+        # A plan in flight may still look at the old list.
+        sequence.blocks = []
+        sequence.slot = sequence.spare_slot = 0
+        sequence.guess = -1
+        sequence.computed = 0
+        return node
+
+    def restored(self, restore: Restore) -> None:
+        """The copies have been made, or never will be."""
+        self._blocks.release(restore.held)
+        self._cache.unpin(restore.node)
+
+    def begin_snapshot(self, sequence: Sequence, position: int, pending: Pending) -> Snapshot | None:
+        """A slot for a snapshot; None if there is one of this history already or live sequences need all slots."""
+        tokens = sequence.prompt[: position * TOKEN_BYTES]
+        path = self._cache.tree.find(sequence.space, tokens)
+        if path.nodes and path.nodes[-1].end == position and path.nodes[-1].slot:
+            return None
+        slot = self._take_slot()
+        if slot is None:
+            return None
+        node = self._cache.insert(sequence.space, tokens, sequence.blocks, slot, pending)
+        node.passing = sequence.request.sampling.forces
+        # The step that is being planned writes it.
+        self._cache.pin(node)
+        return Snapshot(sequence, position, node, slot)
+
+    def end_snapshot(self, snapshot: Snapshot) -> None:
+        """The step that writes it is no longer in flight."""
+        self._cache.unpin(snapshot.node)
+
+    def confirm(self, pending: Pending) -> None:
+        """A step has run: what it computed can be used."""
+        for node in self._cache.confirm(pending):
+            self.confirmed(node)
+
+    def confirmed(self, node: Node) -> None:
+        """A snapshot can be used."""
+        if self.stored is not None:
+            self.stored.offer(node)
+
+    def discard(self, pending: Pending) -> None:
+        """A step has failed."""
+        self._cache.discard(pending)
+
+    def clear_cache(self) -> None:
+        self._cache.clear()
+
+    def check(self, sequences: Iterable[Sequence], restores: Iterable[Restore]) -> None:
+        """Compares the books with what running sequences and restores under way hold.
+
+        Raises:
+            IntegrityError: something is leaked, shared or lost.
+        """
+        running = list(sequences)
+        held = [block for sequence in running for block in sequence.blocks]
+        held += [block for restore in restores for block in restore.held]
+        slots = [slot for sequence in running for slot in (sequence.slot, sequence.spare_slot) if slot]
+        copied: list[int] = []
+        if self.stored is not None:
+            copied += self.stored.held_blocks()
+            slots += self.stored.held_slots()
+            self.stored.check()
+        self._blocks.check(held, self._cache.held_blocks(), copied)
+        self._slots.check([*slots, *self._cache.held_slots()])
+
+    # Tiers.
+
+    def take_jobs(self) -> list[Job]:
+        """What the tiers are to do when all steps planned so far have been launched."""
+        return [] if self.stored is None else self.stored.take_jobs()
+
+    def take_events(self, events: SequenceABC[Event]) -> list[Node]:
+        """What the tiers have done; returns where they have a copy more."""
+        return [] if self.stored is None else self.stored.take(events)
+
+    @property
+    def copying(self) -> bool:
+        """Whether the tiers have blocks in hand: a load or a save is under way."""
+        return self.stored is not None and self.stored.copying
+
+    def is_loading(self, ticket: int) -> bool:
+        return self.stored is not None and self.stored.is_loading(ticket)
+
+    def _is_coming(self, sequence: Sequence, path: Path, hit: Node | None, limit: int) -> bool:
+        """Whether a sequence waits for what a tier has of its history; begins the load if it is worth while."""
+        if self.stored is None or sequence.load_tried or not path.nodes:
+            return False
+        wanted = self.stored.better(path, hit, limit, self._unit)
+        if wanted is None:
+            return False
+        sequence.load_tried = True
+        ticket = self.stored.ticket(wanted.node)
+        if not ticket:
+            slot = self._take_slot()
+            if slot is None:
+                return False
+            ticket = self.stored.load(path, wanted, self._take_blocks, slot)
+            if not ticket:
+                self._slots.release(slot)
+                return False
+        sequence.ticket, sequence.load_tier, sequence.loaded_tokens = ticket, wanted.tier, wanted.node.end
+        sequence.load_patience = wanted.patience
+        return True
+
+    def give_up(self, ticket: int) -> None:
+        """Nobody waits for a load any more."""
+        if self.stored is not None:
+            self.stored.give_up(ticket)
+
+    def _take_blocks(self, count: int) -> list[int] | None:
+        return self._blocks.take(count) if self._reserve(count) else None
+
+    def _reload(self, node: Node) -> float | None:
+        return None if self.stored is None else self.stored.reload(node)
+
+    def _reserve(self, count: int) -> bool:
+        """Whether ``count`` blocks are free, after giving up cached ones if that is what it takes."""
+        if count > self._blocks.free + self._blocks.idle:
+            return False
+        while self._blocks.free < count:
+            if not self._cache.evict_blocks():
+                return False
+        return True
+
+    def _take_slot(self) -> int | None:
+        slot = self._slots.take()
+        if slot is None and self._cache.evict_slot():
+            slot = self._slots.take()
+        return slot

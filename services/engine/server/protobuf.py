@@ -1,0 +1,232 @@
+"""Protobuf messages to the engine's own types and back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from services.common import tracing
+from services.common.errors import InvalidRequest
+from services.common.names import check_adapter_name
+from services.common.pb import engine_pb2 as pb
+from services.engine.loop.kept_completions import Rollout
+from services.engine.loop.ports import Submission
+from services.engine.requests.constraint import Constraint, ConstraintKind, Thinking
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.prompt_scoring import PromptScores
+from services.engine.requests.request import FinishReason, Pooling, SamplingParams
+from services.engine.requests.sessions import SessionName, check_session
+from services.engine.server.errors import to_message
+
+FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+
+_POOLINGS = {pb.POOLING_UNSPECIFIED: None, pb.POOLING_LAST: Pooling.LAST, pb.POOLING_MEAN: Pooling.MEAN}
+
+_MAX_REQUEST_ID = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterChoice:
+    """What a request asked for: attached, base (name is None) or a name with or without a version."""
+
+    attached: bool = False
+    name: str | None = None
+    version: int | None = None
+    """None: the current one."""
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """Reads sampling parameters; fields whose zero is no value (top_p, repetition_penalty, max_tokens) default.
+
+    Raises:
+        InvalidRequest: a value is out of range.
+    """
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else None,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        max_tokens=message.max_tokens,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        constraint=constraint(message.constraint) if message.HasField("constraint") else None,
+        thinking=thinking(message.thinking) if message.HasField("thinking") else None,
+    )
+
+
+def constraint(message: pb.Constraint) -> Constraint:
+    """Reads what the output must look like; whether it can be compiled is for the compiler to say.
+
+    Raises:
+        InvalidRequest: it is of no kind, or of one that this engine does not know.
+    """
+    param = message.param or "constraint"
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest(f"{param}: the constraint is of no kind that this engine knows", param=param)
+    source = message.choices.texts if kind == "choices" else (getattr(message, kind),)
+    return Constraint(ConstraintKind(kind), tuple(source), param)
+
+
+def thinking(message: pb.Thinking) -> Thinking:
+    """Reads where the reasoning ends.
+
+    Raises:
+        InvalidRequest: the closing tokens do not close it.
+    """
+    budget = message.budget if message.HasField("budget") else None
+    call = message.call_token_id if message.HasField("call_token_id") else None
+    return Thinking(message.end_token_id, budget, tuple(message.closing_token_ids), call)
+
+
+def submission(message: pb.GenerateRequest, vocab_size: int) -> Submission:
+    """Reads a request. Whether it fits the context is for the loop to say; a matcher, if it needs one, is to follow.
+
+    Raises:
+        InvalidRequest: a value is out of range; ``param`` names it.
+    """
+    sampling = sampling_params(message.sampling)
+    _check_ids(message, sampling, vocab_size)
+    return Submission(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling,
+        adapter=adapter_choice(message),
+        deadline=monotonic_deadline(message),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+        keep_rollout=message.keep_rollout,
+        owner=message.owner,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        prompt_logprobs_from=message.prompt_logprobs_from,
+        pooling=_pooling(message),
+        traceparent=tracing.checked(message.traceparent),
+        session=session_name(message.session) if message.HasField("session") else None,
+        boundaries=tuple(message.boundaries),
+    )
+
+
+def session_name(message: pb.SessionRef) -> SessionName:
+    """Reads which session is meant.
+
+    Raises:
+        InvalidRequest: no session can have this name.
+    """
+    name = SessionName(message.owner, message.name)
+    check_session(name)
+    return name
+
+
+def _pooling(message: pb.GenerateRequest) -> Pooling | None:
+    if message.pooling not in _POOLINGS:
+        raise InvalidRequest(f"pooling has no value {message.pooling}", param="pooling")
+    return _POOLINGS[message.pooling]
+
+
+def _check_ids(message: pb.GenerateRequest, sampling: SamplingParams, vocab_size: int) -> None:
+    if not message.request_id or len(message.request_id) > _MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id must have 1 to {_MAX_REQUEST_ID} characters", param="request_id")
+    prompt = message.prompt_token_ids
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", param="prompt")
+    if max(prompt) >= vocab_size:
+        raise InvalidRequest(f"prompt token id {max(prompt)} is outside the vocabulary of {vocab_size}", param="prompt")
+    reasoning = sampling.thinking
+    closing = () if reasoning is None else reasoning.closing
+    call = () if reasoning is None or reasoning.call_token_id is None else (reasoning.call_token_id,)
+    for name, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("thinking", (*closing, *call)),
+    ):
+        wrong = [token for token in ids if token >= vocab_size]
+        if wrong:
+            raise InvalidRequest(f"{name}: token id {wrong[0]} is outside the vocabulary of {vocab_size}", param=name)
+
+
+def adapter_choice(message: pb.GenerateRequest) -> AdapterChoice:
+    """Reads the adapter reference; without one the request takes what is attached.
+
+    Raises:
+        InvalidRequest: the name is malformed.
+    """
+    kind = message.adapter.WhichOneof("ref")
+    if kind == "named":
+        named = message.adapter.named
+        return AdapterChoice(name=check_adapter_name(named.name), version=named.version or None)
+    return AdapterChoice(attached=kind != "base")
+
+
+def monotonic_deadline(message: pb.GenerateRequest) -> float | None:
+    """The deadline on this process's monotonic clock, seconds."""
+    if message.deadline_unix_ms <= 0:
+        return None
+    return time.monotonic() + message.deadline_unix_ms / 1000 - time.time()
+
+
+def update_message(update: SequenceUpdate) -> pb.Update:
+    """What one step added to one request, for the wire."""
+    token = update.token
+    first = update.adapter is not None or update.cached_tokens is not None
+    if token is not None and token.logprob is None and update.finish_reason is None and not first:
+        # Most updates; one call is several times cheaper than setting fields one by one.
+        return pb.Update(
+            request_id=update.request_id, token_ids=(token.token_id,), sampling_logprobs=(token.sampling_logprob,)
+        )
+    message = pb.Update(request_id=update.request_id)
+    if token is not None:
+        message.token_ids.append(token.token_id)
+        message.sampling_logprobs.append(token.sampling_logprob)
+        if token.logprob is not None:
+            message.logprobs.append(token.logprob)
+            message.top_logprobs.add(token_ids=token.top_ids, logprobs=token.top_logprobs)
+    if update.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[update.finish_reason]
+    if update.error is not None:
+        message.error.CopyFrom(to_message(update.error))
+    if update.cached_tokens is not None:
+        message.cached_tokens = update.cached_tokens
+    if update.adapter is not None:
+        message.adapter = update.adapter
+    if update.prompt is not None:
+        message.prompt_logprobs.CopyFrom(_prompt_logprobs(update.prompt))
+    if update.embedding is not None:
+        message.embedding.extend(update.embedding.tolist())
+    if update.kept:
+        message.kept = True
+    return message
+
+
+def _prompt_logprobs(scores: PromptScores) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        logprobs=scores.logprobs.tolist(),
+        ranks=scores.ranks.tolist(),
+        top_token_ids=scores.top_ids.reshape(-1).tolist(),
+        top_logprobs=scores.top_logprobs.reshape(-1).tolist(),
+    )
+
+
+def rollout_message(rollout: Rollout) -> pb.Rollout:
+    """A remembered completion, for the wire."""
+    return pb.Rollout(
+        completion_id=rollout.completion_id,
+        prompt_token_ids=rollout.prompt_token_ids,
+        token_ids=rollout.token_ids,
+        sampling_logprobs=rollout.sampling_logprobs,
+        temperature=rollout.temperature,
+        adapter=rollout.adapter,
+        finish_reason=FINISH_REASONS[rollout.finish_reason],
+        owner=rollout.owner,
+    )

@@ -1,0 +1,364 @@
+"""The engine's gRPC services. One asyncio thread; the loop hands it the updates of a step with one call a stream.
+
+Nothing here computes: requests become submissions of the loop, updates become frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+from grpc import aio
+from grpc_health.v1 import health_pb2_grpc
+
+from services.common.errors import InvalidRequest, TemperError, Unavailable
+from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
+from services.common.pb import engine_pb2 as pb
+from services.common.text.tokenizer import TextCodec
+from services.common.tls import Certificates
+from services.common.tracing import NO_TRACER, Tracer
+from services.engine.adapters.manager import AdapterManager
+from services.engine.constraints.compiler import ConstraintCompiler
+from services.engine.loop.loop import EngineLoop
+from services.engine.loop.ports import Submission
+from services.engine.models.lora import BoundAdapter
+from services.engine.observability.call_traces import CallTraces
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason
+from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
+from services.engine.server.protobuf import rollout_message, submission, update_message
+
+_CHUNK_BYTES = 1024 * 1024
+_MAX_ADAPTER_BYTES = 4 * 1024**3
+_SYNC_SECONDS = 60.0
+_MAX_BACKLOG = 65536
+"""Updates that a stream may leave unread before it is cut off."""
+
+log = structlog.get_logger(__name__)
+_Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the services speak for."""
+
+    loop: EngineLoop
+    adapters: AdapterManager
+    bind: Callable[[Mapping[str, bytes]], BoundAdapter]
+    """Reads an adapter's files strictly; raises AdapterRejected."""
+    constraints: ConstraintCompiler
+    codec: TextCodec
+    model: pb.Model
+    max_waiting: int
+    job_id: Callable[[], str]
+    """The running training job, empty when idle."""
+    sessions: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
+    """Of training: this process's instance id, open sessions and how many there may be."""
+
+
+class _Stream:
+    """One client's requests and the way back to it. Called by the loop thread with the updates of a step."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._events = asyncio.get_running_loop()
+        self._pending: deque[list[SequenceUpdate]] = deque()
+        self._backlog = 0
+        self._arrived = asyncio.Event()
+        self._live: set[str] = set()
+        self._compiling: dict[str, asyncio.Task[None]] = {}
+        """Of the live ones, those whose constraint is being compiled: the loop does not have them yet."""
+        self._closed = False
+        self._overrun = False
+
+    def __call__(self, updates: list[SequenceUpdate]) -> None:
+        self._events.call_soon_threadsafe(self._step_done, updates)
+
+    def _step_done(self, updates: list[SequenceUpdate]) -> None:
+        self._live.difference_update(update.request_id for update in updates if update.finish_reason is not None)
+        self._receive(updates)
+
+    def _receive(self, updates: list[SequenceUpdate]) -> None:
+        self._pending.append(updates)
+        self._backlog += len(updates)
+        self._overrun = self._overrun or self._backlog > _MAX_BACKLOG
+        self._arrived.set()
+
+    def close(self) -> None:
+        """No more submissions follow."""
+        self._closed = True
+        self._arrived.set()
+
+    def abort_all(self) -> None:
+        for task in self._compiling.values():
+            task.cancel()
+        self._serving.loop.abort_all(self)
+
+    def submit(self, message: pb.GenerateRequest) -> None:
+        """Hands a request to the loop, when its constraint is compiled; what is wrong with it comes back as its only
+        update."""
+        name = message.request_id
+        try:
+            if name in self._live:
+                raise InvalidRequest(f"request_id {name!r} is in use", param="request_id")
+            asked = submission(message, self._serving.model.vocab_size)
+            if asked.sampling.masked:
+                self._compiling[name] = asyncio.create_task(self._compile(asked))
+            else:
+                self._serving.loop.submit(asked, self)
+        except Exception as error:
+            self._receive([_refusal(name, error)])
+        else:
+            self._live.add(name)
+
+    async def _compile(self, asked: Submission) -> None:
+        """Hands a request to the loop once there is a matcher for it."""
+        name = asked.request_id
+        try:
+            matcher = await self._serving.constraints.matcher(asked.sampling)
+            self._serving.loop.submit(replace(asked, matcher=matcher), self)
+        except Exception as error:
+            self._step_done([_refusal(name, error)])
+        finally:
+            if self._compiling.get(name) is asyncio.current_task():
+                del self._compiling[name]
+
+    def abort(self, message: pb.AbortRequest) -> None:
+        """Ends a request of this client; with keep_tokens its rollout stays, cut where the gateway ended the text."""
+        task = self._compiling.pop(message.request_id, None)
+        if task is not None:
+            task.cancel()
+            self._step_done([SequenceUpdate(message.request_id, finish_reason=FinishReason.ABORT)])
+            return
+        if message.request_id in self._live or message.keep_tokens:
+            told = self if message.keep_tokens else None
+            self._serving.loop.abort(message.request_id, message.keep_tokens, told)
+
+    async def frames(self) -> AsyncIterator[list[SequenceUpdate]]:
+        """The updates of one step after the other, until the client is done and its requests have ended.
+
+        Raises:
+            Unavailable: the client reads too slowly.
+        """
+        while True:
+            while self._pending:
+                updates = self._pending.popleft()
+                self._backlog -= len(updates)
+                if self._overrun:
+                    raise Unavailable(f"more than {_MAX_BACKLOG} updates were left unread")
+                yield updates
+            if self._closed and not self._live:
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+
+def _refusal(name: str, error: Exception) -> SequenceUpdate:
+    """A bug that one request meets must not end the others of its gateway: it is told as any other error."""
+    if not isinstance(error, TemperError):
+        log.error("request could not be submitted", request=name, exc_info=error)
+        error = TemperError(f"{INTERNAL_MESSAGE} ({type(error).__name__})")
+    return SequenceUpdate(name, finish_reason=FinishReason.ERROR, error=error)
+
+
+async def _read(frames: AsyncIterable[pb.ClientFrame], stream: _Stream) -> None:
+    try:
+        async for frame in frames:
+            kind = frame.WhichOneof("frame")
+            if kind == "submit":
+                stream.submit(frame.submit)
+            elif kind == "abort":
+                stream.abort(frame.abort)
+    finally:
+        stream.close()
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """temper.v1.Engine."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Stream(  # noqa: N802 - the protocol's name
+        self, request_iterator: AsyncIterable[pb.ClientFrame], context: _Context
+    ) -> AsyncIterator[pb.EngineFrame]:
+        stream = _Stream(self._serving)
+        await context.send_initial_metadata(())
+        reader = asyncio.create_task(_read(request_iterator, stream))
+        try:
+            async for updates in stream.frames():
+                yield pb.EngineFrame(updates=[update_message(update) for update in updates])
+        except TemperError as error:
+            await context.abort(status_code(error), error.message)
+        finally:
+            reader.cancel()
+            stream.abort_all()
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: _Context
+    ) -> AsyncIterator[pb.Update]:
+        stream = _Stream(self._serving)
+        remaining = context.time_remaining()
+        if remaining is not None and not request.deadline_unix_ms:
+            request.deadline_unix_ms = int((time.time() + remaining) * 1000)
+        try:
+            stream.submit(request)
+            stream.close()
+            async for updates in stream.frames():
+                for update in updates:
+                    if update.error is not None:
+                        await context.abort(status_code(update.error), to_message(update.error).message)
+                    yield update_message(update)
+        finally:
+            stream.abort_all()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.Model:  # noqa: N802, ARG002
+        return self._serving.model
+
+    async def GetTokenizerFiles(  # noqa: N802
+        self,
+        request: pb.GetTokenizerFilesRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> AsyncIterator[pb.FileChunk]:
+        for name, data in self._serving.codec.files.items():
+            for start in range(0, max(len(data), 1), _CHUNK_BYTES):
+                yield pb.FileChunk(name=name, data=data[start : start + _CHUNK_BYTES])
+
+    async def GetStatus(  # noqa: N802
+        self,
+        request: pb.GetStatusRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> pb.EngineStatus:
+        serving = self._serving
+        status = serving.loop.status()
+        counts = status.counts
+        adapters = serving.adapters.snapshot()
+        instance, sessions_open, sessions_max = serving.sessions()
+        return pb.EngineStatus(
+            running=counts.running,
+            waiting=counts.waiting + status.waiting_for_adapters,
+            blocks_used=counts.blocks_used,
+            blocks_total=counts.blocks_total,
+            blocks_cached=counts.blocks_cached,
+            slots_used=counts.slots_used,
+            slots_total=counts.slots_total,
+            draining=not status.accepting,
+            job_id=serving.job_id(),
+            loaded_adapters=[loaded.pin.version for loaded in adapters.loaded],
+            attached_adapter=adapters.attached,
+            max_waiting=serving.max_waiting,
+            instance=instance,
+            sessions_open=sessions_open,
+            sessions_max=sessions_max,
+        )
+
+    async def GetRollouts(  # noqa: N802
+        self,
+        request: pb.GetRolloutsRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> pb.GetRolloutsResponse:
+        found, missing = self._serving.loop.rollouts.get(request.completion_ids)
+        return pb.GetRolloutsResponse(rollouts=[rollout_message(rollout) for rollout in found], missing=missing)
+
+
+class AdaptersService(adapters_pb2_grpc.AdaptersServicer):
+    """temper.v1.Adapters."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Sync(  # noqa: N802
+        self,
+        request: adapters_pb2.SyncRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> adapters_pb2.SyncResponse:
+        adapters = self._serving.adapters
+        remaining = context.time_remaining()
+        timeout = _SYNC_SECONDS if remaining is None else min(remaining, _SYNC_SECONDS)
+        try:
+            await asyncio.to_thread(adapters.sync, None, timeout)
+        except TemperError as error:
+            await context.abort(status_code(error), error.message)
+        snapshot = adapters.snapshot()
+        return adapters_pb2.SyncResponse(
+            attached=snapshot.attached,
+            loaded=[
+                adapters_pb2.LoadedAdapter(
+                    version=loaded.pin.version,
+                    digest=loaded.pin.digest,
+                    slot=loaded.pin.slot,
+                    requests=loaded.requests,
+                )
+                for loaded in snapshot.loaded
+            ],
+        )
+
+    async def Validate(  # noqa: N802
+        self, request_iterator: AsyncIterable[pb.FileChunk], context: _Context
+    ) -> adapters_pb2.ValidateResponse:
+        files: dict[str, bytearray] = {}
+        size = 0
+        async for chunk in request_iterator:
+            size += len(chunk.data)
+            if size > _MAX_ADAPTER_BYTES:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an adapter may have at most 4 GiB")
+            files.setdefault(chunk.name, bytearray()).extend(chunk.data)
+        try:
+            bound = await asyncio.to_thread(self._serving.bind, {name: bytes(data) for name, data in files.items()})
+        except TemperError as error:
+            return adapters_pb2.ValidateResponse(error=to_message(error))
+        return adapters_pb2.ValidateResponse(
+            rank=bound.rank, parameters=sum(t.a.numel() + t.b.numel() for t in bound.targets.values())
+        )
+
+
+def make_server(
+    serving: Serving,
+    health: health_pb2_grpc.HealthServicer,
+    max_message_bytes: int,
+    tracer: Tracer = NO_TRACER,
+) -> aio.Server:
+    """A server with all services, not bound yet."""
+    server = aio.server(
+        interceptors=[CallTraces(tracer)] if tracer.on else None,
+        options=[
+            # A taken port must be an error, not a second listener that gets half of the connections.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", max_message_bytes),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.max_ping_strikes", 0),
+        ],
+    )
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineService(serving), server)
+    adapters_pb2_grpc.add_AdaptersServicer_to_server(AdaptersService(serving), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return server
+
+
+def bind(server: aio.Server, host: str, port: int, certificates: Certificates | None = None) -> int:
+    """Listens, with TLS if there are ``certificates``; returns the port.
+
+    Raises:
+        Unavailable: the port is taken or the address is not ours.
+    """
+    try:
+        if certificates is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", certificates.server_credentials())
+    except RuntimeError as error:
+        raise Unavailable(
+            f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's; "
+            "set TEMPER_GRPC_HOST and TEMPER_GRPC_PORT"
+        ) from error
+    return int(bound)

@@ -1,0 +1,218 @@
+"""Clients' sessions of one engine: asked by any thread, done between two steps of the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
+from services.engine.kv_offload.connector import StoredHistories
+from services.engine.kv_offload.entry_format.header import item_bytes
+from services.engine.kv_offload.manager import TierManager
+from services.engine.kv_offload.messages import Entry, Key, Tier
+from services.engine.kv_offload.sessions import Session
+from services.engine.loop.loop import EngineLoop
+from services.engine.requests.sessions import History, SessionName
+from services.engine.scheduler.scheduler import Scheduler
+from services.engine.server.session_file import Facts, Reader, write
+
+_SECONDS = 30.0
+"""For the loop to come to a boundary."""
+_PERSIST_SECONDS = 120.0
+_MOMENT = 0.005
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A session's history in the tiers."""
+
+    adapter: str
+    requests: int
+    entries: list[Entry]
+
+
+class LoopHistories:
+    """Implements HistoryDesk.
+
+    Args:
+        tiers: None: there are none, and a session is only what the device has.
+        durable: whether a tier outlives the process.
+        clock: that of the loop, seconds.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        tiers: TierManager | None,
+        *,
+        durable: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loop = loop
+        self._tiers = tiers
+        self._durable = durable
+        self._clock = clock
+
+    def list(self, owner: str) -> list[History]:
+        """See HistoryDesk."""
+
+        def read(scheduler: Scheduler) -> list[History]:
+            return [self._history(scheduler, one) for one in scheduler.sessions.of(owner) if one.tip() is not None]
+
+        return self._between_steps(read)
+
+    def get(self, session: SessionName) -> History:
+        """See HistoryDesk."""
+        return self._between_steps(lambda scheduler: self._history(scheduler, _found(scheduler, session)))
+
+    def save(self, session: SessionName) -> History:
+        """See HistoryDesk."""
+        if not self._durable:
+            raise InvalidRequest(
+                "this engine has neither disk nor store to save sessions in: set TEMPER_TIERS to host,disk or "
+                "host,disk,store",
+                param="session",
+            )
+        self._persist(session)
+        return self.get(session)
+
+    def delete(self, session: SessionName) -> None:
+        """See HistoryDesk."""
+
+        def forget(scheduler: Scheduler) -> None:
+            _found(scheduler, session)
+            scheduler.sessions.forget(session)
+
+        self._between_steps(forget)
+
+    def export(self, session: SessionName) -> Iterator[bytes]:
+        """See HistoryDesk."""
+        tiers = self._with_tiers()
+        self._persist(session)
+        chain = self._between_steps(lambda scheduler: _chain(scheduler, session))
+        if not chain.entries:
+            raise NotFound(f"nothing of session {session.name!r} could be brought to the tiers of the engine")
+        facts = Facts(
+            adapter=chain.adapter,
+            requests=chain.requests,
+            sizes=[item_bytes(entry, tiers.layout) for entry in chain.entries],
+        )
+        # The first entry is read now, so that what cannot be had is an answer, not a file that breaks off.
+        first = tiers.read(chain.entries[0].key)
+        return write(facts, [first, *(_later(tiers, entry.key) for entry in chain.entries[1:])])
+
+    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> History:
+        """See HistoryDesk."""
+        tiers = self._with_tiers()
+        reader = Reader(pieces)
+        entries = [tiers.take_in(item) for item in reader.entries()]
+        return self._between_steps(lambda scheduler: self._known(scheduler, session, entries[-1].key, reader.facts))
+
+    def _known(self, scheduler: Scheduler, session: SessionName, key: Key, facts: Facts) -> History:
+        """The session is where the entry ends; what the tiers have told of it has been taken in."""
+        stored = _tiers_of(scheduler)
+        node = stored.node_of(key)
+        if node is None:
+            raise Unavailable("the session did not stay in the tiers: they are too small for it")
+        scheduler.sessions.ended(session, node, facts.adapter)
+        known = _found(scheduler, session)
+        known.requests = facts.requests
+        return self._history(scheduler, known)
+
+    def _persist(self, session: SessionName) -> None:
+        """Brings a session's history to every tier.
+
+        Raises:
+            Unavailable: it could not be written.
+        """
+        done: Future[list[tuple[Key, Tier]]] = Future()
+
+        def begin(scheduler: Scheduler) -> bool:
+            tip = _found(scheduler, session).tip()
+            if tip is None or tip.pending is not None:
+                return False
+            stored = _tiers_of(scheduler)
+            stored.offer(tip, wanted=True)
+            stored.persist(tip, lambda missing: done.set_result(list(missing)))
+            return True
+
+        while not self._between_steps(begin):  # a step that computes the end of it is in flight
+            time.sleep(_MOMENT)
+        try:
+            missing = done.result(_PERSIST_SECONDS)
+        except TimeoutError:
+            raise Unavailable(f"session {session.name!r} was not written in {_PERSIST_SECONDS:g} s") from None
+        if missing:
+            places = ", ".join(sorted({tier.value for _, tier in missing}))
+            raise Unavailable(f"session {session.name!r} could not be written to: {places}; the engine's log says why")
+
+    def _history(self, scheduler: Scheduler, session: Session) -> History:
+        tip = session.tip()
+        sizes: dict[str, int] = {}
+        saved = False
+        if tip is not None:
+            sizes["device"] = scheduler.device_bytes(tip)
+            kept = [] if scheduler.stored is None else scheduler.stored.tiers_of(tip)
+            for entry, tiers in kept:
+                for tier in tiers:
+                    sizes[tier.value] = sizes.get(tier.value, 0) + self._size(entry)
+            durable = {Tier.DISK, Tier.STORE}
+            saved = bool(kept) and kept[-1][0].end == tip.end and all(durable & tiers for _, tiers in kept)
+        since = time.time() - self._clock()
+        return History(
+            session.name,
+            0 if tip is None else tip.end,
+            session.requests,
+            session.adapter,
+            session.created + since,
+            session.used + since,
+            session.expires + since,
+            saved,
+            {place: size for place, size in sizes.items() if size},
+        )
+
+    def _size(self, entry: Entry) -> int:
+        return 0 if self._tiers is None else self._tiers.layout.payload_bytes(entry)
+
+    def _with_tiers(self) -> TierManager:
+        if self._tiers is None:
+            raise InvalidRequest(
+                "this engine keeps nothing outside of its device: set TEMPER_TIERS to host or more", param="session"
+            )
+        return self._tiers
+
+    def _between_steps(self, function: Callable[[Scheduler], _T]) -> _T:
+        future = self._loop.call_with_scheduler(function)
+        try:
+            return future.result(_SECONDS)
+        except TimeoutError:
+            raise Unavailable(f"the engine did not come to it within {_SECONDS:g} s") from None
+
+
+def _found(scheduler: Scheduler, name: SessionName) -> Session:
+    session = scheduler.sessions.get(name)
+    if session is None or session.tip() is None:
+        raise NotFound(f"there is no session {name.name!r} here, or nothing of it is kept any more")
+    return session
+
+
+def _chain(scheduler: Scheduler, name: SessionName) -> _Chain:
+    session = _found(scheduler, name)
+    tip = session.tip()
+    entries = [] if tip is None else [entry for entry, _ in _tiers_of(scheduler).tiers_of(tip)]
+    return _Chain(session.adapter, session.requests, entries)
+
+
+def _tiers_of(scheduler: Scheduler) -> StoredHistories:
+    if scheduler.stored is None:
+        raise TemperError("a session's history is asked for without tiers")
+    return scheduler.stored
+
+
+def _later(tiers: TierManager, key: Key) -> Iterator[bytes]:
+    """Reads an entry when its first piece is asked for."""
+    yield from tiers.read(key)

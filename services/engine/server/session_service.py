@@ -1,0 +1,249 @@
+"""temper.v1.Histories: the desk of clients' sessions over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
+
+import structlog
+from grpc import aio
+
+from services.common.errors import InvalidRequest, Overloaded, TemperError, Unavailable
+from services.common.pb import engine_pb2, histories_pb2_grpc
+from services.common.pb import histories_pb2 as pb
+from services.engine.requests.sessions import History, HistoryDesk, SessionName
+from services.engine.server.errors import INTERNAL_MESSAGE, status_code
+from services.engine.server.protobuf import session_name
+
+_THREADS = 4
+"""Of calls that are short, or wait for disk or store."""
+_TRANSFERS = 4
+"""Exports and imports at a time. Each has a thread until its client has taken or sent the last byte."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+log = structlog.get_logger(__name__)
+
+
+class HistoryService(histories_pb2_grpc.HistoriesServicer):
+    """What the desk does runs in threads of its own: this event loop also carries the tokens of all requests, and a
+    client that sends a file slowly must not keep the threads of others.
+
+    Args:
+        desk: does it.
+    """
+
+    def __init__(self, desk: HistoryDesk) -> None:
+        self._desk = desk
+        self._calls = ThreadPoolExecutor(_THREADS, "histories")
+        self._transfers = ThreadPoolExecutor(_TRANSFERS, "history-files")
+        self._transferring = 0
+
+    def close(self) -> None:
+        """Lets the threads end."""
+        for threads in (self._calls, self._transfers):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def List(  # noqa: N802
+        self, request: pb.ListHistoriesRequest, context: _Context
+    ) -> pb.ListHistoriesResponse:
+        found = await self._call(context, self._desk.list, request.owner)
+        return pb.ListHistoriesResponse(histories=map(history_message, found))
+
+    async def Get(self, request: pb.GetHistoryRequest, context: _Context) -> pb.History:  # noqa: N802
+        return history_message(await self._call(context, lambda: self._desk.get(session_name(request.session))))
+
+    async def Save(self, request: pb.SaveHistoryRequest, context: _Context) -> pb.History:  # noqa: N802
+        return history_message(await self._call(context, lambda: self._desk.save(session_name(request.session))))
+
+    async def Delete(  # noqa: N802
+        self, request: pb.DeleteHistoryRequest, context: _Context
+    ) -> pb.DeleteHistoryResponse:
+        await self._call(context, lambda: self._desk.delete(session_name(request.session)))
+        return pb.DeleteHistoryResponse()
+
+    async def Export(  # noqa: N802
+        self, request: pb.ExportHistoryRequest, context: _Context
+    ) -> AsyncIterator[pb.HistoryChunk]:
+        leaving: _Leaving | None = None
+        try:
+            with self._transfer():
+                leaving = _Leaving(self._transfers, lambda: self._desk.export(session_name(request.session)))
+                try:
+                    # Asked for only when the one before is on its way: the client's pace is the desk's.
+                    while (piece := await leaving.next()) is not None:
+                        yield pb.HistoryChunk(data=piece)
+                finally:
+                    await leaving.close()
+        except Exception as error:  # every error is an answer
+            await _refuse(context, error)
+
+    async def Import(  # noqa: N802
+        self, request_iterator: AsyncIterable[pb.ImportHistoryRequest], context: _Context
+    ) -> pb.History:
+        try:
+            with self._transfer():
+                requests = aiter(request_iterator)
+                first = await anext(requests, None)
+                if first is None or not first.HasField("session"):
+                    raise InvalidRequest("the first message of an import must name the session", param="session")
+                return await self._take_in(session_name(first.session), _Arriving(first, requests))
+        except Exception as error:
+            await _refuse(context, error)
+
+    async def _take_in(self, session: SessionName, arriving: _Arriving) -> pb.History:
+        reading = self._transfers.submit(self._desk.take_in, session, arriving)
+        try:
+            return history_message(await asyncio.wrap_future(reading))
+        finally:
+            arriving.end()
+            await _over(reading)
+
+    async def _call(self, context: _Context, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a function of the desk says, or the call's end with its error."""
+        try:
+            return await asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
+        except Exception as error:
+            await _refuse(context, error)
+
+    @contextmanager
+    def _transfer(self) -> Iterator[None]:
+        """Around an export or import. Raises Overloaded while there are too many."""
+        if self._transferring >= _TRANSFERS:
+            raise Overloaded(
+                f"{self._transferring} sessions are exported or imported at the moment: try again when one has ended",
+                retry_after=5.0,
+            )
+        self._transferring += 1
+        try:
+            yield
+        finally:
+            self._transferring -= 1
+
+
+class _Leaving:
+    """An export, piece by piece.
+
+    Args:
+        threads: it runs in.
+        begin: the desk's export; may block and raise.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, begin: Callable[[], Iterator[bytes]]) -> None:
+        self._threads = threads
+        self._begin = begin
+        self._pieces: Iterator[bytes] | None = None
+        self._asked: concurrent.futures.Future[bytes | None] | None = None
+
+    async def next(self) -> bytes | None:
+        """None: that was all. Raises what the desk raises."""
+        self._asked = self._threads.submit(self._next)
+        return await asyncio.wrap_future(self._asked)
+
+    async def close(self) -> None:
+        """Ends it, wherever it is: the desk may hold something for as long as it runs."""
+        if self._asked is not None:
+            await _over(self._asked)
+        await _over(self._threads.submit(self._close))
+
+    def _next(self) -> bytes | None:
+        if self._pieces is None:
+            self._pieces = self._begin()
+        return next(self._pieces, None)
+
+    def _close(self) -> None:
+        close = getattr(self._pieces, "close", None)  # generators have it
+        if close is not None:
+            close()
+
+
+class _Arriving:
+    """An import, for the thread that reads it: each piece is fetched when it is asked for. Made on the event loop."""
+
+    def __init__(self, first: pb.ImportHistoryRequest, rest: AsyncIterator[pb.ImportHistoryRequest]) -> None:
+        self._first = first
+        self._rest = rest
+        self._events = asyncio.get_running_loop()
+        self._asked: concurrent.futures.Future[pb.ImportHistoryRequest | None] | None = None
+        self._ended = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Raises Unavailable, on its thread: the client went away."""
+        message = self._first
+        while True:
+            if message.data:
+                yield message.data
+            if message.last:
+                return
+            message = self._fetch()
+            if message.HasField("session"):
+                raise InvalidRequest("only the first message of an import names the session", param="session")
+
+    def end(self) -> None:
+        """Nothing more is fetched; a thread that waits for a piece goes on with an error."""
+        self._ended = True
+        if self._asked is not None:
+            self._asked.cancel()
+
+    def _fetch(self) -> pb.ImportHistoryRequest:
+        asked = self._asked = asyncio.run_coroutine_threadsafe(self._next(), self._events)
+        if self._ended:
+            asked.cancel()
+        try:
+            message = asked.result()
+        except concurrent.futures.CancelledError:
+            message = None
+        if message is None:  # a client that goes away looks like one that has sent all, hence `last`
+            raise Unavailable("the import was broken off")
+        return message
+
+    async def _next(self) -> pb.ImportHistoryRequest | None:
+        return await anext(self._rest, None)
+
+
+async def _over(work: concurrent.futures.Future[Any]) -> None:
+    """Waits until a thread is done with something, however that ends, and also while this task is cancelled: what it
+    uses is given back only then."""
+    ended = asyncio.wrap_future(work)
+    ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # somebody else tells of it
+    waiting = asyncio.ensure_future(asyncio.wait([ended]))
+    cancelled: asyncio.CancelledError | None = None
+    while not waiting.done():
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _refuse(context: _Context, error: Exception) -> NoReturn:
+    """Ends a call with an error; a bug is logged and shows nothing of our insides."""
+    if isinstance(error, TemperError):
+        await context.abort(status_code(error), error.message)
+    log.error("a call about a session failed", exc_info=error)
+    await context.abort(status_code(error), INTERNAL_MESSAGE)
+
+
+def history_message(history: History) -> pb.History:
+    """What is kept of a session, for the wire."""
+    return pb.History(
+        session=engine_pb2.SessionRef(owner=history.session.owner, name=history.session.name),
+        tokens=history.tokens,
+        requests=history.requests,
+        adapter=history.adapter,
+        created_unix_ms=_milliseconds(history.created),
+        used_unix_ms=_milliseconds(history.used),
+        expires_unix_ms=_milliseconds(history.expires),
+        saved=history.saved,
+        bytes=history.sizes,
+    )
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)

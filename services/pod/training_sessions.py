@@ -1,0 +1,151 @@
+"""temper.v1.Sessions: the desk of training sessions over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import structlog
+from grpc import aio
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from services.common.errors import InvalidRequest, TemperError, Unavailable
+from services.common.pb import sessions_pb2 as pb
+from services.common.pb import sessions_pb2_grpc
+from services.common.sessions import OpenSession, future_session
+from services.engine.server.errors import to_message
+from services.trainer.api_sessions.call_queue import CallState
+from services.trainer.api_sessions.manager import SessionDesk
+from services.trainer.api_sessions.session import FutureView
+
+_Context: TypeAlias = "aio.ServicerContext[Any, Any]"
+_LONGEST_WAIT = 120.0
+_OPEN_SECONDS = 120.0
+_STATES = {
+    CallState.PENDING: pb.FUTURE_STATE_PENDING,
+    CallState.DONE: pb.FUTURE_STATE_DONE,
+    CallState.FAILED: pb.FUTURE_STATE_FAILED,
+}
+
+log = structlog.get_logger(__name__)
+
+
+class SessionsService(sessions_pb2_grpc.SessionsServicer):
+    """What blocks or takes long runs in threads: this event loop also carries the tokens of all requests."""
+
+    def __init__(self, desk: SessionDesk) -> None:
+        self._desk = desk
+
+    async def Open(self, request: pb.OpenSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
+        try:
+            name, opened = self._desk.open(_parse(request.request_json), request.owner)
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(opened), _OPEN_SECONDS)
+            except BaseException:  # also when the client has gone: nobody would know of the session
+                self._desk.abandon(name)
+                raise
+            return _session(self._desk.get(name))
+        except TimeoutError:
+            busy = Unavailable(f"the trainer did not get to opening a session in {_OPEN_SECONDS:g} s", retry_after=10.0)
+            return pb.SessionAnswer(error=to_message(busy))
+        except Exception as error:  # every error is an answer
+            return pb.SessionAnswer(error=to_message(_logged(error)))
+
+    async def Get(self, request: pb.GetSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
+        try:
+            self._desk.check_owner(request.id, request.owner)
+            return _session(self._desk.get(request.id))
+        except Exception as error:
+            return pb.SessionAnswer(error=to_message(_logged(error)))
+
+    async def List(  # noqa: N802
+        self,
+        request: pb.ListSessionsRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> pb.ListSessionsResponse:
+        found = self._desk.open_sessions(request.owner)
+        return pb.ListSessionsResponse(session_json=[to_json(described) for described in found])
+
+    async def Close(self, request: pb.CloseSessionRequest, context: _Context) -> pb.SessionAnswer:  # noqa: N802, ARG002
+        try:
+            self._desk.check_owner(request.id, request.owner)
+            described = _session(self._desk.get(request.id))
+            self._desk.close(request.id)
+        except Exception as error:
+            return pb.SessionAnswer(error=to_message(_logged(error)))
+        return described
+
+    async def Submit(self, request: pb.SubmitCallRequest, context: _Context) -> pb.FutureAnswer:  # noqa: N802, ARG002
+        try:
+            self._desk.check_owner(request.session, request.owner)
+            view = await asyncio.to_thread(self._desk.submit, request.session, request.call_json)
+        except Exception as error:
+            return pb.FutureAnswer(error=to_message(_logged(error)))
+        return pb.FutureAnswer(future=_future(view))
+
+    async def Wait(self, request: pb.WaitFutureRequest, context: _Context) -> pb.FutureAnswer:  # noqa: N802
+        try:
+            self._desk.check_owner(future_session(request.id) or "", request.owner)
+            view = self._desk.look(request.id)
+            if view.state is CallState.PENDING and request.wait_ms:
+                seconds = min(request.wait_ms / 1000, _LONGEST_WAIT)
+                if (left := context.time_remaining()) is not None:
+                    seconds = min(seconds, left)
+                await self._ended(request.id, seconds)
+                view = self._desk.look(request.id)
+        except Exception as error:
+            return pb.FutureAnswer(error=to_message(_logged(error)))
+        return pb.FutureAnswer(future=_future(view))
+
+    async def _ended(self, future: str, seconds: float) -> None:
+        """Waits until the call has ended, or so long."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def told() -> None:
+            loop.call_soon_threadsafe(ended.set)
+
+        if not self._desk.watch(future, told):
+            return
+        try:
+            await asyncio.wait_for(ended.wait(), seconds)
+        except TimeoutError:
+            return
+        finally:
+            self._desk.unwatch(future, told)
+
+
+def _parse(request_json: bytes) -> OpenSession:
+    return OpenSession.model_validate_json(request_json)
+
+
+def _session(described: dict[str, Any]) -> pb.SessionAnswer:
+    return pb.SessionAnswer(session_json=to_json(described))
+
+
+def _future(view: FutureView) -> pb.Future:
+    message = pb.Future(
+        id=view.id,
+        session=view.session,
+        seq=view.seq,
+        operation=view.kind,
+        state=_STATES[view.state],
+        running=view.running,
+        ahead=view.ahead,
+        missing_seq=view.missing or 0,
+        result_json=view.result or b"",
+    )
+    if view.error is not None:
+        message.error.CopyFrom(to_message(view.error))
+    return message
+
+
+def _logged(error: Exception) -> Exception:
+    """The error as a client may see it; a bug is logged here."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return InvalidRequest(f"{where}: {first['msg']}" if where else str(first["msg"]), param=where or None)
+    if not isinstance(error, TemperError):
+        log.error("session call failed", exc_info=error)
+    return error

@@ -1,0 +1,93 @@
+"""What the trainer needs from the engine it lives beside; the pod (services/pod) wires the two together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from services.common.names import AdapterVersion
+from services.common.text.tokenizer import TextCodec
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.trainer.host.rollouts import RolloutSource
+from services.trainer.memory.budget import TrainingLedger
+from services.trainer.rewards.webhook import Webhooks
+
+
+class ComputeGate(Protocol):
+    """Shares the device between decode steps and training slices."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Held while the trainer computes; entering waits for the engine's turn to end."""
+        ...
+
+    def give_way(self) -> None:
+        """Called inside training() between layers: lets waiting engine steps run first, within the latency budget."""
+        ...
+
+
+class PolicyHost(Protocol):
+    """The serving side of a pod, as the trainer sees it."""
+
+    @property
+    def model(self) -> Qwen3_5:
+        """The one copy of the frozen weights."""
+        ...
+
+    @property
+    def teacher(self) -> Qwen3_5 | None:
+        """A second model with the same tokens on the same device, for distillation; None: the pod has none."""
+        ...
+
+    @property
+    def codec(self) -> TextCodec: ...
+
+    @property
+    def base_digest(self) -> str: ...
+
+    @property
+    def gate(self) -> ComputeGate: ...
+
+    @property
+    def max_train_tokens(self) -> int:
+        """The longest document that a job may train on, in tokens."""
+        ...
+
+    @property
+    def max_lora_rank(self) -> int:
+        """What the engine's adapter slots hold; an adapter of a higher rank could be trained but never served."""
+        ...
+
+    @property
+    def train_memory_bytes(self) -> int:
+        """What the memory plan leaves for a job: adapter, gradients, optimizer and activations."""
+        ...
+
+    @property
+    def rollouts(self) -> RolloutSource:
+        """The engine as a sampler."""
+        ...
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """Where jobs may have their rollouts scored."""
+        ...
+
+    @property
+    def ledger(self) -> TrainingLedger:
+        """Who holds how much of that."""
+        ...
+
+    def adapter_files(self, version: AdapterVersion) -> Mapping[str, bytes]:
+        """A published version's files.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            AdapterRejected: its files are corrupt or belong to another base model.
+            Unavailable: the object store does not answer.
+        """
+        ...
+
+    def sync_adapters(self, version: AdapterVersion | None, timeout: float) -> None:
+        """Makes the engine read the pointers now; returns once it serves them (and ``version`` is loadable)."""
+        ...

@@ -1,0 +1,158 @@
+"""What a job asks of the engine beside it to sample completions or to score them; the pod answers
+(services/pod/rollouts.py)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.names import AdapterVersion
+from services.engine.models.lora import LoraParams
+from services.trainer.timers import Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One completion to sample."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    """Tokens are a function of the policy, the prompt and this."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSampling:
+    """How to sample. There is no top_k, top_p or min_p: see docs/decisions/sampling-logprobs.md."""
+
+    temperature: float
+    """0 is greedy."""
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """Besides the model's own end tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What was sampled."""
+
+    token_ids: tuple[int, ...]
+    """With the token that ended it, unless it is ``truncated``."""
+    logprobs: array[float]
+    """float32, one a token: log softmax(logits / temperature)[token]; at temperature 0 of the plain distribution."""
+    truncated: bool
+    """It hit max_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One completion to score."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    temperature: float
+    """What it was sampled at; 0 is scored as 1, as greedy tokens are."""
+
+
+class PrivatePolicy(Protocol):
+    """An adapter that is loaded for one job alone; see RolloutSource.policy."""
+
+    @property
+    def digest(self) -> str:
+        """Of no other policy, ever."""
+        ...
+
+
+Policy = PrivatePolicy | AdapterVersion | None
+"""Who samples: a job's own adapter as it is now, a published version, or (None) the model without an adapter."""
+
+
+class RolloutSource(Protocol):
+    """The engine as a sampler. Its rollouts share steps with users' requests and give way to them."""
+
+    def check(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises InvalidRequest if a completion of ``max_tokens`` does not fit the engine's context behind a prompt."""
+        ...
+
+    def policy(
+        self, lora: LoraParams, interrupt: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[PrivatePolicy]:
+        """Copies an adapter, as it is now, into a slot of the engine for as long as the block runs.
+
+        Not inside the compute gate. ``interrupt`` may raise while a slot is waited for.
+
+        Raises:
+            Overloaded: no slot became free.
+        """
+        ...
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        sampling: RolloutSampling,
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[Completion]:
+        """One completion a request, in their order. Blocks; not inside the compute gate.
+
+        Args:
+            interrupt: called several times a second and may raise: what is left is aborted.
+            deadline: time.monotonic() seconds; None: the pod's setting from now.
+
+        Raises:
+            InvalidRequest: a prompt does not fit.
+            ModelNotFound: the version does not exist.
+            DeadlineExceeded: the engine did not get to it in time.
+            Unavailable: the engine drains or has stopped.
+            TemperError: a step failed.
+        """
+        ...
+
+    def score(
+        self,
+        requests: Sequence[ScoreRequest],
+        policy: Policy,
+        *,
+        interrupt: Callable[[], None] = lambda: None,
+        deadline: float | None = None,
+    ) -> list[array[float]]:
+        """The log-probabilities of given completions, in their order, each as ``Completion.logprobs``.
+
+        The engine takes their tokens one by one where ``generate`` draws them: the same scheduler, kernels, adapter
+        slot and sampler. Where its kernels do not depend on the batch, what it says of a completion that ``generate``
+        sampled under the same policy is what it said then, to the bit; elsewhere if the same requests are in each
+        step, i.e. for the same completions in the same order with no other traffic.
+
+        Blocks, is interrupted and raises as ``generate``.
+
+        Raises:
+            InvalidRequest: a completion does not fit, or has a token id outside the vocabulary.
+        """
+        ...
+
+
+def sample(
+    source: RolloutSource,
+    lora: LoraParams,
+    requests: Sequence[RolloutRequest],
+    sampling: RolloutSampling,
+    watch: Stopwatch,
+    interrupt: Callable[[], None],
+) -> list[Completion]:
+    """Completions by an adapter as it is now, in the parts ``swap`` and ``rollout``. The engine is asked for nothing if
+    there are no requests. Raises like RolloutSource."""
+    with ExitStack() as stack:
+        with watch.waiting("swap"):
+            policy = stack.enter_context(source.policy(lora, interrupt)) if requests else None
+        with watch.waiting("rollout"):
+            return source.generate(requests, sampling, policy, interrupt=interrupt) if requests else []
+
+
+def sampling_rate(completions: Sequence[Completion], watch: Stopwatch) -> dict[str, float]:
+    """The metric of what sample() has brought."""
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return {"rollout_tokens_per_second": tokens / max(watch.waited("rollout"), 1e-9)}

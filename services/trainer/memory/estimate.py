@@ -1,0 +1,251 @@
+"""What a job needs beside the frozen weights, in bytes, before it allocates anything.
+
+The activation figures count what is kept from forward to backward (tests compare them with what really is), plus
+working space: an upper bound, not a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kernels.gated_delta import CHUNK
+from services.common.errors import DoesNotFit
+from services.engine.models.config import ModelConfig
+from services.engine.models.training_memory.recompute import Recompute
+from services.engine.models.training_memory.shapes import captured_rows
+
+MASTER_BYTES = 16
+"""A trained number: float32 master, gradient, and AdamW's two moments."""
+LOGIT_ROWS = 256
+"""Rows whose logits exist at once in plain torch."""
+FUSED_LOGIT_ROWS = 384
+"""The same on a GPU (kernels.gpu.train.head), in the model's dtype."""
+TEACHER_LOGIT_ROWS = 384
+"""Rows of a teacher's logits that exist at once on a GPU (kernels.gpu.train.divergence)."""
+TEACHER_LOGIT_COPIES = 8
+"""Float32 tensors as wide as the vocabulary that a comparison adds in plain torch (kernels.divergence)."""
+MARGIN = 1.1
+"""For what is not counted."""
+_TILE = 64
+"""Tokens between two states that the gated delta rule keeps on a GPU (kernels.gpu.segments)."""
+_WAYS_OUT: tuple[Recompute, ...] = ("selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Bytes of one job."""
+
+    adapter: int
+    """Masters, gradients and optimizer."""
+    activations: int
+    """Kept from forward to backward, at their peak."""
+    logits: int
+    """One tile of the head's output with what is made of it."""
+    teacher: int = 0
+    """What a teacher reads with, beside its weights: its adapter, its activations, its tile of logits."""
+    captured: int = 0
+    """Of these, what steps compute in that are captured as CUDA graphs."""
+
+    @property
+    def total(self) -> int:
+        return self.adapter + self.activations + self.logits + self.teacher
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherWork:
+    """A model that reads a job's microbatches without gradient.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    config: ModelConfig
+    adapter_numbers: int = 0
+    """Of its adapter, if it has one."""
+
+    def __post_init__(self) -> None:
+        if self.adapter_numbers < 0:
+            raise ValueError(f"an adapter has no {self.adapter_numbers} numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the memory of a job depends on.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+
+    adapter_numbers: int
+    rank: int
+    tokens: int
+    """Inputs of the largest microbatch."""
+    itemsize: int
+    """Bytes of an activation."""
+    recompute: Recompute
+    fused: bool
+    """On a GPU: the forward with a backward of its own; otherwise torch's autograd."""
+    teacher: TeacherWork | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.adapter_numbers, self.rank, self.tokens, self.itemsize) < 1:
+            raise ValueError(f"a job has at least one of everything: {self}")
+
+
+def estimate(config: ModelConfig, work: Workload) -> TrainingMemory:
+    """Bytes for a job. On a GPU a microbatch is captured with as many rows as there are captured steps for."""
+    layers = range(config.num_layers)
+    rows = captured_rows(work.tokens) if work.fused else None
+    if rows is not None:
+        work = replace(work, tokens=rows)
+    if work.fused:
+        kept = sum(_fused_bytes(config, layer, work, work.recompute) for layer in layers)
+        working = max(_fused_working(config, layer, work) for layer in layers)
+        copies = 2 * work.itemsize  # of the adapter, and of the final hidden states' gradient
+        final = config.hidden_size * 4 * work.itemsize
+        logits = min(work.tokens, FUSED_LOGIT_ROWS) * config.vocab_size * work.itemsize
+        logits += 3 * work.tokens * config.hidden_size * work.itemsize
+    else:
+        whole = [_plain_bytes(config, layer, work) for layer in layers]
+        kept, working = sum(whole), max(whole)
+        # The backward of a layer works in about as much again as its activations are.
+        if work.recompute == "full":
+            kept = config.num_layers * config.hidden_size * work.itemsize + max(whole)
+        elif work.recompute == "selective":
+            mlp = _plain_mlp(config) * work.itemsize
+            kept += config.num_layers * (config.hidden_size * work.itemsize - mlp) + mlp
+        copies = 0
+        final = config.hidden_size * (2 * work.itemsize + 8)
+        logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * 3
+    activations = int(MARGIN * work.tokens * (kept + working + final))
+    teacher = (0, 0) if work.teacher is None else _teacher_bytes(work.teacher, work)
+    return TrainingMemory(
+        adapter=work.adapter_numbers * (MASTER_BYTES + copies),
+        activations=activations,
+        logits=logits,
+        teacher=sum(teacher),
+        # One after the other in the same memory.
+        captured=0 if rows is None else max(activations, teacher[0]),
+    )
+
+
+def _teacher_bytes(teacher: TeacherWork, work: Workload) -> tuple[int, int]:
+    """Activations, and the rest. A forward without gradient is one layer at a time; what the whole of it leaves is its
+    final hidden states."""
+    config, layers = teacher.config, range(teacher.config.num_layers)
+    final = config.hidden_size * 4 * work.itemsize
+    if work.fused:
+        again = replace(work, recompute="none")
+        layer = max(_fused_bytes(config, one, again, "none") + _fused_working(config, one, again) for one in layers)
+        logits = min(work.tokens, TEACHER_LOGIT_ROWS) * config.vocab_size * work.itemsize
+    else:
+        layer = max(_plain_bytes(config, one, work) for one in layers)
+        logits = min(work.tokens, LOGIT_ROWS) * config.vocab_size * 4 * TEACHER_LOGIT_COPIES
+    # Masters; beside them, on a GPU, room for gradients that nobody asks for and the factors as the model reads them.
+    adapter = teacher.adapter_numbers * (8 + work.itemsize if work.fused else 4)
+    return int(MARGIN * work.tokens * (layer + final)), adapter + logits
+
+
+def _plain_mlp(config: ModelConfig) -> int:
+    """Numbers a token of the MLP that autograd keeps."""
+    return 4 * config.intermediate_size
+
+
+def _plain_bytes(config: ModelConfig, layer: int, work: Workload) -> int:
+    """Bytes a token that one layer keeps, counted from its inputs to autograd: the numbers of ``narrow`` are of the
+    model's dtype, those of ``wide`` float32."""
+    narrow = _plain_mlp(config) + len(config.linear_shapes(layer)) * work.rank
+    wide = 4 * config.hidden_size
+    if config.layer_types[layer] == "full_attention":
+        narrow += 6 * config.query_size + 4 * config.kv_size
+        wide += (5 * (config.query_size + config.kv_size)) // 4
+    else:
+        narrow += config.conv_dim + 3 * config.value_size
+        heads, key, value = config.linear_value_heads, config.linear_key_dim, config.linear_value_dim
+        # Queries, keys and values of each value head, the [chunk, chunk] matrices, the states between chunks.
+        wide += heads * (5 * key + 5 * value + 15 * CHUNK // 2 + 2 * key * value // CHUNK)
+        wide += 6 * config.linear_key_heads * key
+    return narrow * work.itemsize + wide * 4
+
+
+def _mixer_inside(config: ModelConfig, layer: int) -> tuple[int, int]:
+    """Numbers a token between a mixer's projections on a GPU: of the model's dtype, and float32."""
+    if config.layer_types[layer] == "full_attention":
+        return config.query_size, config.num_heads
+    heads = config.linear_value_heads
+    states = heads * config.linear_key_dim * config.linear_value_dim // _TILE
+    # The convolution's output, the recurrence's, what each token wrote, the tiles' matrices and their factors.
+    return config.conv_dim + 2 * config.value_size + 2 * heads * _TILE + states, 5 * heads
+
+
+def _projection(config: ModelConfig, layer: int) -> int:
+    """Width of a mixer's first projection."""
+    shapes = config.linear_shapes(layer)
+    return sum(
+        out for name, (out, _) in shapes.items() if "mlp" not in name and "o_proj" not in name and "out_" not in name
+    )
+
+
+def _fused_bytes(config: ModelConfig, layer: int, work: Workload, recompute: Recompute) -> int:
+    """Bytes a token that one layer keeps on a GPU."""
+    narrow, wide = config.hidden_size, 0
+    if recompute != "full":
+        narrow += config.hidden_size + _projection(config, layer)
+    attention = config.layer_types[layer] == "full_attention"
+    if recompute == "none" or (recompute == "selective" and attention):
+        inside = _mixer_inside(config, layer)
+        narrow, wide = narrow + inside[0], wide + inside[1]
+    if recompute == "none":
+        narrow += 2 * config.intermediate_size
+    return narrow * work.itemsize + wide * 4
+
+
+def _fused_working(config: ModelConfig, layer: int, work: Workload) -> int:
+    """Bytes a token that one layer's backward works in on a GPU, what it computes again included."""
+    again = _fused_bytes(config, layer, work, "none") - _fused_bytes(config, layer, work, work.recompute)
+    mlp = 2 * config.intermediate_size + 4 * config.hidden_size
+    narrow, wide = _mixer_inside(config, layer)
+    mixer = 2 * _projection(config, layer) + narrow + 4 * max(config.query_size, config.value_size)
+    if config.layer_types[layer] != "full_attention":
+        mixer += 2 * config.linear_value_heads * config.linear_key_dim + config.conv_dim
+    else:
+        mixer += 2 * (config.query_size + config.kv_size)
+    return again + max(mlp, mixer) * work.itemsize + 4 * wide + 2 * config.hidden_size * work.itemsize
+
+
+def check_fits(config: ModelConfig, work: Workload, budget: int) -> TrainingMemory:
+    """The estimate, if it is within ``budget`` bytes.
+
+    Raises:
+        DoesNotFit: it is not; the message has the numbers and what would fit.
+    """
+    memory = estimate(config, work)
+    if memory.total <= budget:
+        return memory
+    fitting = [kind for kind in _WAYS_OUT if estimate(config, replace(work, recompute=kind)).total <= budget]
+    if work.recompute != "full" and fitting:
+        way_out = f'set recompute to "{fitting[0]}"'
+    else:
+        low, high = 0, work.tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = estimate(config, replace(work, tokens=middle, recompute="full")).total <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        if low >= 1:
+            way_out = f'set max_tokens_per_microbatch to at most {low} with recompute "full"'
+        else:
+            way_out = (
+                "choose a lower lora.rank or fewer lora.target_modules, or give the engine more memory for training"
+            )
+    teacher = f", the teacher's forward {mib(memory.teacher)}" if memory.teacher else ""
+    raise DoesNotFit(
+        f"the job needs {mib(memory.total)} (adapter, gradients and optimizer {mib(memory.adapter)}, activations of "
+        f"{work.tokens} tokens {mib(memory.activations)}, logits {mib(memory.logits)}{teacher}), and the memory plan "
+        f"leaves {mib(budget)} for training: {way_out}",
+        param="max_tokens_per_microbatch",
+    )
+
+
+def mib(count: int) -> str:
+    """Bytes in words for users."""
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,278 @@
+"""One claimed job from what it starts from to its published version.
+
+what to start from → prepare → resume → steps → publish → attach → serve. Everything after the last step may happen
+twice (a process can die anywhere) and has the effect of happening once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from services.common.consumer import ClaimedJob, JobConsumer
+from services.common.errors import InvalidRequest, NewerSchema, Unavailable
+from services.common.jobs import JobProgress, MergeJob, Spec
+from services.common.names import AdapterVersion
+from services.common.registry import AdapterRegistry, Manifest
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.jobs.base import JobRun, Prepare
+from services.trainer.memory.budget import MemoryTaken
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.parents import Origin, Origins, continued, sampled_elsewhere
+from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
+from services.trainer.runtime.evaluation import Lesson
+from services.trainer.runtime.interleaving import Pauses, SideWork, work_or_wait
+from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
+from services.trainer.runtime.job_trace import JobTrace
+from services.trainer.runtime.notes import Notes
+from services.trainer.runtime.publish import Publisher
+from services.trainer.runtime.retention import Tidier
+from services.trainer.settings import TrainerSettings
+
+BACKOFF_SECONDS = (0.25, 5.0)
+"""First and longest pause between attempts to reach a store that is away."""
+_ETA_WEIGHT = 0.2
+"""Of the newest step in the moving average of step times."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What every job of a trainer works with."""
+
+    host: PolicyHost
+    settings: TrainerSettings
+    registry: AdapterRegistry
+    prepare: Prepare
+    consumer: JobConsumer
+    checkpoints: CheckpointStore
+    publisher: Publisher
+    origins: Origins
+    tidier: Tidier
+    metrics: TrainerMetrics
+    side: SideWork
+    """What else the trainer's thread does in the pauses of a job."""
+    draining: threading.Event
+    awake: threading.Event
+    """Set when the thread has something to do in a pause."""
+    deadline: Callable[[], float]
+    """When a process that drains has to end, of time.monotonic()."""
+
+
+class JobAttempt:
+    """Runs one claimed job, on the trainer's thread.
+
+    Args:
+        session: the job's line to Redis.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        claimed: ClaimedJob,
+        session: JobSession,
+        trace: JobTrace,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._parts = parts
+        self._claimed = claimed
+        self._session = session
+        self._trace = trace
+        self._log = log
+
+    def run(self) -> AdapterVersion:
+        """The version that came of the job.
+
+        Raises:
+            JobLost, JobCancelled, Draining: it does not go on here.
+            Exception: it failed.
+        """
+        claimed, session, spec = self._claimed, self._session, self._claimed.spec
+        manifest = self._until_back(lambda: self._parts.registry.published(spec.adapter, claimed.id))
+        if manifest is None:
+            done = self._train()
+        else:
+            done = manifest
+            self._until_back(lambda: self._parts.publisher.complete(done, session.fence), cancellable=False)
+            session.event("log", {"message": f"an earlier attempt published {done.ref}"})
+        with self._trace.part("serve", {"temper.adapter.version": str(done.ref)}):
+            attached = self._until_back(
+                lambda: self._parts.publisher.serve(done, attach=spec.attach, fence=session.fence),
+                cancellable=False,
+            )
+        session.event("published", {"adapter": str(done.ref), "attached": attached, "digest": done.digest})
+        if removed := self._parts.tidier.after_publish(spec.adapter):
+            session.event("log", {"message": f"removed by retention: {', '.join(removed)}"})
+        return done.ref
+
+    def _train(self) -> Manifest:
+        claimed, session = self._claimed, self._session
+        self._parts.registry.check_new_name(claimed.spec.adapter)
+        with self._trace.part("prepare"):
+            origins = self._parts.origins.read(claimed, lambda operation: self._until_back(operation))
+            run = self._until_back(lambda: self._prepared(claimed.spec, origins))
+        lesson = Lesson(claimed.spec)
+        notes = Notes(session, run)
+        notes.tell(*run.notes, continued(claimed.spec, origins), sampled_elsewhere(claimed.spec, origins))
+        notes.record({})
+        start = 0
+        checkpoint = None
+        try:
+            checkpoint = self._until_back(lambda: self._parts.checkpoints.newest(claimed.id, claimed.spec_sha))
+        except NewerSchema as error:
+            session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
+        if checkpoint is not None:
+            try:
+                lesson.restore(checkpoint.state)
+                start = run.load_state(checkpoint.state)
+                session.event("log", {"message": f"resumed after step {start} of {run.total_steps}"})
+            except InvalidRequest as error:
+                self._log.warning("checkpoint.refused", job=claimed.id, error=error.message)
+                session.event("log", {"message": f"checkpoint refused, starting over: {error.message}"})
+                run = self._until_back(lambda: self._prepared(claimed.spec, origins))
+                lesson = Lesson(claimed.spec)
+        if before := lesson.acceptance.begin(run, session.check):
+            session.event("eval", {"step": 0, **before})
+
+        def saved(step: int, where: str) -> None:
+            session.event("checkpoint", {"step": step, "where": where})
+            self._trace.span.event("checkpoint", {"temper.job.step": step, "where": where})
+
+        writer = CheckpointWriter(
+            self._parts.checkpoints,
+            claimed.id,
+            claimed.spec_sha,
+            allowed=lambda: not session.lost,
+            saved=saved,
+            stamp=lesson.stamp,
+            fence=int(claimed.fence),
+        )
+        try:
+            metrics = self._steps(run, writer, start, lesson)
+            notes.tell(lesson.note(run, metrics))
+            notes.record(metrics)
+            metrics |= lesson.acceptance.check(run, metrics if start < run.total_steps else None, session.check)
+            with self._trace.part("publish"):
+                return self._publish(run, writer, origins, metrics)
+        finally:
+            writer.close()
+
+    def _prepared(self, spec: Spec, origins: Sequence[Origin]) -> JobRun:
+        if isinstance(spec, MergeJob):
+            return self._parts.prepare(spec, self._parts.host, None, origins)
+        return self._parts.prepare(spec, self._parts.host, origins[0].files if origins else None)
+
+    def _steps(self, run: JobRun, writer: CheckpointWriter, start: int, lesson: Lesson) -> dict[str, float]:
+        """Runs the remaining steps; returns the newest metrics. Raises JobLost, JobCancelled, Draining."""
+        claimed, session = self._claimed, self._session
+        total = run.total_steps
+        metrics = dict(claimed.job.metrics) if start > 0 else {}
+        seconds: float | None = None
+        saved = start
+        done = start
+        beginning = JobProgress(step=start, total_steps=total)
+        session.report(beginning, {})
+        self._parts.metrics.progress(claimed.spec.kind, beginning, {})
+        pauses = Pauses(session.check, self._parts.side)
+        try:
+            lesson.begin(run, pauses)
+            for index in range(start, total):
+                session.check()
+                began = time.monotonic()
+                with self._trace.step(index, total):
+                    newest = run.step(index, pauses)
+                took = time.monotonic() - began
+                done = index + 1
+                seconds = took if seconds is None else (1 - _ETA_WEIGHT) * seconds + _ETA_WEIGHT * took
+                self._parts.metrics.step_seconds.observe(took)
+                metrics |= newest
+                lesson.saw(newest)
+                progress = JobProgress(step=done, total_steps=total, eta_seconds=round(seconds * (total - done), 3))
+                session.report(progress, {**newest, "step_seconds": round(took, 6)})
+                self._parts.metrics.progress(claimed.spec.kind, progress, newest)
+                evaluation = {name: value for name, value in newest.items() if name.startswith("eval_")}
+                if evaluation:
+                    session.event("eval", {"step": done, **evaluation})
+                if done % claimed.spec.checkpoint_every == 0 and done < total:
+                    writer.submit(Checkpoint(done, run.state()))
+                    saved = done
+            metrics |= lesson.end(run, metrics, pauses)
+        except Draining:
+            if done > saved:
+                writer.submit(Checkpoint(done, run.state()))
+            writer.flush(self._remaining())
+            raise
+        return metrics
+
+    def _publish(
+        self, run: JobRun, writer: CheckpointWriter, origins: Sequence[Origin], metrics: Mapping[str, float]
+    ) -> Manifest:
+        claimed, session = self._claimed, self._session
+        files = run.lora.to_files(self._parts.settings.served_model_name)
+        lineage = run.lineage
+        parent = origins[0].version if origins and lineage is None else None
+        total = run.total_steps
+        try:
+            if not self._until_back(lambda: self._parts.consumer.publishing(claimed)):
+                raise JobCancelled
+            return self._until_back(
+                lambda: self._parts.publisher.publish(
+                    claimed.spec.adapter,
+                    claimed.id,
+                    files,
+                    parent=parent,
+                    lineage=lineage,
+                    metrics=metrics,
+                    fence=session.fence,
+                ),
+                # The work is done: keep it on disk, should this process end before the stores are back.
+                away=lambda: writer.submit(Checkpoint(total, run.state())),
+                cancellable=False,
+            )
+        except Draining:
+            writer.submit(Checkpoint(total, run.state()))
+            writer.flush(self._remaining())
+            raise
+
+    def _until_back(
+        self,
+        operation: Callable[[], T],
+        *,
+        away: Callable[[], None] | None = None,
+        cancellable: bool = True,
+    ) -> T:
+        """Repeats an operation while a store is away, or memory taken. Raises JobLost, JobCancelled, Draining."""
+        pause, longest = BACKOFF_SECONDS
+        first = True
+        while True:
+            self._session.check(cancellable=cancellable)
+            try:
+                return operation()
+            except Unavailable as error:
+                if first:
+                    first = False
+                    event = "memory.taken" if isinstance(error, MemoryTaken) else "store.away"
+                    self._log.warning(event, error=error.message)
+                    self._session.event("log", {"message": f"waiting: {error.message}"})
+                    if away is not None:
+                        away()
+            self._pause(pause)
+            pause = min(2 * pause, longest)
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, and does side work meanwhile."""
+        until = time.monotonic() + seconds
+        while not self._parts.draining.is_set() and (left := until - time.monotonic()) > 0:
+            self._parts.awake.clear()
+            work_or_wait(self._parts.side, self._parts.awake, left)
+
+    def _remaining(self) -> float:
+        """Seconds that a checkpoint may still take, once the process drains."""
+        left = self._parts.deadline() - time.monotonic()
+        return max(0.5, min(left, self._parts.settings.trainer_drain_seconds) - 1.0)

@@ -1,0 +1,81 @@
+"""The end of a job: its adapter becomes a version, is attached, and is served. Every step may be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from services.common.errors import Overloaded, TemperError, Unavailable
+from services.common.events import AdapterEvents
+from services.common.events import EventKind as Nudge
+from services.common.job_records import finite
+from services.common.manifest import Lineage
+from services.common.names import AdapterVersion
+from services.common.registry import AdapterRegistry, Manifest
+from services.trainer.host.policy_host import PolicyHost
+
+
+class Publisher:
+    """Publishes the results of jobs for one engine's base model."""
+
+    def __init__(self, registry: AdapterRegistry, events: AdapterEvents, host: PolicyHost, sync_seconds: float) -> None:
+        self._registry = registry
+        self._events = events
+        self._host = host
+        self._sync_seconds = sync_seconds
+        self._log = structlog.get_logger("trainer")
+
+    def publish(
+        self,
+        adapter: str,
+        job_id: str | None,
+        files: Mapping[str, bytes],
+        *,
+        parent: AdapterVersion | None,
+        lineage: Lineage | None = None,
+        metrics: Mapping[str, float],
+        fence: Callable[[], None],
+    ) -> Manifest:
+        """Makes the version; a repeated call returns the first one's. Raises Unavailable, and what ``fence`` raises."""
+        return self._registry.publish(
+            adapter,
+            files,
+            base_digest=self._host.base_digest,
+            job_id=job_id,
+            parent=str(parent) if parent is not None else None,
+            lineage=lineage,
+            metrics=finite(metrics),
+            fence=fence,
+        )
+
+    def complete(self, manifest: Manifest, fence: Callable[[], None]) -> None:
+        """Ends a publish that may have died between the manifest and the pointer. Raises like publish."""
+        fence()
+        self._registry.advance(manifest.ref)
+
+    def serve(self, manifest: Manifest, *, attach: bool, fence: Callable[[], None]) -> bool:
+        """Attaches the version if asked and waits until the engine beside serves it; returns whether it is attached.
+
+        Raises:
+            Unavailable: the object store is away.
+            AdapterRejected: the engine refuses the adapter.
+        """
+        version = manifest.ref
+        attached = False
+        if attach:
+            fence()
+            attached = self._registry.attach(version, forward_only=True) == version
+        self._nudge("attached" if attached else "published", version)
+        try:
+            self._host.sync_adapters(version, self._sync_seconds)
+        except (Overloaded, Unavailable) as error:
+            # The version is safe in the store and every engine polls: slow, or no free slot yet, is not lost.
+            self._log.warning("adapter.sync_slow", adapter=str(version), error=str(error))
+        return attached
+
+    def _nudge(self, kind: Nudge, version: AdapterVersion) -> None:
+        try:
+            self._events.publish(kind, version)
+        except TemperError as error:
+            self._log.warning("adapter.nudge_failed", adapter=str(version), error=error.message)

@@ -1,0 +1,267 @@
+"""The trainer thread: claims jobs, has each attempted (`attempt.py`) and writes its end, through every failure that a
+job can outlive: claim → attempt → succeed, fail, retry or hand back.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from services.common.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.errors import DeadlineExceeded, Overloaded, TemperError, Unavailable
+from services.common.events import AdapterEvents
+from services.common.registry import AdapterRegistry
+from services.common.store import ObjectStore
+from services.common.tracing import NO_TRACER, Tracer
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.jobs.base import Prepare
+from services.trainer.metrics import TrainerMetrics
+from services.trainer.parents import Origins
+from services.trainer.runtime.attempt import BACKOFF_SECONDS, JobAttempt, Parts
+from services.trainer.runtime.checkpoint import CheckpointStore
+from services.trainer.runtime.claims import JobClaims
+from services.trainer.runtime.interleaving import NoSideWork, SideWork, work_or_wait
+from services.trainer.runtime.job_link import Draining, JobCancelled, JobSession
+from services.trainer.runtime.job_trace import JobTrace
+from services.trainer.runtime.publish import Publisher
+from services.trainer.runtime.retention import Tidier
+from services.trainer.settings import TrainerSettings
+
+_IDLE_SECONDS = 1.0
+_PASSING = (Unavailable, Overloaded, DeadlineExceeded)
+"""Errors that another attempt may not meet again."""
+
+
+class TrainerWorker:
+    """Runs jobs beside an engine, one after another, in a thread of its own.
+
+    Args:
+        host: the engine beside it.
+        prepare: makes a runnable job of a spec; a TemperError of it fails the job with its message.
+        metrics: None: counted, but not exported.
+        side: what else this thread does, between jobs and in their pauses; None: nothing.
+        tracer: gets spans of the jobs.
+    """
+
+    def __init__(
+        self,
+        host: PolicyHost,
+        settings: TrainerSettings,
+        *,
+        store: ObjectStore,
+        registry: AdapterRegistry,
+        prepare: Prepare,
+        metrics: TrainerMetrics | None = None,
+        side: SideWork | None = None,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self._host = host
+        self._tracer = tracer
+        self._settings = settings
+        self._metrics = metrics or TrainerMetrics(CollectorRegistry())
+        owner = settings.trainer_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._consumer = JobConsumer(
+            settings,
+            owner=owner,
+            reclaim_seconds=settings.job_reclaim_seconds,
+            max_attempts=settings.job_max_attempts,
+        )
+        self._events = AdapterEvents(settings)
+        self._checkpoints = CheckpointStore(store, settings.checkpoint_dir, keep=settings.checkpoints_kept)
+        self._draining = threading.Event()
+        self._deadline = float("inf")
+        self._current: str | None = None
+        self._log = structlog.get_logger("trainer").bind(owner=owner)
+        self._side: SideWork = side if side is not None else NoSideWork()
+        self._awake = threading.Event()
+        self._side.bind(self._awake.set)
+        self._parts = Parts(
+            host=host,
+            settings=settings,
+            registry=registry,
+            prepare=prepare,
+            consumer=self._consumer,
+            checkpoints=self._checkpoints,
+            publisher=Publisher(registry, self._events, host, settings.adapter_sync_seconds),
+            origins=Origins(registry, self._consumer, host.base_digest),
+            tidier=Tidier(settings, registry, self._consumer),
+            metrics=self._metrics,
+            side=self._side,
+            draining=self._draining,
+            awake=self._awake,
+            deadline=lambda: self._deadline,
+        )
+        session = partial(
+            JobSession, self._consumer, heartbeat_seconds=settings.job_heartbeat_seconds, draining=self._draining
+        )
+        self._claims = JobClaims(self._consumer, session, draining=self._draining, wake=self._awake.set)
+        self._begun = threading.Event()
+        """Whether jobs are claimed."""
+        self._thread = threading.Thread(target=self._live, name="trainer", daemon=True)
+
+    @property
+    def current_job(self) -> str | None:
+        """Id of the job that runs here now."""
+        return self._current
+
+    @property
+    def alive(self) -> bool:
+        """Whether the trainer's thread runs, and claims jobs unless it drains; what liveness asks."""
+        return self._thread.is_alive() and (self._claims.alive or self._draining.is_set() or not self._begun.is_set())
+
+    def start(self) -> None:
+        self._checkpoints.forget_old()
+        self._thread.start()
+
+    def stop_soon(self) -> None:
+        """Claims nothing more, and has the running job end at its next look. What is away from now on is no failure."""
+        if not self._draining.is_set():
+            self._deadline = time.monotonic() + self._settings.trainer_drain_seconds
+            self._draining.set()
+            self._awake.set()
+
+    def drain(self) -> bool:
+        """Claims nothing more, has the running job checkpointed and handed back, and ends the thread.
+
+        Blocks for up to ``trainer_drain_seconds``; False if the thread was still busy then (its job will be reclaimed
+        by another trainer).
+        """
+        self.stop_soon()
+        if self._thread.ident is not None:
+            self._thread.join(self._settings.trainer_drain_seconds)
+        if self._thread.is_alive():
+            return False
+        self._consumer.close()
+        self._events.close()
+        return True
+
+    # The thread.
+
+    def _live(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            # Of a job every error is met; this one says that the memory for training, or this code, is broken. The
+            # process counts as dead from now on, and the claim of a job that was taken runs out.
+            self._log.critical("the trainer's thread has died: liveness is off", exc_info=error)
+
+    def _loop(self) -> None:
+        self._host.ledger.start()
+        claims = self._claims
+        claims.start()
+        self._begun.set()
+        while not self._draining.is_set():
+            self._awake.clear()
+            found = claims.take()
+            if found is not None:
+                self._work(*found)
+                claims.want()
+            else:
+                work_or_wait(self._side, self._awake, _IDLE_SECONDS)
+            self._host.ledger.settle()
+        claims.join()
+        if (found := claims.take()) is not None:
+            self._work(*found)  # which hands it back
+
+    def _work(self, claimed: ClaimedJob, session: JobSession) -> None:
+        self._current = claimed.id
+        self._metrics.job_began(claimed.spec.kind)
+        log = self._log.bind(job=claimed.id, attempt=claimed.attempt, adapter=claimed.spec.adapter)
+        trace = JobTrace(self._tracer, claimed.job, claimed.attempt, claimed.traceparent)
+        attempt = JobAttempt(self._parts, claimed, session, trace, self._log)
+        with trace.span:
+            log.info("job.claimed", kind=claimed.spec.kind)
+            try:
+                outcome = self._outcome(attempt, claimed, session, log)
+                trace.ended(outcome)
+            finally:
+                self._host.ledger.release_job()
+                self._current = None
+                self._metrics.job_ended()
+            self._metrics.jobs.labels(outcome).inc()
+            log.info("job.done", outcome=outcome)
+
+    def _outcome(
+        self, attempt: JobAttempt, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
+    ) -> str:
+        try:
+            with session:
+                return self._run_and_settle(attempt, claimed, session, log)
+        except JobLost:
+            return "lost"
+        except Exception:
+            # Only a bug in settling itself comes here; the entry stays pending and is reclaimed.
+            log.exception("job.unsettled")
+            return "unsettled"
+
+    def _run_and_settle(
+        self, attempt: JobAttempt, claimed: ClaimedJob, session: JobSession, log: structlog.stdlib.BoundLogger
+    ) -> str:
+        """Runs the job and writes its end. Returns the outcome's name. Raises JobLost."""
+        consumer = self._consumer
+        try:
+            version = attempt.run()
+        except JobLost:
+            raise
+        except JobCancelled:
+            self._settle(session, lambda: consumer.cancelled(claimed))
+            self._discard(claimed)
+            return "cancelled"
+        except Draining:
+            self._settle(session, lambda: consumer.requeue(claimed))
+            return "requeued"
+        except TemperError as error:
+            if isinstance(error, _PASSING) and self._draining.is_set():
+                log.info("job.requeued", reason=error.message)
+                self._settle(session, lambda: consumer.requeue(claimed))
+                return "requeued"
+            if not isinstance(error, _PASSING):
+                log.warning("job.failed", code=error.code, reason=error.message)
+                message = error.message
+                self._settle(session, lambda: consumer.fail(claimed, message))
+                self._discard(claimed)
+                return "failed"
+            return self._retry(claimed, session, error, log)
+        except Exception as error:
+            return self._retry(claimed, session, error, log)
+        self._settle(session, lambda: consumer.succeed(claimed, str(version)))
+        self._discard(claimed)
+        return "succeeded"
+
+    def _retry(
+        self, claimed: ClaimedJob, session: JobSession, error: Exception, log: structlog.stdlib.BoundLogger
+    ) -> str:
+        log.error("job.crashed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
+        self._settle(session, lambda: self._consumer.retry(claimed, reason))
+        return "crashed"
+
+    def _settle(self, session: JobSession, write: Callable[[], None]) -> None:
+        """Writes the job's end behind its last report, however long Redis is away. Raises JobLost.
+
+        A draining process gives up at its deadline: the job is then reclaimed, and its end is repeated.
+        """
+        session.ending()
+        while True:
+            try:
+                if session.flush(BACKOFF_SECONDS[1]):
+                    write()
+                    return
+            except Unavailable:
+                time.sleep(BACKOFF_SECONDS[0])
+            if time.monotonic() > self._deadline:
+                raise Unavailable("Redis stayed away until this process had to end")
+
+    def _discard(self, claimed: ClaimedJob) -> None:
+        try:
+            self._checkpoints.discard(claimed.id)
+        except Unavailable as error:
+            self._log.warning("checkpoint.left_behind", job=claimed.id, error=error.message)

@@ -1,0 +1,121 @@
+"""What a distillation job learns from in one round: completions that the student sampled, or those of its data."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import DistillPrompt, OpdJob
+from services.common.text.documents import Document, completion_document, data_completion, placed
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.host.rollouts import Completion
+from services.trainer.packing import overlong
+from services.trainer.sampling.prompts import sample_seed, sampled_prompts
+from services.trainer.sampling.teacher import Teacher
+
+_DRAWS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Pupil:
+    """A prompt as tokens, and the completion that came with it."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One completion to learn from."""
+
+    document: Document
+    sampled: bool
+    """By the student; otherwise it is of the data."""
+    truncated: bool
+    behaviour: Tensor | None
+    """[trained tokens] float32 on the CPU: log-probabilities as they were sampled; None for those of the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """Of one round; a completion of which the teacher knows no token is left out."""
+
+    given: Sequence[Lesson]
+    places: int
+    """Prompts of the round."""
+    cut: int
+    """Completions that were cut off before a token that the teacher does not know."""
+
+
+def pupils(host: PolicyHost, spec: OpdJob, teacher: Teacher, given: Sequence[DistillPrompt], field: str) -> list[Pupil]:
+    """Tokenizes prompts and their completions.
+
+    Raises:
+        InvalidRequest: one of them cannot be rendered, is too long, or has an id that one side does not know; it is
+            named.
+    """
+    found = []
+    prompts = sampled_prompts(host, spec, given, max_tokens=spec.max_tokens, field=field)
+    for index, (prompt, asked) in enumerate(zip(prompts, given, strict=True)):
+        where = f"{field}[{index}]"
+        teacher.check_vocabulary(where, prompt)
+        found.append(Pupil(prompt, _completion(host, spec, teacher, asked, prompt, where)))
+    return found
+
+
+def _completion(
+    host: PolicyHost, spec: OpdJob, teacher: Teacher, asked: DistillPrompt, prompt: tuple[int, ...], where: str
+) -> tuple[int, ...] | None:
+    with placed(where):
+        tokens = data_completion(host.codec, spec, asked, prompt)
+    if not tokens:
+        return None
+    if max(tokens) >= (vocab := host.model.config.vocab_size):
+        raise InvalidRequest(f"{where}: a token id is over the model's vocabulary of {vocab}", param=where)
+    teacher.check_vocabulary(where, tokens)
+    if (length := len(prompt) + len(tokens)) > host.max_train_tokens:
+        raise overlong(where, length, host.max_train_tokens, "leave it out", counted="tokens with its prompt")
+    return tuple(tokens)
+
+
+def drawn(spec: OpdJob, number: int, place: int) -> bool:
+    """Whether the completion at a place of a round is sampled: with probability lmbda, a function of the job's seed."""
+    return sample_seed("lmbda", spec.seed, number, place) < spec.lmbda * _DRAWS
+
+
+def lessons(teacher: Teacher, chosen: Sequence[Pupil], sampled: Sequence[Completion | None]) -> Lessons:
+    """The documents of a round, ``source`` being the index among them.
+
+    Args:
+        sampled: of each place; None: the completion of the data.
+    """
+    found: list[Lesson] = []
+    cut = 0
+    for pupil, completion in zip(chosen, sampled, strict=True):
+        if completion is None:
+            if pupil.completion is None:
+                raise ValueError("a prompt without a completion was not sampled")
+            document = completion_document(pupil.prompt, pupil.completion, len(found))
+            found.append(Lesson(document, sampled=False, truncated=False, behaviour=None))
+            continue
+        known = known_part(completion, teacher.model.config.vocab_size)
+        cut += known is not completion
+        if known.token_ids:
+            document = completion_document(pupil.prompt, known.token_ids, len(found))
+            behaviour = torch.tensor(known.logprobs)
+            found.append(Lesson(document, sampled=True, truncated=known.truncated, behaviour=behaviour))
+    return Lessons(found, len(chosen), cut)
+
+
+def known_part(completion: Completion, vocab: int) -> Completion:
+    """The tokens in front of the first that is outside of ``vocab``: of what follows the teacher can say nothing. The
+    heads of checkpoints with one tokenizer may be padded differently, and padding can be sampled."""
+    end = next((at for at, token in enumerate(completion.token_ids) if token >= vocab), None)
+    if end is None:
+        return completion
+    return Completion(completion.token_ids[:end], array("f", completion.logprobs[:end]), truncated=True)

@@ -1,0 +1,57 @@
+"""The engine's own log-probabilities of given rollouts, and a forward that has these values (exact_forward).
+
+A trainer that computes a policy in another way than the sampler learns from a ratio that is not quite that of the two
+policies (Yao et al. 2025; agreement.py says by how much). Here the values are the sampler's, by its own kernels, and
+the gradients those of the trainer's forward, which computes the same function to within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from services.engine.models.lora import LoraParams
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.host.rollouts import ScoreRequest
+from services.trainer.packing import Document
+from services.trainer.sampling.scored_rollouts import Rollout
+
+
+def replay(
+    host: PolicyHost, rollouts: Sequence[Rollout], lora: LoraParams | None, interrupt: Callable[[], None]
+) -> dict[int, Tensor]:
+    """What the engine says of rollouts under an adapter as it is now, or (None) under the model without one.
+
+    Not inside the compute gate. It blocks, is interrupted and raises as RolloutSource.generate.
+
+    Returns:
+        By ``document.source``: [trained tokens] float32 on the CPU, at the temperature of the rollout.
+    """
+    if not rollouts:
+        return {}
+    requests = [_request(rollout.document, rollout.temperature) for rollout in rollouts]
+    if lora is None:
+        found = host.rollouts.score(requests, None, interrupt=interrupt)
+    else:
+        with host.rollouts.policy(lora, interrupt) as policy:
+            found = host.rollouts.score(requests, policy, interrupt=interrupt)
+    return {
+        rollout.document.source: torch.tensor(values, dtype=torch.float32)
+        for rollout, values in zip(rollouts, found, strict=True)
+    }
+
+
+def with_values(logprobs: Tensor, values: Tensor) -> Tensor:
+    """``values`` to the bit, with the gradient of ``logprobs``: both [N] float32.
+
+    Not ``logprobs + (values - logprobs).detach()``, which rounds: a ratio to the same values would not be exactly 1.
+    """
+    return values + (logprobs - logprobs.detach())
+
+
+def _request(document: Document, temperature: float) -> ScoreRequest:
+    prompt = document.length - document.num_trained
+    tokens = tuple(document.token_ids)
+    return ScoreRequest(tokens[:prompt], tokens[prompt:], temperature)

@@ -1,0 +1,87 @@
+"""What one round of a rollout job sampled, and its part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.jobs import GrpoCompletion, GrpoGroup
+from services.common.jobs.generate import RolloutPrompt
+from services.trainer.host.rollouts import Completion
+from services.trainer.sampling.completion_state import completion_tensors, completions_of
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """A prompt as tokens, and what it was asked with."""
+
+    token_ids: tuple[int, ...]
+    asked: RolloutPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """As many completions of each prompt, prompt by prompt, each with its reward."""
+
+    number: int
+    temperature: float
+    prompts: Sequence[ScoredPrompt]
+    completions: Sequence[Completion]
+    rewards: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.completions) != len(self.rewards) or len(self.completions) % len(self.prompts):
+            raise ValueError(
+                f"{len(self.completions)} completions and {len(self.rewards)} rewards of {len(self.prompts)} prompts"
+            )
+
+    @property
+    def size(self) -> int:
+        """Completions of each prompt."""
+        return len(self.completions) // len(self.prompts)
+
+    def groups(self) -> list[GrpoGroup]:
+        """As a client would have posted them."""
+        scored = [
+            GrpoCompletion(
+                token_ids=list(completion.token_ids),
+                logprobs=completion.logprobs.tolist(),
+                temperature=self.temperature,
+                truncated=completion.truncated,
+                reward=reward,
+            )
+            for completion, reward in zip(self.completions, self.rewards, strict=True)
+        ]
+        return [
+            GrpoGroup(
+                prompt_token_ids=list(prompt.token_ids), completions=scored[place * self.size : (place + 1) * self.size]
+            )
+            for place, prompt in enumerate(self.prompts)
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """What does not depend on how it is trained on."""
+        count = len(self.completions)
+        groups = [self.rewards[start : start + self.size] for start in range(0, count, self.size)]
+        return {
+            "frac_reward_zero_std": sum(max(group) == min(group) for group in groups) / len(groups),
+            "completion_length_mean": sum(len(one.token_ids) for one in self.completions) / count,
+            "truncated_fraction": sum(one.truncated for one in self.completions) / count,
+        }
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and JSON of a checkpoint."""
+        tensors = completion_tensors("round.", self.completions) | {
+            "round.rewards": torch.tensor(self.rewards, dtype=torch.float64),
+        }
+        return tensors, {"number": self.number, "temperature": self.temperature}
+
+    @classmethod
+    def of_state(cls, tensors: Mapping[str, Tensor], data: Mapping[str, Any], prompts: Sequence[ScoredPrompt]) -> Round:
+        """From state(); ``prompts`` are those of the same round."""
+        rewards = tensors["round.rewards"].tolist()
+        return cls(int(data["number"]), float(data["temperature"]), prompts, completions_of("round.", tensors), rewards)

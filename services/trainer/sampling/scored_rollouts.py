@@ -1,0 +1,200 @@
+"""From scored rollouts to documents with advantages.
+
+A group whose rewards are all equal has no advantage and is skipped. If that is true of every group, the job fails: a
+version that is identical to its parent would look like progress.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.common.errors import InvalidRequest
+from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob, check_spread
+from services.common.jobs.grpo import check_unmasked
+from services.common.text.documents import Document, completion_document, placed, prompt_tokens, rollout_tokens
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.losses import group_advantages
+from services.trainer.packing import overlong
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion of a group that has spread. ``document.source`` is its index among the run's rollouts."""
+
+    document: Document
+    advantage: float
+    temperature: float
+    behaviour: Tensor | None
+    """[trained tokens] float32 on the CPU, None where the sampler said nothing."""
+    truncated: bool
+    masked: bool
+    """Counts in its group's baseline only; nothing is learnt from its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardStats:
+    """Of all rollouts of the job, those in skipped groups included: how good the policy that sampled them is."""
+
+    mean: float
+    std: float
+    """Unbiased; 0 for a single rollout."""
+    groups: int
+    groups_skipped: int
+    """Groups whose rewards are all equal."""
+
+    @classmethod
+    def of(cls, groups: Sequence[GrpoGroup]) -> RewardStats:
+        rewards = [reward for group in groups for reward in group.rewards]
+        mean = math.fsum(rewards) / len(rewards)
+        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1)
+        return cls(mean, math.sqrt(variance), len(groups), sum(not group.has_spread for group in groups))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollouts:
+    """What a job learns from."""
+
+    rollouts: Sequence[Rollout]
+    groups: Sequence[Sequence[int]]
+    """Indices into ``rollouts``; each group has a member that is not masked."""
+    rewards: RewardStats
+    notes: Sequence[str]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion, masked ones included."""
+        return max(rollout.document.num_trained for rollout in self.rollouts)
+
+
+def scored_rollouts(host: PolicyHost, spec: GrpoJob) -> ScoredRollouts:
+    """Tokenizes and computes advantages.
+
+    Raises:
+        InvalidRequest: a rollout cannot be trained on (it is named), there are completion ids left, which only the
+            gateway can resolve, or there is nothing to learn.
+    """
+    if spec.completion_ids:
+        raise InvalidRequest(
+            "completion_id rollouts must be submitted through the gateway, which fetches their tokens from the engine",
+            param="rollouts" if spec.rollouts is not None else "groups",
+        )
+    given = spec.scored_groups
+    check_spread(given)
+    check_unmasked(given, mask_truncated=spec.mask_truncated)
+    found = gather(host, spec, given)
+    if spec.max_completion_length is not None and found.longest > spec.max_completion_length:
+        raise InvalidRequest(
+            f"max_completion_length is {spec.max_completion_length}, and a completion has {found.longest} tokens with "
+            "the one that ends it: give the max_tokens that the rollouts were sampled with",
+            param="max_completion_length",
+        )
+    return found
+
+
+def gather(host: PolicyHost, spec: GrpoJob, given: Sequence[GrpoGroup]) -> ScoredRollouts:
+    """The same of any groups, also if there is nothing to learn from them.
+
+    Raises:
+        InvalidRequest: a rollout cannot be trained on; it is named.
+    """
+    rewards = RewardStats.of(given)
+    groups: list[list[int]] = []
+    rollouts: list[Rollout] = []
+    silent = 0
+    for number, group in enumerate(given):
+        members = _rollouts(host, spec, f"groups[{number}]", group, len(rollouts), rewards)
+        if all(rollout.masked for rollout in members):
+            silent += bool(members)
+            continue
+        groups.append(list(range(len(rollouts), len(rollouts) + len(members))))
+        rollouts.extend(members)
+    open_ended = sum(bool(one.text) and one.truncated is None for group in given for one in group.completions)
+    return ScoredRollouts(rollouts, groups, rewards, _notes(rollouts, rewards, silent, open_ended))
+
+
+def _notes(rollouts: Sequence[Rollout], rewards: RewardStats, silent: int, open_ended: int) -> list[str]:
+    notes = []
+    if open_ended:
+        notes.append(
+            f"{open_ended} completions are texts that do not say whether they ended: the token that ends one is not "
+            "learnt; give `truncated` (true where finish_reason is length), or their completion ids"
+        )
+    if rewards.groups_skipped:
+        notes.append(f"{rewards.groups_skipped} of {rewards.groups} groups skipped: all rewards in them are equal")
+    if silent:
+        notes.append(f"{silent} of {rewards.groups} groups skipped: every completion in them is truncated")
+    masked = sum(rollout.masked for rollout in rollouts)
+    if masked:
+        notes.append(f"{masked} of {len(rollouts)} rollouts are truncated: they count in their group's baseline only")
+    recomputed = sum(rollout.behaviour is None and not rollout.masked for rollout in rollouts)
+    if recomputed:
+        notes.append(
+            f"behaviour=recomputed for {recomputed} of {len(rollouts)} rollouts: they came without the "
+            "log-probabilities of the policy that sampled them"
+        )
+    return notes
+
+
+def _rollouts(
+    host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup, first: int, rewards: RewardStats
+) -> list[Rollout]:
+    """The group's rollouts, numbered from ``first``; none if it has no spread."""
+    advantages = group_advantages(
+        group.rewards,
+        scale=spec.scale_rewards != "none",
+        std=rewards.std if spec.scale_rewards == "batch" else None,
+    )
+    if advantages is None:
+        return []
+    prompt = _prompt(host, spec, where, group)
+    return [
+        _rollout(host, spec, f"{where}.completions[{number}]", prompt, completion, advantage, first + number)
+        for number, (completion, advantage) in enumerate(zip(group.completions, advantages, strict=True))
+    ]
+
+
+def _prompt(host: PolicyHost, spec: GrpoJob, where: str, group: GrpoGroup) -> list[int]:
+    prompt = group.prompt_token_ids
+    if prompt is None:
+        asked = group.messages if group.prompt is None else group.prompt
+        with placed(where):
+            prompt = prompt_tokens(host.codec, spec, asked or "", group.tools)
+    if not prompt:
+        raise InvalidRequest(f"{where}: the prompt has no tokens", param=where)
+    return prompt
+
+
+def _rollout(
+    host: PolicyHost,
+    spec: GrpoJob,
+    at: str,
+    prompt: Sequence[int],
+    completion: GrpoCompletion,
+    advantage: float,
+    index: int,
+) -> Rollout:
+    limit, vocab = host.max_train_tokens, host.model.config.vocab_size
+    with placed(at):
+        tokens = rollout_tokens(host.codec, spec, prompt, completion)
+    if max(*prompt, *tokens) >= vocab:
+        raise InvalidRequest(f"{at}: a token id is over the model's vocabulary of {vocab}", param=at)
+    document = completion_document(prompt, tokens, index)
+    if document.length > limit:
+        raise overlong(at, document.length, limit, "leave it out", counted="tokens with its prompt")
+    if spec.exact_forward:
+        with placed(at):
+            host.rollouts.check(len(prompt), len(tokens))
+    return Rollout(
+        document=document,
+        advantage=advantage,
+        # A greedy rollout's log-probabilities are of the plain distribution.
+        temperature=completion.temperature or 1.0,
+        behaviour=None if completion.logprobs is None else torch.tensor(completion.logprobs),
+        truncated=bool(completion.truncated),
+        masked=spec.mask_truncated and bool(completion.truncated),
+    )

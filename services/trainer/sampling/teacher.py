@@ -1,0 +1,119 @@
+"""Who a distillation job learns from: the base model, a version of an adapter, or a second checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.divergence import Divergence
+from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
+from services.common.jobs import CHECKPOINT, OpdJob
+from services.common.jobs.opd import check_read
+from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.models.qwen3_5.training.forward import FrozenForward
+from services.engine.models.training_memory.arena import GraphMemory
+from services.trainer.host.policy_host import PolicyHost
+from services.trainer.memory.estimate import TeacherWork
+from services.trainer.packing import Microbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A model that reads what the student said. Nothing of it is trained."""
+
+    model: Qwen3_5
+    lora: LoraParams | None
+    memory: GraphMemory | None = None
+    """Where its forwards are captured."""
+    most_tokens: int | None = None
+    """Of a forward that ``memory`` has room for."""
+    forward: FrozenForward = field(init=False)
+
+    def __post_init__(self) -> None:
+        forward = FrozenForward(self.model, self.lora, self.memory, most_tokens=self.most_tokens)
+        object.__setattr__(self, "forward", forward)
+
+    def within(self, memory: GraphMemory | None, most_tokens: int) -> Teacher:
+        """The same on its model's device, with its forwards captured in this memory."""
+        lora = None if self.lora is None else self.lora.on(self.model.device)
+        return Teacher(self.model, lora, memory, most_tokens)
+
+    @classmethod
+    def of(cls, spec: OpdJob, host: PolicyHost) -> Teacher:
+        """The teacher of a job. Its adapter is on the CPU until it is put `within` the job's memory.
+
+        Raises:
+            InvalidRequest: the pod has no second checkpoint, or there is no such version.
+            AdapterRejected: the version does not bind to this base model.
+            Unavailable: the object store does not answer.
+        """
+        if spec.teacher == CHECKPOINT:
+            if host.teacher is None:
+                raise InvalidRequest(NO_CHECKPOINT, param="teacher")
+            return cls(host.teacher, None)
+        version = spec.teacher_version
+        if version is None:
+            return cls(host.model, None)
+        try:
+            bound = bind_adapter(host.adapter_files(version), host.model.config, max_rank=host.max_lora_rank)
+        except ModelNotFound as error:
+            raise InvalidRequest(
+                f"teacher: {error.message}: name a version that exists (GET /v1/adapters)", param="teacher"
+            ) from error
+        except AdapterRejected as error:
+            raise AdapterRejected(f"teacher: {error.message}", param="teacher") from error
+        return cls(host.model, LoraParams.from_bound(bound))
+
+    @property
+    def work(self) -> TeacherWork:
+        return TeacherWork(self.model.config, 0 if self.lora is None else self.lora.num_parameters())
+
+    def says_the_same(self, student: Qwen3_5, lora: LoraParams) -> bool:
+        """Whether the student with this adapter is the teacher already: what a step would learn from is rounding."""
+        if self.model is not student:
+            return False
+        if self.lora is None:
+            return not bool(lora.flat_b.any())
+        same = self.lora.targets.keys() == lora.targets.keys()
+        return same and all(
+            one.scale == other.scale and torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
+            for one, other in zip(self.lora.targets.values(), lora.targets.values(), strict=True)
+        )
+
+    def check_vocabulary(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest for an id that only the student's padded vocabulary has."""
+        check_read(field, token_ids, self.model.config.vocab_size)
+
+    @torch.no_grad()
+    def hidden(self, microbatch: Microbatch, give_way: Callable[[], None]) -> Tensor:
+        """[N, hidden]: final hidden states of the rows whose next token is trained. Inside the compute gate."""
+        hidden = self.forward(microbatch.token_ids, microbatch.lengths, give_way)
+        return hidden.index_select(0, microbatch.rows)
+
+    @torch.no_grad()
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float, give_way: Callable[[], None]) -> Tensor:
+        """[N] float32, log-probabilities of the targets."""
+        return self.model.token_logprobs(hidden, targets, temperature, give_way=give_way)
+
+    def compare(
+        self,
+        student: Qwen3_5,
+        hidden: Tensor,
+        own: Tensor,
+        *,
+        beta: float,
+        temperature: float,
+        give_way: Callable[[], None],
+    ) -> Divergence:
+        """How far the student is, differentiable in its ``hidden``; ``own`` is what hidden() returned."""
+        return student.divergence(hidden, self.model, own, beta=beta, temperature=temperature, give_way=give_way)
+
+
+NO_CHECKPOINT = (
+    'teacher "checkpoint": this engine has no second model loaded; start it with TEMPER_TEACHER_MODEL set to the '
+    'directory of a checkpoint with the same tokenizer, or choose "base" or a version "name@n" as the teacher'
+)
