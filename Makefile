@@ -84,7 +84,7 @@ proto: setup ## regenerate the protobuf stubs
 	$(BIN)/python proto/generate.py
 
 bench: setup ## speed on this machine, written to benchmarks/results
-	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.serving.bench
 
 images: ## build the images temper/gateway and temper/engine with docker or buildah
 	@set -e; for name in $(IMAGES); do \

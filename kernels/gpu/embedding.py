@@ -49,8 +49,8 @@ def gather_tokens(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The embeddings of a step's tokens. Runs after everything ahead of it, as the rule of `kernels.gpu.ahead` wants of
-    a step's first kernel.
+    """The embeddings of a step's tokens. Runs after everything ahead of it, as the rule of
+    `kernels.gpu.launch.programmatic` wants of a step's first kernel.
 
     Args:
         tokens: [T] int32; −1 means the token that the step before this one sampled for the row's slot.

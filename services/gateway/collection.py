@@ -2,7 +2,7 @@
 
 A full collection stops the process for about a microsecond an object, and every open stream has a few hundred: with a
 thousand streams all of them stood still for 0.2 to 0.4 s several times a minute, and nothing was ever found, as
-references are counted and requests leave no cycles (measured by benchmarks.gateway_load). So only the youngest objects
+references are counted and requests leave no cycles (measured by benchmarks.gateway.load). So only the youngest objects
 are looked at while requests run, and all of them when none does, or when that has not been for long.
 """
 

@@ -67,7 +67,7 @@ def compiled(*, describe: bool = True) -> Iterator[list[Compiled]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from kernels.gpu.keys import stable_keys
+    from kernels.gpu.launch.cache_keys import stable_keys
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("Triton interprets in this process: compile in another one")

@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.gpu import fp8
+from kernels.gpu.linear import fp8
 from kernels.quantize import FP8_MAX, unpair
 from services.engine.models.qwen3_5 import layers
 
 
 @contextmanager
 def recorded_roundings() -> Iterator[list[Tensor]]:
-    """Fills with what `kernels.gpu.fp8.quantize_rows` rounds to inside, float32 [T, K] in units of a row's scale: on a
-    GPU first for a runner's trials, then for its steps."""
+    """Fills with what `kernels.gpu.linear.fp8.quantize_rows` rounds to inside, float32 [T, K] in units of a row's
+    scale: on a GPU first for a runner's trials, then for its steps."""
     prepare = fp8.prepare
     found: list[Tensor] = []
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from benchmarks.adapters import GeneratedAdapters, adapter_name
+from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
 from services.common.jobs import LoraSettings
 from services.common.names import AdapterVersion
 from services.engine.adapters.loader import AdapterLoader

@@ -111,7 +111,7 @@ LEARNING: dict[str, Any] = {
 
 
 def test_a_job_comes_near_its_teacher_on_what_it_has_not_seen(pod: Pod) -> None:
-    """`python -m benchmarks.learning` has three seeds."""
+    """`python -m benchmarks.training.learning` has three seeds."""
     run = prepared(pod, **LEARNING, lora={"rank": 8, "alpha": 16, "seed": 0}, seed=0)
     history = [run.step(index) for index in range(run.total_steps)]
     before, after = history[0]["eval_divergence_before"], history[-1]["eval_divergence"]

@@ -1,10 +1,11 @@
 """The prefix cache changes no answer: random trees of requests, with little memory and many at a time, against each
-request alone without a cache. What is compared, and how, is in benchmarks.prefix_exact, which also does 2,000 of them.
+request alone without a cache. What is compared, and how, is in benchmarks.prefix_cache.exact, which also does 2,000 of
+them.
 
 Token by token everything is equal to the bit. In chunks log-probabilities differ by rounding: splitting a prompt
-without any cache moved one by up to 1.5e-5 in 2,000 workloads (`benchmarks.prefix_exact --splits 2000`; by 1.4e-6 in
-the median one), in 2,000 others by 2.4e-5, and the bound is four times that. Wrong states and keys are off by 1, as the
-last tests show.
+without any cache moved one by up to 1.5e-5 in 2,000 workloads (`benchmarks.prefix_cache.exact --splits 2000`; by 1.4e-6
+in the median one), in 2,000 others by 2.4e-5, and the bound is four times that. Wrong states and keys are off by 1, as
+the last tests show.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.prefix_exact import BOUND, PLACES, Bench, Totals, main, single_steps, splits
-from benchmarks.prefix_workloads import make_workload
+from benchmarks.prefix_cache.exact import BOUND, PLACES, Bench, Totals, main, single_steps, splits
+from benchmarks.prefix_cache.workloads import make_workload
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.kv_offload.messages import Bytes
 from services.engine.requests.request import Request, SamplingParams
@@ -101,7 +102,7 @@ def test_a_place_that_never_answers_is_told() -> None:
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "exact.jsonl"
-    monkeypatch.setattr("benchmarks.prefix_exact.only_warnings", lambda: None)
+    monkeypatch.setattr("benchmarks.prefix_cache.exact.only_warnings", lambda: None)
     monkeypatch.setattr("sys.argv", f"prefix_exact --workloads 1 --seed 13 --ways tiers chunks --out {out}".split())
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,6 +1,6 @@
 """The gated delta rule over packed documents, keeping what its backward reads.
 
-The same two halves as in serving (`kernels.gpu.gated_delta_chunk` has the formulas and the names): the tiles' matrices
+The same two halves as in serving (`kernels.gpu.delta.chunk` has the formulas and the names): the tiles' matrices
 from `gated_delta_tiles`, then a scan, which here also writes what every token wrote (W) and the state before each tile.
 """
 
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_tiles import Tiles, constants, prepare_tiles
+from kernels.gpu.delta.shape import DeltaShape
+from kernels.gpu.delta.tiles import Tiles, constants, prepare_tiles
 from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 

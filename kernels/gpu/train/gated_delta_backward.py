@@ -1,6 +1,6 @@
 """Backward of the gated delta rule over packed documents.
 
-With the names of `kernels.gpu.gated_delta_chunk` (P the scores, M = (I + A)⁻¹, S the state before a tile, S′ behind):
+With the names of `kernels.gpu.delta.chunk` (P the scores, M = (I + A)⁻¹, S the state before a tile, S′ behind):
 
     dW = Pᵀ do + exp(G_L − G) k̂ · dS′        dR = Mᵀ dW
     dS = exp(G_L) dS′ + Σ_t exp(G_t) q̂_t ⊗ do_t − Σ_t β_t exp(G_t) k̂_t ⊗ dR_t
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_tiles import Tiles
+from kernels.gpu.delta.shape import DeltaShape
+from kernels.gpu.delta.tiles import Tiles
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.gated_delta import ScanCut, choose_cut, product, scan_constants
 

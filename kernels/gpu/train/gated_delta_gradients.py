@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.delta.shape import DeltaShape
+from kernels.gpu.delta.step import log_decay
 from kernels.gpu.elementary import exponential, exponential_for, inverse_root, sigmoid
-from kernels.gpu.gated_delta_step import log_decay
 from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.gated_delta import DeltaTrace, product

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.attention.qk_rope import cosine_sine
 from kernels.gpu.elementary import inverse_root
-from kernels.gpu.qk_rope import cosine_sine
 
 
 @triton.jit

@@ -13,7 +13,7 @@ _TILE = 64
 snapshot elsewhere is a tile more to compute."""
 _SHORT = 2048
 """A prompt with fewer tokens to compute has one such tile at most: a second one takes an H200 4 % of its time at 512
-and 1,024 tokens, 0.2 % at 2,048 (`benchmarks.prefix_device`)."""
+and 1,024 tokens, 0.2 % at 2,048 (`benchmarks.prefix_cache.device`)."""
 
 
 def interval(slot_bytes: int, token_bytes: float) -> int:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.pages import KvPages, StackedPages
+from kernels.gpu.attention.pages import KvPages, StackedPages
+from kernels.gpu.copies.state_copy import copy_states
+from kernels.gpu.delta.waiting_writes import WaitingWrites
 from kernels.gpu.segments import Segments
-from kernels.gpu.state_copy import copy_states
-from kernels.gpu.waiting_writes import WaitingWrites
 from services.engine.models.config import ModelConfig
 
 
@@ -31,7 +31,7 @@ class StepRows:
     adapters: Tensor
     """[T]: LoRA slot, 0 for none."""
     active_adapters: Tensor
-    """[1 + n]: how many distinct LoRA slots the step uses, then these slots (see kernels.gpu.lora.LoraRows)."""
+    """[1 + n]: how many distinct LoRA slots the step uses, then these slots (see kernels.gpu.lora.batch.LoraRows)."""
     decodes: int
     """The first rows: one token each, of sequences that continue from the cache."""
     segments: Segments | None

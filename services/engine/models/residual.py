@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kernels.gpu.skinny import Norm, Scaled
+    from kernels.gpu.linear.skinny import Norm, Scaled
 
 
 class Residual:

@@ -1,14 +1,14 @@
 """Generated JSON schemas through a real engine: every answer is valid, or its schema was refused.
 
-All 500 are `python -m benchmarks.structured --schemas 500`.
+All 500 are `python -m benchmarks.structured.run --schemas 500`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.in_process import InProcessEngine, settings_for
-from benchmarks.structured import try_schemas
+from benchmarks.serving.in_process import InProcessEngine, settings_for
+from benchmarks.structured.run import try_schemas
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 

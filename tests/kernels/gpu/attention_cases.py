@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.pages import KvPages, quantize_heads
+from kernels.gpu.attention.pages import KvPages, quantize_heads
 
 
 @dataclass(frozen=True, slots=True)

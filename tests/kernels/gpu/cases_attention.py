@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.attention_decode import paged_decode
-from kernels.gpu.attention_prefill import OVERLAPPED, paged_prefill
-from kernels.gpu.pages import KvPages
-from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.attention.decode import paged_decode
+from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.attention.prefill import OVERLAPPED, paged_prefill
+from kernels.gpu.attention.qk_rope import qk_norm_rope_write
 from kernels.gpu.segments import Segments
 
 _HEADS, _KV_HEADS, _DIM = 16, 4, 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.staging import move_items
-from kernels.gpu.state_copy import copy_states
+from kernels.gpu.copies.staging import move_items
+from kernels.gpu.copies.state_copy import copy_states
 
 
 def launches() -> None:

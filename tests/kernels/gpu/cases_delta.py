@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.conv1d import conv_decode, conv_prefill
-from kernels.gpu.gated_delta_chunk import FEW, MANY, gated_delta_prefill
-from kernels.gpu.gated_delta_step import gated_delta_step
-from kernels.gpu.gated_delta_verify import gated_delta_verify
+from kernels.gpu.delta.chunk import FEW, MANY, gated_delta_prefill
+from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
+from kernels.gpu.delta.step import gated_delta_step
+from kernels.gpu.delta.verify import gated_delta_verify
+from kernels.gpu.delta.waiting_writes import WaitingWrites
 from kernels.gpu.segments import Segments
-from kernels.gpu.waiting_writes import WaitingWrites
 from tests.kernels.gpu.delta_support import mixer
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.fp8 import fp8_linear, quantize_rows
-from kernels.gpu.int4 import dequantize
-from kernels.gpu.skinny import Convolution, Norm, Weight, skinny_add, skinny_linear
-from kernels.gpu.skinny_configs import SkinnyConfig
+from kernels.gpu.linear.fp8 import fp8_linear, quantize_rows
+from kernels.gpu.linear.int4 import dequantize
+from kernels.gpu.linear.skinny import Convolution, Norm, Weight, skinny_add, skinny_linear
+from kernels.gpu.linear.skinny_configs import SkinnyConfig
 from kernels.quantize import Fp8Weight, Int4Weight
 
 HIDDEN, INTERMEDIATE = 2560, 9216

@@ -9,7 +9,7 @@ import torch
 from kernels.gpu.activations import swiglu
 from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.sampling import PARAMETER_WORDS, ROW_WORDS, MaskTensors, SamplingBuffers, sample_rows
+from kernels.gpu.sampling.sample import PARAMETER_WORDS, ROW_WORDS, MaskTensors, SamplingBuffers, sample_rows
 
 _HIDDEN, _INTERMEDIATE, _VOCAB = 2560, 9216, 248_320
 

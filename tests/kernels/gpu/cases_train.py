@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.divergence import Divergence
-from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.train.activations import swiglu_backward
 from kernels.gpu.train.attention import AttentionShape, attention_forward
 from kernels.gpu.train.attention_backward import attention_backward, gate_backward

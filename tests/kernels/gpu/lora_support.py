@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.gpu.lora_rows import LoraRows, active_slots
+from kernels.gpu.lora.rows import LoraRows, active_slots
 
 
 def random_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, decode_splits, paged_decode
+from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, decode_splits, paged_decode
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.attention_cases import Paged, exact_attention, paged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.attention_prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config
+from kernels.gpu.attention.prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.attention_cases import Paged, exact_attention, paged

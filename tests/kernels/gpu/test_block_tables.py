@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.block_tables import write_tables
+from kernels.gpu.copies.block_tables import write_tables
 
 
 @pytest.mark.parametrize("count", [0, 1, 255, 300])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.conv1d import conv_decode, conv_prefill
+from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu.delta_support import CHAIN_SLOTS, CHAINS, Chain, chain_segments, exact_conv
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.fp8 import Fp8Config, fp8_linear, quantize_rows
+from kernels.gpu.linear.fp8 import Fp8Config, fp8_linear, quantize_rows
 from kernels.quantize import dequantize_fp8, pair, quantize_fp8, unpair
 from tests.kernels.gpu import interpreter  # noqa: F401
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.gpu.conv1d import conv_prefill
-from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_chunk import EXACT, FEW, MANY, ChunkConfig, _choose, gated_delta_prefill
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.delta.chunk import EXACT, FEW, MANY, ChunkConfig, _choose, gated_delta_prefill
+from kernels.gpu.delta.conv1d import conv_prefill
+from kernels.gpu.delta.shape import DeltaShape
+from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta_support import CHAIN_SLOTS, CHAINS, Chain, Mixer, chain_segments, exact_delta, mixer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.delta.step import gated_delta_step
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta_support import exact_delta, mixer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.conv1d import conv_prefill
-from kernels.gpu.gated_delta_chunk import gated_delta_prefill
-from kernels.gpu.gated_delta_step import gated_delta_step
-from kernels.gpu.gated_delta_verify import gated_delta_verify
+from kernels.gpu.delta.chunk import gated_delta_prefill
+from kernels.gpu.delta.conv1d import conv_prefill
+from kernels.gpu.delta.step import gated_delta_step
+from kernels.gpu.delta.verify import gated_delta_verify
 from kernels.gpu.segments import Segments
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta_support import exact_delta, mixer

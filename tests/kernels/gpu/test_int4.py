@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.int4 import dequantize
+from kernels.gpu.linear.int4 import dequantize
 from kernels.quantize import dequantize_int4, quantize_int4
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.activations import swiglu
-from kernels.gpu.lora import LoraRows, ShrinkConfig, shrink
-from kernels.gpu.lora_expand import ExpandConfig, expand_add, expand_swiglu
-from kernels.gpu.lora_rows import active_slots
+from kernels.gpu.lora.batch import LoraRows, ShrinkConfig, shrink
+from kernels.gpu.lora.expand import ExpandConfig, expand_add, expand_swiglu
+from kernels.gpu.lora.rows import active_slots
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kernels.gpu.lora_fill import fill_lora, tile_columns
+from kernels.gpu.lora.fill import fill_lora, tile_columns
 from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.skinny import MAX_ROWS, Convolution, Norm, SplitWorkspace
+from kernels.gpu.linear.skinny import MAX_ROWS, Convolution, Norm, SplitWorkspace
 from services.common.errors import InvalidRequest
 from services.engine.models.residual import Residual
 from services.engine.models.weights.matrix import Matrix, quantize

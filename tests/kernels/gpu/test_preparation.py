@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.lora_rows import LoraRows, active_slots
-from kernels.gpu.lora_shrink import ShrinkConfig
-from kernels.gpu.preparation import Rows, prepare
+from kernels.gpu.linear.preparation import Rows, prepare
+from kernels.gpu.lora.rows import LoraRows, active_slots
+from kernels.gpu.lora.shrink import ShrinkConfig
 from kernels.quantize import unpair
 from tests.kernels.gpu import interpreter  # noqa: F401
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.pages import KvPages, quantize_heads
-from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.attention.pages import KvPages, quantize_heads
+from kernels.gpu.attention.qk_rope import qk_norm_rope_write
 from kernels.rope import inverse_frequencies
 from tests.kernels.gpu import interpreter  # noqa: F401
 

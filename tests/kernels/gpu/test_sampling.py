@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu.sampling import SamplingConfig
+from kernels.gpu.sampling.sample import SamplingConfig
 from services.engine.constraints.bits import allow, allows
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cpu.sampler import Sampler

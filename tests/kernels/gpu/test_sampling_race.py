@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.sampling_rows import race, race_estimate, race_winner, uniform
+from kernels.gpu.sampling.rows import race, race_estimate, race_winner, uniform
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 BLOCK = 512

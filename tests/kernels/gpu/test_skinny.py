@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.conv1d import conv_decode
-from kernels.gpu.lora_rows import LoraRows
-from kernels.gpu.skinny import Convolution, Norm, SplitWorkspace, Weight, skinny_add, skinny_linear
-from kernels.gpu.skinny_configs import SkinnyConfig, choose, most_rows
+from kernels.gpu.delta.conv1d import conv_decode
+from kernels.gpu.linear.skinny import Convolution, Norm, SplitWorkspace, Weight, skinny_add, skinny_linear
+from kernels.gpu.linear.skinny_configs import SkinnyConfig, choose, most_rows
+from kernels.gpu.lora.rows import LoraRows
 from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4, quantize_fp8, quantize_int4
 from tests.kernels.gpu import interpreter  # noqa: F401
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.skinny import Norm, skinny_linear
-from kernels.gpu.skinny_configs import SkinnyConfig
+from kernels.gpu.linear.skinny import Norm, skinny_linear
+from kernels.gpu.linear.skinny_configs import SkinnyConfig
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.lora_support import random_rows
 from tests.kernels.gpu.test_skinny import SPLIT, STAGGERED, STREAM, TMA, VECTOR, check, exact, inputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.skinny import Norm, skinny_linear
-from kernels.gpu.skinny_configs import SkinnyConfig
+from kernels.gpu.linear.skinny import Norm, skinny_linear
+from kernels.gpu.linear.skinny_configs import SkinnyConfig
 from kernels.quantize import quantize_int4
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.lora_support import random_rows

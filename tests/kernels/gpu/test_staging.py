@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gpu.staging import move_items
+from kernels.gpu.copies.staging import move_items
 from services.engine.kv_offload.entry_format.checksums import checksum, weights
 
 

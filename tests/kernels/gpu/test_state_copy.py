@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.pages import StackedPages
-from kernels.gpu.state_copy import copy_states
+from kernels.gpu.attention.pages import StackedPages
+from kernels.gpu.copies.state_copy import copy_states
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

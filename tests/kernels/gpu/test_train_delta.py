@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.train.documents import Documents
 from kernels.gpu.train.gated_delta import FEW, MANY, ScanCut, gated_delta_forward
 from kernels.gpu.train.gated_delta_backward import scan_backward

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu.gated_delta_chunk import gated_delta_prefill
-from kernels.gpu.gated_delta_step import gated_delta_step
+from kernels.gpu.delta.chunk import gated_delta_prefill
+from kernels.gpu.delta.step import gated_delta_step
+from kernels.gpu.delta.waiting_writes import WaitingWrites
 from kernels.gpu.segments import Segments
-from kernels.gpu.waiting_writes import WaitingWrites
 from tests.kernels.gpu import interpreter  # noqa: F401
 from tests.kernels.gpu.delta_support import CHAIN_SLOTS, Chain, Mixer, chain_segments, exact_delta, mixer
 

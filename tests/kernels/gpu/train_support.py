@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.gpu.delta_shape import DeltaShape
+from kernels.gpu.delta.shape import DeltaShape
 
 
 def split(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.host_step import measure
+from benchmarks.serving.host_step import measure
 
 
 def test_every_part_of_a_step_is_timed() -> None:

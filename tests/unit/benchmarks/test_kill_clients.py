@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.kill_clients import GIVEN_UP, End, Jobs, Question, ask
+from benchmarks.gateway.kill_clients import GIVEN_UP, End, Jobs, Question, ask
 
 QUESTION = Question("Who are you?", 8, answer="I am Temper.", reason="length")
 JOB = "job-1"

@@ -1,4 +1,4 @@
-"""What benchmarks.learning measures besides what is said, and its plot."""
+"""What benchmarks.training.learning measures besides what is said, and its plot."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learning import Curve, Point, ordered, plot
-from benchmarks.random_checkpoint import TINY
+from benchmarks.lib.random_checkpoint import TINY
+from benchmarks.training.learning import Curve, Point, ordered, plot
 from models.tiny.recipe.skills import dates
 from services.common.job_records import SPEC
 from services.trainer.jobs import prepare_run

@@ -1,4 +1,5 @@
-"""benchmarks.merge on the tiny shape: every matrix of the model is counted, whatever part of them is merged."""
+"""benchmarks.training.merge on the tiny shape: every matrix of the model is counted, whatever part of them is
+merged."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import merge
-from benchmarks.random_checkpoint import TINY
+from benchmarks.lib.random_checkpoint import TINY
+from benchmarks.training import merge
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.targets import target_shapes
 

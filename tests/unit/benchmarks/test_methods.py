@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.memory_store import MemoryStore
-from benchmarks.methods import ADAPTER, EXAMPLE_METHODS, RandomText, Sizes, examples_job, measure, methods_pod
-from benchmarks.next_request import first_token
-from benchmarks.random_checkpoint import TINY
-from benchmarks.training_pod import TrainingPod, report_to, with_rest
+from benchmarks.lib.memory_store import MemoryStore
+from benchmarks.lib.random_checkpoint import TINY
+from benchmarks.training.methods import ADAPTER, EXAMPLE_METHODS, RandomText, Sizes, examples_job, measure, methods_pod
+from benchmarks.training.next_request import first_token
+from benchmarks.training.pod import TrainingPod, report_to, with_rest
 from services.common.jobs import DpoJob, KtoJob, SftJob
 from services.common.store import ObjectNotFound, PreconditionFailed
 from services.common.text.tokenizer import TextCodec

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.in_process import InProcessEngine, settings_for
-from benchmarks.multiturn import PEERS, Traffic, main, measure, report, table
-from benchmarks.multiturn_workloads import GENERATORS, Session, Sizes, Turn, Workload, fitting
+from benchmarks.prefix_cache.multiturn import PEERS, Traffic, main, measure, report, table
+from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Session, Sizes, Turn, Workload, fitting
+from benchmarks.serving.in_process import InProcessEngine, settings_for
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 WHOLE = Sizes(248_320)
@@ -165,7 +165,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     out = tmp_path / "multiturn.jsonl"
     arguments = f"--device cpu --model {TINY} --workload e,w --shrink 64 --cache off --marks --out {out}"
     # Processes of their own keep their log and Triton's cache as these say; this one runs other tests.
-    monkeypatch.setattr("benchmarks.in_process.only_warnings", lambda: None)
+    monkeypatch.setattr("benchmarks.serving.in_process.only_warnings", lambda: None)
     monkeypatch.setattr("services.pod.preflight.use_kernel_cache", lambda settings: None)
     monkeypatch.setattr("sys.argv", ["multiturn", *arguments.split()])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,5 @@
-"""benchmarks.prefix_device on a small model in the interpreter: it finds what is wrong, and measures every way."""
+"""benchmarks.prefix_cache.device on a small model in the interpreter: it finds what is wrong, and measures every
+way."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks import prefix_device
-from benchmarks.prefix_device import Bench, check_snapshots, check_transfer, results
+from benchmarks.prefix_cache import device as prefix_device
+from benchmarks.prefix_cache.device import Bench, check_snapshots, check_transfer, results
 from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.kv_offload.messages import Bytes, Fence
 from services.engine.scheduler.step_plan import StepPlan

@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.in_process import InProcessEngine, settings_for
-from benchmarks.prefix_noise import KINDS, TIERS, Apart, Ask, Asking, Measurement, conversations, main, measure, table
+from benchmarks.prefix_cache.noise import (
+    KINDS,
+    TIERS,
+    Apart,
+    Ask,
+    Asking,
+    Measurement,
+    conversations,
+    main,
+    measure,
+    table,
+)
+from benchmarks.serving.in_process import InProcessEngine, settings_for
 from services.engine.requests.request import SamplingParams
 from services.engine.scheduler.step_plan import SampledToken
 
@@ -97,7 +108,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     out = tmp_path / "noise.jsonl"
     arguments = f"--device cpu --model {TINY} --conversations 4 --shrink 24 --out {out}"
     # Processes of their own keep their log and Triton's cache as these say; this one runs other tests.
-    monkeypatch.setattr("benchmarks.in_process.only_warnings", lambda: None)
+    monkeypatch.setattr("benchmarks.serving.in_process.only_warnings", lambda: None)
     monkeypatch.setattr("services.pod.preflight.use_kernel_cache", lambda settings: None)
     monkeypatch.setattr("sys.argv", ["prefix_noise", *arguments.split()])
     with pytest.raises(SystemExit) as ended:

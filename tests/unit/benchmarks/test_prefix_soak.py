@@ -1,4 +1,4 @@
-"""Some seconds of benchmarks.prefix_soak, and that it notices what it is there for."""
+"""Some seconds of benchmarks.prefix_cache.soak, and that it notices what it is there for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prefix_soak import Ledger, Soak, summary
+from benchmarks.prefix_cache.soak import Ledger, Soak, summary
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request, SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.multiturn_workloads import GENERATORS, Sizes
-from benchmarks.scheduling import CONFIG, at_once, beside, conversations, decode_rate, mixed, simulate
+from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Sizes
+from benchmarks.serving.scheduling import CONFIG, at_once, beside, conversations, decode_rate, mixed, simulate
 
 BY_RANK = replace(CONFIG, short_prefill=0)
 """No prompt is short."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.schema_answers import Campaign
+from benchmarks.structured.answers import Campaign
 
 
 def test_answers_of_the_model_are_valid() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.in_process import InProcessEngine, Run, settings_for
-from benchmarks.serving import Case, measure, milliseconds
-from benchmarks.swaps import measure_swaps
-from benchmarks.timeline import idle
+from benchmarks.kernels.timeline import idle
+from benchmarks.serving.in_process import InProcessEngine, Run, settings_for
+from benchmarks.serving.rates import Case, measure, milliseconds
+from benchmarks.serving.swaps import measure_swaps
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.step_plan import SampledToken
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.sizing import CARDS, TARGET, render, rows
+from benchmarks.serving.sizing import CARDS, TARGET, render, rows
 
 
 def test_the_page_is_current() -> None:
     page = TARGET.read_text()
-    assert page == render(page), "run `python -m benchmarks.sizing`"
+    assert page == render(page), "run `python -m benchmarks.serving.sizing`"
 
 
 def test_every_card_holds_the_model() -> None:

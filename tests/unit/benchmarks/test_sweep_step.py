@@ -1,4 +1,4 @@
-"""The decode step that benchmarks.sweep_step takes apart, on the CPU."""
+"""The decode step that benchmarks.tuning.sweep_step takes apart, on the CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.decode_step import MATRICES, DecodeStep, one_of_each
-from benchmarks.launches import NoProducts, counted, launches, one_share, without
-from benchmarks.probe_launch import gaps
-from benchmarks.random_checkpoint import TINY, config_of, write
-from benchmarks.random_model import RandomWeights
-from benchmarks.recorder import Recorder
-from benchmarks.step_variants import PRODUCTS, plan
-from benchmarks.sweep_step import table
+from benchmarks.kernels.launches import NoProducts, counted, launches, one_share, without
+from benchmarks.lib.random_checkpoint import TINY, config_of, write
+from benchmarks.lib.random_model import RandomWeights
+from benchmarks.lib.recorder import Recorder
+from benchmarks.tuning.decode_step import MATRICES, DecodeStep, one_of_each
+from benchmarks.tuning.probe_launch import gaps
+from benchmarks.tuning.step_variants import PRODUCTS, plan
+from benchmarks.tuning.sweep_step import table
 from services.engine.models.config import ModelConfig
 from services.engine.models.weights.layers import LayerWeights
 from services.engine.models.weights.loader import load_checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tier_restore import drop, resident
+from benchmarks.prefix_cache.tier_restore import drop, resident
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,7 +18,9 @@ def test_every_place(tmp_path: Path) -> None:
     out = tmp_path / "tiers.jsonl"
     arguments = f"--device cpu --model models/tiny --shrink 16 --each 2 --directory {tmp_path} --out {out}"
     arguments += " --set tier_load_share=1000"  # however busy the machine
-    subprocess.run([sys.executable, "-m", "benchmarks.tier_restore", *arguments.split()], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.prefix_cache.tier_restore", *arguments.split()], cwd=ROOT, check=True
+    )
     lines = {line["place"]: line for line in map(json.loads, out.read_text().splitlines())}
     sources = {"nowhere": [], "device": ["device"], "host": ["host"], "restart": ["host"]}
     sources |= {"page cache": ["disk"], "disk": ["disk"]}

@@ -1,13 +1,13 @@
 """Drawn schemas, random outputs under their masks, and another validator: what ends by itself is valid.
 
-`python -m benchmarks.schema_answers --schemas 5000` does the same with answers of the model.
+`python -m benchmarks.structured.answers --schemas 5000` does the same with answers of the model.
 """
 
 from __future__ import annotations
 
 import random
 
-from benchmarks.schema_judge import Judge
+from benchmarks.structured.judge import Judge
 from services.engine.constraints.bits import Bits, allows, tokens_of
 from services.engine.constraints.grammars import CompiledGrammar
 from services.engine.requests.constraint import Constraint

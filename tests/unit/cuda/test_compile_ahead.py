@@ -12,13 +12,13 @@ SCRIPT = """
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from kernels.gpu.attention_prefill import OVERLAPPED, paged_prefill
-from kernels.gpu.block_tables import _write_tables_kernel, write_tables
-from kernels.gpu.lora_rows import LoraRows
-from kernels.gpu.pages import KvPages
+from kernels.gpu.attention.prefill import OVERLAPPED, paged_prefill
+from kernels.gpu.copies.block_tables import _write_tables_kernel, write_tables
+from kernels.gpu.lora.rows import LoraRows
+from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.segments import Segments
-from kernels.gpu.skinny import skinny_linear
-from kernels.gpu.state_copy import copy_states
+from kernels.gpu.linear.skinny import skinny_linear
+from kernels.gpu.copies.state_copy import copy_states
 from services.engine.executors.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
 from tests.kernels.hopper import compiled
 
@@ -56,7 +56,7 @@ print(late)
 KEYS = """
 import importlib, pkgutil, sys
 import kernels.gpu
-from kernels.gpu.keys import stable_keys
+from kernels.gpu.launch.cache_keys import stable_keys
 from triton.runtime.jit import JITFunction
 
 stable_keys()

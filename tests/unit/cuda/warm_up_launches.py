@@ -22,7 +22,7 @@ from triton.compiler.compiler import get_cache_key
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu.keys import stable_keys
+from kernels.gpu.launch.cache_keys import stable_keys
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.compile_ahead import Variant, _Target, recorded
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions

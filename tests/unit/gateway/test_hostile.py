@@ -1,4 +1,5 @@
-"""A sample of the hostile corpus against the gateway; `python -m benchmarks.hostile` sends 20,000 to a whole Temper."""
+"""A sample of the hostile corpus against the gateway; `python -m benchmarks.gateway.hostile` sends 20,000 to a whole
+Temper."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import asyncio
 from argparse import Namespace
 from itertools import islice
 
-from benchmarks.hostile import LEAKS, SECRET, Report, own_corpus
-from benchmarks.hostile_bodies import Hostile, hostile_bodies
+from benchmarks.gateway.hostile import LEAKS, SECRET, Report, own_corpus
+from benchmarks.gateway.hostile_bodies import Hostile, hostile_bodies
 from tests.unit.gateway.conftest import MODEL, Running
 
 

@@ -1,6 +1,6 @@
 """On the trained tiny model preferences carry over to held-out questions, by a stated amount.
 
-`python -m benchmarks.learning` does it with three seeds.
+`python -m benchmarks.training.learning` does it with three seeds.
 
 The model half believes that dates lie one day late (models/tiny); it learns to tell right answers from late ones.
 """

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gpu.staging import move_items
+from kernels.gpu.copies.staging import move_items
 from services.engine.executors.cache_payload import Pieces, layout
 from services.engine.executors.cuda.compile_ahead import compile_ahead
 from services.engine.executors.cuda.stream import Arrival, EngineStream

@@ -31,7 +31,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
-from kernels.gpu.keys import stable_keys
+from kernels.gpu.launch.cache_keys import stable_keys
 
 log = structlog.get_logger(__name__)
 

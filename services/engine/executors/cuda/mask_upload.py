@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling import MaskTensors
+from kernels.gpu.sampling.sample import MaskTensors
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.stream import Arrival, EngineStream
 

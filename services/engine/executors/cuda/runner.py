@@ -16,9 +16,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_decode import DecodeWorkspace, decode_config, decode_splits
-from kernels.gpu.block_tables import write_tables
-from kernels.gpu.sampling import ROW_WORDS
+from kernels.gpu.attention.decode import DecodeWorkspace, decode_config, decode_splits
+from kernels.gpu.copies.block_tables import write_tables
+from kernels.gpu.sampling.sample import ROW_WORDS
 from kernels.gpu.segments import TILE
 from kernels.rope import inverse_frequencies
 from services.engine.constraints.masks import NO_MASKS, RowMasks

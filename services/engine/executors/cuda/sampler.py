@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling import (
+from kernels.gpu.sampling.sample import (
     MOST_ALTERNATIVES,
     RESULT_WORDS,
     ROW_WORDS,

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu import sampling_rows as layout
-from kernels.gpu.sampling import MOST_ALTERNATIVES, PARAMETER_WORDS
+from kernels.gpu.sampling import rows as layout
+from kernels.gpu.sampling.sample import MOST_ALTERNATIVES, PARAMETER_WORDS
 from services.engine.requests.request import Request, SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 

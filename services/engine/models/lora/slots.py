@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gpu.lora_rows import LoraRows
+from kernels.gpu.lora.rows import LoraRows
 from kernels.lora import add_lora, add_lora_mixed, slot_rows
 from services.common.errors import AdapterRejected
 from services.engine.models.batch import ForwardBatch

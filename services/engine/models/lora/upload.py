@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.gpu.lora_fill import ENTRY, FORMATS, WORDS, fill_lora, tiles_of
+from kernels.gpu.lora.fill import ENTRY, FORMATS, WORDS, fill_lora, tiles_of
 from services.engine.models.lora.binding import BoundAdapter
 from services.engine.models.weights.upload import Uploader
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.gpu import gated_delta_chunk
-from kernels.gpu.attention_decode import DecodeConfig, DecodeWorkspace, paged_decode
-from kernels.gpu.attention_prefill import paged_prefill
-from kernels.gpu.conv1d import conv_decode, conv_prefill
+from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, paged_decode
+from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.attention.prefill import paged_prefill
+from kernels.gpu.attention.qk_rope import qk_norm_rope_write
+from kernels.gpu.delta import chunk as gated_delta_chunk
+from kernels.gpu.delta.chunk import ChunkConfig
+from kernels.gpu.delta.conv1d import conv_decode, conv_prefill
+from kernels.gpu.delta.step import gated_delta_step
+from kernels.gpu.delta.verify import gated_delta_verify
 from kernels.gpu.embedding import gather_tokens
-from kernels.gpu.gated_delta_chunk import ChunkConfig
-from kernels.gpu.gated_delta_step import gated_delta_step
-from kernels.gpu.gated_delta_verify import gated_delta_verify
-from kernels.gpu.lora_rows import LoraRows
-from kernels.gpu.pages import KvPages
-from kernels.gpu.qk_rope import qk_norm_rope_write
+from kernels.gpu.linear.skinny import Convolution, Norm
+from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
-from kernels.gpu.skinny import Convolution, Norm
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
@@ -65,7 +65,7 @@ class FusedForward:
         last_tokens: [num_slots] int32, the token sampled last for every state slot.
         batch_invariant: each kernel cuts its work in one way, whatever the batch: sums are taken in the same order, and
             a row's bits depend on no other row. The matrices and adapters must have been made so too.
-        pdl: launch kernels before the ones ahead have finished (kernels.gpu.ahead).
+        pdl: launch kernels before the ones ahead have finished (kernels.gpu.launch.programmatic).
     """
 
     def __init__(

@@ -13,7 +13,7 @@ class Beside:
 
     Also while the current stream is captured: the graph then has two branches. What is launched must not allocate, and
     the tensors that it uses must live until the join: the allocator knows of the current stream only. Kernels on either
-    side of a fork or a join are launched the ordinary way (kernels.gpu.ahead speaks of one stream).
+    side of a fork or a join are launched the ordinary way (kernels.gpu.launch.programmatic speaks of one stream).
 
     On the CPU, where Triton's interpreter runs kernels as they are launched, there is no second stream.
     """

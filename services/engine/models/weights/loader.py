@@ -26,7 +26,7 @@ from services.engine.models.weights.matrix import Matrix, quantize
 from services.engine.models.weights.upload import Uploader
 
 if TYPE_CHECKING:
-    from kernels.gpu.skinny import SplitWorkspace
+    from kernels.gpu.linear.skinny import SplitWorkspace
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _HEAD_COPY_BYTES = 64 * 2**20
@@ -222,7 +222,7 @@ class _Builder:
 
 def _split_workspace(device: torch.device) -> SplitWorkspace:
     # Imported where there is a GPU: it needs Triton.
-    from kernels.gpu.skinny import SplitWorkspace
+    from kernels.gpu.linear.skinny import SplitWorkspace
 
     return SplitWorkspace.allocate(device)
 

@@ -1,8 +1,8 @@
 """Weight matrices of the CUDA path: what a linear layer multiplies with, whatever its storage.
 
-A product of few rows (skinny_configs.most_rows) streams the weight through `kernels.gpu.skinny`; more rows go to the
-vendor's matrix product (dense, int4) or to the float8 product of `kernels.gpu.fp8`, with the norm and the activation as
-kernels of their own.
+A product of few rows (skinny_configs.most_rows) streams the weight through `kernels.gpu.linear.skinny`; more rows go to
+the vendor's matrix product (dense, int4) or to the float8 product of `kernels.gpu.linear.fp8`, with the norm and the
+activation as kernels of their own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from services.common.errors import InvalidRequest
 from services.engine.models.residual import Residual
 
 if TYPE_CHECKING:
-    from kernels.gpu.lora import LoraRows
-    from kernels.gpu.skinny import Convolution, Norm, SplitWorkspace, Weight
+    from kernels.gpu.linear.skinny import Convolution, Norm, SplitWorkspace, Weight
+    from kernels.gpu.lora.batch import LoraRows
 
 
 _PIECE = 4096
@@ -57,13 +57,13 @@ class Matrix(ABC):
 
     def few(self, rows: int) -> bool:
         """Whether a product of so many rows is one that streams the weight."""
-        from kernels.gpu.products import streams
+        from kernels.gpu.linear.products import streams
 
         return streams(rows, self.weight, self.invariant)
 
     def convolves(self, rows: int) -> bool:
         """Whether a product of so many rows takes a convolution along."""
-        from kernels.gpu.products import convolves
+        from kernels.gpu.linear.products import convolves
 
         return convolves(rows, self.weight, self.invariant)
 
@@ -100,8 +100,8 @@ class Matrix(ABC):
         Returns:
             [T, out], or [T, out / 2] with swiglu.
         """
-        from kernels.gpu.products import finished, normed
-        from kernels.gpu.skinny import skinny_linear
+        from kernels.gpu.linear.products import finished, normed
+        from kernels.gpu.linear.skinny import skinny_linear
 
         if conv is not None and not self.convolves(x.shape[0]):
             raise ValueError(f"a product of {x.shape[0]} rows does not convolve")
@@ -137,8 +137,8 @@ class Matrix(ABC):
             ahead: the norm that reads the stream next and the matrix that it is multiplied with then: if that matrix
                 takes so few rows, the stream is made ready for it in passing.
         """
-        from kernels.gpu.products import finished
-        from kernels.gpu.skinny import skinny_add
+        from kernels.gpu.linear.products import finished
+        from kernels.gpu.linear.skinny import skinny_add
 
         rows = x.shape[0]
         if self.few(rows):
@@ -199,7 +199,7 @@ class Fp8Matrix(Matrix):
         return self._product(x, stream.settled(), pdl)  # which costs a product of our own nothing
 
     def _product(self, x: Tensor, onto: Tensor | None, pdl: bool) -> Tensor:
-        from kernels.gpu.fp8 import fp8_linear, quantize_rows
+        from kernels.gpu.linear.fp8 import fp8_linear, quantize_rows
 
         values, scale = quantize_rows(x, pdl=pdl)
         return fp8_linear(values, scale, self.weight, out_dtype=x.dtype, residual=onto, out=onto, pdl=pdl)
@@ -218,7 +218,7 @@ class Int4Matrix(Matrix):
         return dequantize_int4(self.weight, self.dtype)
 
     def product(self, x: Tensor, *, pdl: bool) -> Tensor:
-        from kernels.gpu.int4 import dequantize
+        from kernels.gpu.linear.int4 import dequantize
 
         del pdl  # torch's kernels wait for those ahead
         return torch.mm(x, dequantize(self.weight, x.dtype).t())

@@ -15,10 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from kernels.gpu.activations import swiglu
-from kernels.gpu.conv1d import conv_prefill
-from kernels.gpu.delta_shape import DeltaShape
-from kernels.gpu.gated_delta_tiles import Tiles
-from kernels.gpu.gated_norm import gated_norm
+from kernels.gpu.delta.conv1d import conv_prefill
+from kernels.gpu.delta.gated_norm import gated_norm
+from kernels.gpu.delta.shape import DeltaShape
+from kernels.gpu.delta.tiles import Tiles
 from kernels.gpu.rms_norm import rms_norm
 from kernels.gpu.train.activations import swiglu_backward
 from kernels.gpu.train.attention import AttentionShape, attention_forward

@@ -1,0 +1,144 @@
+"""Checkpoints of real shapes with random weights: speed does not depend on the weights.
+
+`python -m benchmarks.lib.random_checkpoint DIR [--shape qwen3.5-4b] [--layers N]` writes one shard a layer, so that no
+more than a layer is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.engine.models.config import ModelConfig
+
+TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
+_COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_MIXED = 0.5
+"""Typical size of a number that enters a projection back into the residual stream."""
+_FAMILY: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-4b": _FAMILY
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+    },
+    "qwen3.5-0.8b": _FAMILY
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+    },
+}
+
+
+def config_of(shape: str, layers: int | None = None, vocab_size: int | None = None) -> dict[str, Any]:
+    """config.json of a shape of the family, with fewer layers or a smaller vocabulary if asked for."""
+    data = dict(SHAPES[shape])
+    data["num_hidden_layers"] = layers or data["num_hidden_layers"]
+    data["vocab_size"] = vocab_size or data["vocab_size"]
+    return data
+
+
+def random_tensors(
+    config: ModelConfig, seed: int, device: torch.device, *, gentle: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Name → bfloat16 tensor on the CPU, layer by layer; logits are of order one, decays from fast to slow.
+
+    Args:
+        gentle: all layers together add about as much as the embedding gives, each a little, as in a trained model.
+            Otherwise each layer nearly replaces what came before, and an error grows from layer to layer.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: tuple[int, ...], scale: float) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * scale
+
+    embedding = 1.2 * config.hidden_size**-0.5
+    # The mtp layer comes last, so that the rest is the same with and without it.
+    for name, shape in (config.tensor_shapes() | config.mtp_shapes()).items():
+        full = name if name == "lm_head.weight" or name.startswith("mtp.") else f"model.{name}"
+        if name.endswith("A_log"):
+            tensor = torch.rand(shape, generator=generator, device=device) * 5.5 - 4.0
+        elif name.endswith("dt_bias"):
+            tensor = torch.rand(shape, generator=generator, device=device) * 4.0 - 3.0
+        elif name.endswith("linear_attn.norm.weight"):
+            tensor = 1 + normal(shape, 0.1)
+        elif "norm" in name:
+            tensor = normal(shape, 0.1)
+        elif "conv1d" in name:
+            tensor = normal(shape, 0.5)
+        elif name in ("embed_tokens.weight", "lm_head.weight"):
+            tensor = normal(shape, embedding)
+        elif gentle and name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+            tensor = normal(shape, embedding * (2 * config.num_layers) ** -0.5 / _MIXED * shape[1] ** -0.5)
+        else:
+            tensor = normal(shape, 0.7 * shape[1] ** -0.5)
+        yield full, tensor.to(torch.bfloat16).cpu()
+
+
+def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool = False) -> None:
+    """Writes config.json, the tiny model's tokenizer and the weights.
+
+    Args:
+        data: config_of().
+        gentle: see random_tensors().
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(data, indent=1) + "\n")
+    for name in _COPIED:
+        shutil.copy(TINY / name, directory / name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tensors = random_tensors(ModelConfig.from_dict(data), seed, device, gentle=gentle)
+    weight_map: dict[str, str] = {}
+    for part, group in groupby(tensors, key=lambda item: ".".join(item[0].split(".")[:3])):
+        file = f"{part.replace('.', '-')}.safetensors"
+        shard = dict(group)
+        save_file(shard, directory / file)
+        weight_map |= dict.fromkeys(shard, file)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # engines in other processes count what is free
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-4b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    write(options.directory, config_of(options.shape, options.layers), options.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Random weights made on the device: speed does not depend on weights, and no checkpoint has to be written and read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.quantize import GROUP, Fp8Weight, Int4Weight
+from services.engine.models.config import LayerType, ModelConfig
+from services.engine.models.footprint import Quantization
+from services.engine.models.lora.binding import BoundAdapter, BoundTarget
+from services.engine.models.lora.targets import TARGET_MODULES, target_shapes
+from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights, ModelWeights
+from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix, Int4Matrix, Matrix, quantize
+
+if TYPE_CHECKING:
+    from kernels.gpu.linear.skinny import SplitWorkspace
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Makes weights of the sizes, dtypes and layout that services.engine.models.weights.loader gives them."""
+
+    config: ModelConfig
+    device: torch.device
+    quantization: Quantization
+    workspace: SplitWorkspace | None
+    dtype: torch.dtype = torch.bfloat16
+    empty: bool = False
+    """Memory of any contents instead: enough to launch kernels that do not run."""
+
+    def build(self) -> ModelWeights:
+        """All layers, logits of order one, decays from fast to slow."""
+        config = self.config
+        layers = tuple(self._layer(kind) for kind in config.layer_types)
+        embedding = self._normal(config.vocab_size, config.hidden_size, std=config.hidden_size**-0.5)
+        head: Matrix = DenseMatrix(embedding, self.workspace)
+        if self.quantization != "none":
+            head = self._stored(embedding, "fp8")
+        elif not config.tie_word_embeddings:
+            head = self._matrix(config.vocab_size, config.hidden_size, "none")
+        return ModelWeights(embedding, layers, self._ones(config.hidden_size), head)
+
+    def _layer(self, kind: LayerType) -> LayerWeights:
+        config = self.config
+        return LayerWeights(
+            input_norm=self._ones(config.hidden_size),
+            mixer=self._attention() if kind == "full_attention" else self._delta_net(),
+            post_norm=self._ones(config.hidden_size),
+            gate_up=self._matrix(2 * config.intermediate_size, config.hidden_size),
+            down=self._matrix(config.hidden_size, config.intermediate_size),
+        )
+
+    def _attention(self) -> AttentionWeights:
+        config = self.config
+        return AttentionWeights(
+            in_proj=self._matrix(2 * (config.query_size + config.kv_size), config.hidden_size),
+            qk_norm=self._ones(config.num_heads + config.num_kv_heads, config.head_dim),
+            out_proj=self._matrix(config.hidden_size, config.query_size),
+        )
+
+    def _delta_net(self) -> DeltaNetWeights:
+        config, heads = self.config, self.config.linear_value_heads
+        return DeltaNetWeights(
+            in_proj=self._matrix(config.conv_dim + config.value_size + 2 * heads, config.hidden_size),
+            conv=self._normal(config.conv_kernel, config.conv_dim, std=0.5),
+            negative_a=-torch.exp(torch.rand(heads, device=self.device) * 5.5 - 4.0),
+            dt_bias=torch.rand(heads, device=self.device) * 4.0 - 3.0,
+            norm=self._ones(config.linear_value_dim),
+            out_proj=self._matrix(config.hidden_size, config.value_size),
+        )
+
+    def _matrix(self, outputs: int, inputs: int, kind: str = "") -> Matrix:
+        # Small enough that 32 layers one after the other stay finite.
+        return self._stored(self._normal(outputs, inputs, std=0.7 * inputs**-0.5), kind or self.quantization)
+
+    def _stored(self, dense: Tensor, kind: str) -> Matrix:
+        if not self.empty or kind == "none":
+            return quantize(dense, kind, workspace=self.workspace)
+        outputs, inputs = dense.shape
+
+        def made(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        if kind == "fp8":
+            values = made(outputs, inputs, dtype=torch.float8_e4m3fn)
+            return Fp8Matrix(Fp8Weight(values, made(outputs, dtype=torch.float32)), self.dtype, self.workspace)
+        groups = inputs // GROUP
+        packed = made(groups, outputs, GROUP // 4, dtype=torch.int16)
+        scale, zero = made(groups, outputs, dtype=torch.bfloat16), made(groups, outputs, dtype=torch.uint8)
+        return Int4Matrix(Int4Weight(packed, scale, zero), self.dtype, self.workspace)
+
+    def _normal(self, *shape: int, std: float) -> Tensor:
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return made if self.empty else made.normal_(std=std)
+
+    def _ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, device=self.device)
+
+
+def random_adapter(config: ModelConfig, rank: int) -> BoundAdapter:
+    """One on all linear layers, its tensors on the CPU."""
+    targets = {
+        path: BoundTarget(
+            torch.empty(rank, inputs, dtype=torch.bfloat16).normal_(std=inputs**-0.5),
+            torch.empty(outputs, rank, dtype=torch.bfloat16).normal_(std=0.01),
+            alpha=2.0 * rank,
+            scale=2.0,
+        )
+        for path, (outputs, inputs) in target_shapes(config).items()
+    }
+    return BoundAdapter(targets, rank, 2.0 * rank, False, TARGET_MODULES, config.module_prefix)

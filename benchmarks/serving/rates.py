@@ -1,0 +1,259 @@
+"""Decode and prefill rates of the engine in this process: `python -m benchmarks.serving.rates --cases
+1x512x128,64x512x256`.
+
+A case is requests x prompt tokens x new tokens. Random prompts, temperature 1, ignore_eos, prefix cache off. t(n) is
+the time from the first submission to the last of n tokens of all requests, the best of two after a warm-up:
+decode = c · (out - 1) / (t(out) - t(1)) tokens a second, prefill = c · in / t(1). The figures of other engines in
+README.md come from the same formulas. One JSON line a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from benchmarks.lib.environment import environment, gpu
+from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
+from benchmarks.lib.recorder import describe
+from benchmarks.serving.stages import Stages
+
+if TYPE_CHECKING:
+    from benchmarks.serving.in_process import InProcessEngine, Run
+    from services.engine.loop.step_pipeline import Pipeline
+
+_REPEATS = 2
+_WARM_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """c requests at once."""
+
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From "64x512x256".
+
+        Raises:
+            ValueError: it is not three positive numbers, the last above 1.
+        """
+        numbers = [int(part) for part in text.split("x")]
+        if len(numbers) != 3 or min(numbers) < 1 or numbers[2] < 2:
+            raise ValueError(f"a case is REQUESTSxPROMPTxNEW with at least 2 new tokens, got {text!r}")
+        return cls(*numbers)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def milliseconds(values: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 of seconds, in milliseconds."""
+    return {"p50": round(1e3 * percentile(values, 0.5), 3), "p99": round(1e3 * percentile(values, 0.99), 3)}
+
+
+def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
+    """One case on an InProcessEngine, in the fields of the tables in README.md."""
+    from benchmarks.serving.step_times import by_kind, recorded_steps
+
+    process = psutil.Process()
+    engine.generate(engine.prompts(case.requests, case.prompt_tokens), min(case.new_tokens, _WARM_TOKENS))
+    first = [engine.generate(engine.prompts(case.requests, case.prompt_tokens), 1) for _ in range(_REPEATS)]
+    one = min(run.seconds for run in first)
+    runs: list[tuple[float, Run, list[dict[str, Any]]]] = []
+    for _ in range(_REPEATS):
+        prompts = engine.prompts(case.requests, case.prompt_tokens)
+        before, began = sum(process.cpu_times()[:2]), time.perf_counter()
+        with recorded_steps(engine.pipeline) as steps:
+            run = engine.generate(prompts, case.new_tokens)
+        cores = (sum(process.cpu_times()[:2]) - before) / (time.perf_counter() - began)
+        runs.append((cores, run, by_kind(steps)))
+    cores, best, kinds = min(runs, key=lambda each: each[1].seconds)
+    to_first, between = best.latencies()
+    return {
+        "c": case.requests,
+        "in": case.prompt_tokens,
+        "out": case.new_tokens,
+        "decode_tok_s": round(case.requests * (case.new_tokens - 1) / (best.seconds - one), 1),
+        "t1_s": round(one, 4),
+        "prefill_tok_s": round(case.requests * case.prompt_tokens / one, 1),
+        "t_out_s": round(best.seconds, 4),
+        "ttft_ms": milliseconds(to_first),
+        "itl_ms": milliseconds(between),
+        "host_cpu_cores": round(cores, 2),
+        "steps": kinds,
+        "gpu_after": gpu(),
+    }
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that name a model: what checkpoint() is given."""
+    parser.add_argument(
+        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
+    )
+    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+
+
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where they contradict each other."""
+    if options.random != (options.model in SHAPES):
+        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+
+
+def checkpoint(name: str, scratch: Path, *, gentle: bool = False) -> Path:
+    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``.
+
+    Args:
+        gentle: see benchmarks.lib.random_checkpoint; with a head of its own.
+    """
+    if name not in SHAPES:
+        return Path(name)
+    directory = scratch / (f"{name}-gentle" if gentle else name)
+    if not (directory / "model.safetensors.index.json").exists():
+        changes = {"tie_word_embeddings": False} if gentle else {}
+        write(directory, config_of(name) | changes, gentle=gentle)
+    return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model(parser)
+    parser.add_argument("--cases", type=lambda text: [Case.parse(part) for part in text.split(",")], required=True)
+    parser.add_argument("--lora", type=int, default=0, metavar="N", help="request i uses adapter i mod N")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--quant", choices=("none", "fp8", "int4"), default="none")
+    parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--state", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any other engine setting")
+    parser.add_argument(
+        "--mixed",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[],
+        metavar="N,...",
+        help="measure each case with up to N prompt tokens beside decodes, for each N; steps above the setting "
+        "mixed_prefill_tokens are not captured",
+    )
+    parser.add_argument("--swaps", type=int, default=0, metavar="N", help="load N adapters while each case decodes")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="timeline of a decode (.json or .json.gz) per case"
+    )
+    parser.add_argument(
+        "--acceptance", type=float, metavar="SHARE", help="with --set speculative=mtp: so many guesses are right"
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this")
+    parser.add_argument("--out", type=Path, help="directory for serving.jsonl")
+    options = parser.parse_args()
+    check_model(parser, options)
+    run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Builds the engine once and measures all cases."""
+    from services.pod.preflight import use_kernel_cache
+
+    began = time.perf_counter()
+    directory = checkpoint(options.model, options.scratch)
+    written = time.perf_counter() - began
+    stages = Stages(time.time())
+    # Imported after Triton's cache is chosen.
+    from benchmarks.kernels.timeline import prepare, profile_decode
+    from benchmarks.quality.acceptance import ChosenAcceptance
+    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.serving.swaps import measure_swaps
+
+    settings = settings_for(
+        directory,
+        options.device,
+        quantization=options.quant,
+        kv_cache_dtype=options.kv,
+        state_dtype=options.state,
+        batch_invariant=options.batch_invariant,
+        max_num_seqs=max(case.requests for case in options.cases) if options.device == "cpu" else 0,
+        **dict(pair.split("=", 1) for pair in options.set),
+    )
+    stages.done("imports")
+    stages.listen()
+    use_kernel_cache(settings)
+    if options.profile:
+        prepare()
+    engine = InProcessEngine(settings, adapters=options.lora or int(options.swaps > 0), rank=options.rank)
+    stages.done("rest of the start")
+    only_warnings()
+    pipeline = engine.pipeline
+    if options.acceptance is not None:
+        pipeline._runner = ChosenAcceptance(pipeline._runner, options.acceptance)
+    common = {
+        "model": options.model,
+        "lora": options.lora,
+        "quant": options.quant,
+        "kv": options.kv,
+        "state": options.state,
+        "batch_invariant": options.batch_invariant,
+        "settings": options.set,
+        "start_s": round(time.perf_counter() - began - written, 2),
+        "start": stages.seconds(),
+        **environment(),
+    }
+    try:
+        for case, mixed in product(options.cases, options.mixed or [None]):
+            if time.perf_counter() - began > options.seconds:
+                sys.stderr.write(f"no time left for {case}\n")
+                break
+            before = pipeline.scheduler.counts()
+            report = common | {"case": asdict(case)}
+            if mixed is not None:
+                _mix(pipeline, mixed)
+                report["mixed_prefill_tokens"] = mixed
+            try:
+                report |= measure(engine, case)
+                after = pipeline.scheduler.counts()
+                if after.guesses > before.guesses:
+                    right = after.guesses_right - before.guesses_right
+                    report["acceptance"] = round(right / (after.guesses - before.guesses), 4)
+                left = options.seconds - (time.perf_counter() - began)
+                if options.swaps:
+                    report["swaps"] = measure_swaps(engine, case, options.swaps, seconds=left)
+                if options.profile:
+                    name = f"{case.requests}x{case.prompt_tokens}x{case.new_tokens}-{options.profile.name}"
+                    report["timeline"] = profile_decode(engine, case, options.profile.with_name(name))
+            except Exception as error:  # the other cases' figures are still wanted
+                report["failed"] = describe(error)
+            _print(report, options.out)
+    finally:
+        engine.stop()
+
+
+def _mix(pipeline: Pipeline, tokens: int) -> None:
+    """From now on steps with decodes hold up to so many prompt tokens."""
+    pipeline.scheduler.config = replace(pipeline.scheduler.config, mixed_prefill_tokens=tokens)
+
+
+def _print(report: dict[str, Any], out: Path | None) -> None:
+    line = json.dumps(report)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "serving.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Which variant of `skinny_linear` runs for which shape: one explicit table, filled from measurements on an H200
+(benchmarks/tuning/sweep_linear.py), no tuning at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["none", "fp8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How a product is cut up.
+
+    Raises:
+        ValueError: sizes that the kernels do not have.
+    """
+
+    variant: Literal["vector", "stream", "dot", "tma"]
+    """Products in registers, all of K in one program (int4: up to 8 rows of x, on tensor cores as well, what a
+    weight's group has in common put on its sums); tensor cores fed from registers, likewise, warps sharing K; tensor
+    cores fed from shared memory, through registers; or that without (in float8 a kernel before it quantizes x)."""
+    block_n: int
+    """Rows of the weight a program reads."""
+    block_k: int
+    """Inputs of a load. fp8: a multiple of 128; int4: one group of 128, whatever this says, and one a warp (vector)."""
+    warps: int
+    stages: int = 1
+    """Loads in flight (not vector)."""
+    splits: int = 1
+    """Programs that share K (dot, tma)."""
+    prefetch: int = 0
+    """What is asked of L2 before the kernel ahead has ended. dot, tma: that many bytes of each row; the others: all of
+    the tile that many tiles further on (not int4)."""
+    stagger: bool = False
+    """Whether programs begin at different columns (tma)."""
+    slots: int = 8
+    """Adapters that expansion takes side by side, their B held in registers meanwhile (not vector)."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.block_n, self.block_k, self.warps, self.prefetch or 1, self.slots)
+        if any(size & (size - 1) or size < 1 for size in sizes) or self.stages < 1 or self.splits < 1:
+            raise ValueError(f"sizes, warps, prefetch, slots are powers of two, stages and splits at least 1: {self}")
+        if self.variant not in ("dot", "tma") and self.splits > 1:
+            raise ValueError("only the dot and tma variants split K between programs")
+
+
+def choose(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
+    """The variant for x [rows, inputs] and a weight [outputs, inputs]: what was measured, else by rule."""
+    for most, config in _MEASURED.get((kind, outputs, inputs), ()):
+        if rows <= most:
+            return config
+    return _by_rule(rows, outputs, inputs, kind, swiglu)
+
+
+def _by_rule(rows: int, outputs: int, inputs: int, kind: Kind, swiglu: bool) -> SkinnyConfig:
+    if rows <= 8 and kind == "int4" and (rows <= 4 or inputs < 8192):
+        return _few_int4(rows, outputs, inputs, swiglu)
+    if rows == 1:
+        block_k = 1024 if inputs >= 4096 else 512
+        return SkinnyConfig("vector", 4 if inputs <= 4096 else 2, block_k, warps=4 if inputs >= 4096 else 2)
+    if rows <= 16 and inputs >= 8192 and kind == "int4":
+        # With 4 warps the loads and products of so many inputs, all in a row, take 18 s to compile.
+        return SkinnyConfig("stream", 16, 1024, warps=8, stages=4)
+    if rows <= 16 and inputs % 512 == 0:
+        return SkinnyConfig("stream", 16, 512, warps=4, stages={"none": 2, "fp8": 3, "int4": 4}[kind])
+    block_n = 128 if swiglu or outputs >= 32768 else 64
+    splits = 1
+    while splits < 8 and outputs // block_n * splits < 120:
+        splits *= 2
+    return SkinnyConfig("dot", block_n, 128, warps=block_n // 16, stages=4, splits=splits, prefetch=512)
+
+
+def _few_int4(rows: int, outputs: int, inputs: int, swiglu: bool) -> SkinnyConfig:
+    """Found as below, for 1, 4 and 8 rows of the 4B shape."""
+    if rows == 1 or inputs >= 8192:
+        # Up to 9,216 inputs the registers of 4 warps hold all of a tile. 3 and 4 rows spill 8 bytes (16 with adapters),
+        # and are faster than what does not by an eighth of the step.
+        warps = 4 if inputs <= 9216 else 8
+        return SkinnyConfig("vector", 16, 128 * warps, warps)
+    if outputs < 8192:
+        return SkinnyConfig("vector", 16, 1024, warps=8)
+    if rows <= 4 and not swiglu:
+        return SkinnyConfig("vector", 32, 512, warps=4)
+    return SkinnyConfig("vector", 16, 256, warps=2)
+
+
+def most_rows(outputs: int, inputs: int, kind: Kind) -> int:
+    """Up to how many rows `skinny_linear` beats a plain matrix product with the rest in kernels of its own: as many as
+    were measured, else by rule."""
+    measured = _MEASURED.get((kind, outputs, inputs))
+    if measured is not None:
+        return measured[-1][0]
+    return 16 if kind == "none" else 64
+
+
+def starts_early(rows: int, *, swiglu: bool, adds: bool, adapters: bool) -> bool:
+    """Whether a product is launched before the kernel ahead of it has ended (kernels.gpu.launch.programmatic), if
+    anything is.
+
+    With all of them early a step is slower than with none: programs settle where those of the kernel ahead leave room,
+    and one product after the other inherits an uneven spread over the multiprocessors. One that waits in each layer
+    evens it out: on an H200 a step of 1, 8, 64 rows takes 2,458, 2,882, 5,080 us instead of 2,617, 3,036, 5,125, and
+    2,656, 3,019, 5,248 with all waiting. With adapters each product follows a small kernel: at 8 and 16 rows that has
+    this effect (one row: 2,873 instead of 2,914 µs if one waits); with more it settles beside the kernel ahead, and
+    holds back the products that would wait themselves.
+
+    Args:
+        adds: to the residual stream.
+        adapters: a kernel for them runs ahead of the product.
+    """
+    if adapters and 4 < rows <= 16:
+        return True
+    return not swiglu if rows <= 4 else not adds
+
+
+def invariant() -> tuple[SkinnyConfig, int]:
+    """One variant, and rows of a program, for any number of rows: a row's bits then do not depend on how many there
+    are."""
+    return SkinnyConfig("dot", 64, 128, warps=4, stages=3, slots=4), 64
+
+
+_Measured = tuple[tuple[int, SkinnyConfig], ...]
+"""Ascending: most rows, and the variant up to there. More than the last go to the plain product."""
+
+
+def _tma(block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0, slots: int = 8) -> SkinnyConfig:
+    return SkinnyConfig("tma", block_n, block_k, 4, stages, splits, prefetch, slots=slots)
+
+
+_IN_PROJ: _Measured = (
+    (1, SkinnyConfig("vector", 4, 512, 2)),
+    (4, _tma(64, 128, 3)),
+    (32, _tma(64, 128, 4)),
+    (64, _tma(128, 128, 4)),
+)
+_FP8_IN_PROJ: _Measured = (
+    (1, SkinnyConfig("vector", 4, 1024, 2)),
+    (16, _tma(64, 256, 4)),
+    (64, _tma(64, 256, 3)),
+)
+_FEW_IN_FP8 = SkinnyConfig("stream", 16, 512, 4, 3)
+
+# Found on an H200 inside a decode step (benchmarks.tuning.tune_step), one thing changed at a time.
+_MEASURED: dict[tuple[Kind, int, int], _Measured] = {
+    ("none", 18432, 2560): (
+        (1, SkinnyConfig("vector", 4, 512, 2)),
+        (32, _tma(128, 64, 5)),
+        (64, _tma(128, 64, 4)),
+    ),
+    ("none", 2560, 9216): (
+        (1, SkinnyConfig("vector", 2, 1024, 4)),
+        (32, _tma(64, 128, 7, 3)),
+        (64, _tma(64, 128, 6, 3)),  # leaves room for the small kernel of the next product's adapters
+    ),
+    ("none", 12352, 2560): _IN_PROJ,
+    ("none", 10240, 2560): _IN_PROJ,
+    ("none", 2560, 4096): (
+        (1, SkinnyConfig("vector", 4, 1024, 4)),
+        (8, _tma(64, 128, 8, 3)),
+        (64, _tma(64, 128, 4, 3)),
+    ),
+    ("none", 248320, 2560): (
+        (1, SkinnyConfig("vector", 8, 512, 2)),
+        (16, _tma(128, 128, 3)),
+        (32, _tma(128, 64, 4)),
+        (64, _tma(128, 64, 3)),
+    ),
+    ("fp8", 18432, 2560): (
+        (1, SkinnyConfig("vector", 4, 1024, 2)),
+        (16, _FEW_IN_FP8),
+        (64, _tma(128, 128, 4, slots=4)),
+    ),
+    ("fp8", 2560, 9216): ((1, SkinnyConfig("vector", 2, 2048, 4)), (16, _FEW_IN_FP8), (64, _tma(64, 128, 8, 3))),
+    ("fp8", 12352, 2560): _FP8_IN_PROJ,
+    ("fp8", 10240, 2560): _FP8_IN_PROJ,
+    ("fp8", 248320, 2560): (
+        (1, SkinnyConfig("vector", 4, 512, 2)),
+        (16, _FEW_IN_FP8),
+        (64, _tma(128, 128, 4)),
+    ),
+    ("fp8", 2560, 4096): (
+        (1, SkinnyConfig("vector", 2, 2048, 4)),
+        (8, SkinnyConfig("stream", 16, 1024, 8, 2)),
+        (16, SkinnyConfig("stream", 16, 1024, 4, 2)),
+        (64, _tma(64, 256, 3, 4)),
+    ),
+}
+"""By kind, outputs and inputs."""
