@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cli import adapter_tools, adapters, batch, keys, sessions, train
-from cli.chat import chat
+from cli.commands import adapter_versions as adapter_tools
+from cli.commands import adapters, batch, keys, sessions, train
+from cli.commands.chat import chat
 from cli.options import Json
 from cli.output import Output
 
@@ -60,7 +61,7 @@ def up(
     ] = False,
 ) -> None:
     """Start Valkey, S3, engine and gateway; stop them all with Ctrl-C."""
-    from cli.up import DEFAULT_MODEL, UpOptions, run_up
+    from cli.commands.up import DEFAULT_MODEL, UpOptions, run_up
 
     options = UpOptions(
         model=model or DEFAULT_MODEL,
@@ -87,7 +88,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Watch the tiny model learn date arithmetic while it serves: everything starts, learns, reports and stops."""
-    from cli.demo import run_demo
+    from cli.demo.command import run_demo
 
     run_demo(rounds=rounds, seed=seed, output=output, as_json=as_json)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cli.ports import LOOPBACK, claim_ports
+from cli.local.ports import LOOPBACK, claim_ports
 from images import contents
 from images.buildah import ROOT, CheckFailed, Image, Store, run
 from images.container import Container, wait_for

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from minio import Minio
 
-from cli.local_stores import s3_server, valkey_server
-from cli.ports import LOOPBACK, claim_ports
+from cli.local.ports import LOOPBACK, claim_ports
+from cli.local.store_processes import s3_server, valkey_server
 from images.buildah import ROOT, CheckFailed, Image
 from images.container import Container, call, wait_for
 from services.engine.models.checkpoint import checkpoint_digest

@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.tls import Certificates
+from services.common.security.tls import Certificates
 from services.engine.adapters.ports import AdapterSnapshot, LoadedAdapter
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.kv_offload.messages import Tier, TierStatus

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.common.tls import TlsFiles
+from services.common.security.tls import TlsFiles
 
 DAY = timedelta(days=1)
 _PEM = serialization.Encoding.PEM

@@ -13,7 +13,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
 from tests.stack import Stack
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Pointers
 from services.engine.loop.ports import Submission
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import SamplingParams

@@ -17,8 +17,8 @@ from typing import Any, Self
 import grpc
 import psutil
 
-from cli.ports import ClaimedPort, claim_ports
-from cli.private_tls import PrivateTls
+from cli.local.ports import ClaimedPort, claim_ports
+from cli.local.private_tls import PrivateTls
 from services.common.settings import CommonSettings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from services.common.tls import TlsFiles
+from services.common.security.tls import TlsFiles
 
 
 class TlsFront:

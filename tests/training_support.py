@@ -12,8 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load, save
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
-from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.lora import LoraParams, bind_adapter
 from services.engine.models.qwen3_5.model import Qwen3_5

@@ -41,7 +41,7 @@ from benchmarks.http.rates import await_ready, child, first_line
 from benchmarks.lib.environment import environment
 from benchmarks.lib.lines import put_line
 from benchmarks.serving.rates import milliseconds
-from cli.ports import free_ports
+from cli.local.ports import free_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
 
 _VOCABULARY = 2000

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.serving.rates import Case, measure
-from services.common.tracing import open_tracer
+from services.common.telemetry.tracing import open_tracer
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from cli.ports import free_ports
+from cli.local.ports import free_ports
 
 
 @contextmanager

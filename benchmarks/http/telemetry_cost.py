@@ -25,7 +25,7 @@ from benchmarks.http.rates import Stack, await_ready, child, first_line, measure
 from benchmarks.lib.environment import environment
 from benchmarks.lib.lines import put_line
 from benchmarks.serving.rates import Case, checkpoint
-from cli.ports import free_ports
+from cli.local.ports import free_ports
 
 
 class _Sink(trace_service_pb2_grpc.TraceServiceServicer):

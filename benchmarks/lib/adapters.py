@@ -7,10 +7,10 @@ import time
 
 import torch
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry, Manifest, Pointers
 from services.common.errors import ModelNotFound
 from services.common.jobs import LoraSettings
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Manifest, Pointers
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora import LoraParams
 

@@ -6,7 +6,7 @@ import itertools
 import threading
 from datetime import UTC, datetime
 
-from services.common.store import (
+from services.common.storage.object_store import (
     Keys,
     ListedObject,
     Listing,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import write_pages
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
+from services.common.adapters.registry import AdapterRegistry
+from services.common.storage.object_store import ObjectStore
 from services.engine.loop.ports import Submission
 from services.engine.models.batch import ForwardBatch
 from services.engine.models.footprint import Quantization

@@ -36,8 +36,8 @@ def child(model: Path, zero: float) -> None:
 
     stages.done("import torch")
 
-    from services.common.registry import AdapterRegistry
-    from services.common.store import ObjectStore
+    from services.common.adapters.registry import AdapterRegistry
+    from services.common.storage.object_store import ObjectStore
     from services.engine.loop.ports import Submission
     from services.engine.requests.outputs import SequenceUpdate
     from services.engine.requests.request import SamplingParams

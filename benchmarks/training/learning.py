@@ -41,8 +41,8 @@ from benchmarks.serving.in_process import only_warnings
 from benchmarks.training.pod import training_pod
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
-from services.common.job_records import SPEC
-from services.common.names import AdapterVersion
+from services.common.adapters.names import AdapterVersion
+from services.common.queue.records import SPEC
 from services.engine.models.config import ModelConfig
 from services.pod.host import PodHost
 from services.trainer.host.policy_host import PolicyHost

@@ -63,8 +63,8 @@ from benchmarks.training.pod import (
     training_pod,
     with_rest,
 )
-from services.common.job_records import SPEC
 from services.common.jobs import Spec
+from services.common.queue.records import SPEC
 from services.common.text.tokenizer import TextCodec
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 from services.trainer.jobs import prepare_run

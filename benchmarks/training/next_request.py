@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from benchmarks.lib.memory_store import MemoryStore
 from benchmarks.serving.in_process import Prompt
 from benchmarks.training.pod import TrainingPod
-from services.common.events import AdapterEvents, EventKind
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry
+from services.common.adapters.events import AdapterEvents, EventKind
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import Submission
 from services.engine.requests.outputs import SequenceUpdate

@@ -22,7 +22,7 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.serving.in_process import settings_for
-from services.common.registry import AdapterRegistry
+from services.common.adapters.registry import AdapterRegistry
 from services.engine.models.config import ModelConfig
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.host import PodHost

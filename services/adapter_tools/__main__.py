@@ -92,7 +92,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, Any]:
     from services.adapter_tools.convert import convert, form_of
     from services.adapter_tools.files import AdapterDirectory
     from services.adapter_tools.output import whole_directory
-    from services.common.manifest import WEIGHTS
+    from services.common.adapters.manifest import WEIGHTS
     from services.engine.models.config import ModelConfig
 
     adapter = AdapterDirectory.read(arguments.adapter)

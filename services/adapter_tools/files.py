@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from services.common.adapters.manifest import CONFIG, WEIGHTS, FileEntry, Manifest, files_digest, instead_of
 from services.common.errors import AdapterRejected, InvalidRequest
-from services.common.manifest import CONFIG, WEIGHTS, FileEntry, Manifest, files_digest, instead_of
 
 MANIFEST = "manifest.json"
 

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common.durable import sync_directory
 from services.common.errors import InvalidRequest
+from services.common.storage.durable import sync_directory
 
 MARGIN_BYTES = 64 * 2**20
 """Left free on a disk that is written to."""

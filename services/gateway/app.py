@@ -13,12 +13,12 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest
-from services.common.queue import JobQueue
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
-from services.common.tls import Certificates, TlsFiles
-from services.common.tracing import open_tracer
+from services.common.queue.job_queue import JobQueue
+from services.common.security.tls import Certificates, TlsFiles
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.tracing import open_tracer
 from services.gateway.access.audit import AuditLog
 from services.gateway.access.browsers import BrowserGuard
 from services.gateway.access.keyring import KeyRing

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpc import aio
 
-from services.common import tracing
+from services.common.telemetry import tracing
 
 
 def _traced(details: aio.ClientCallDetails) -> aio.ClientCallDetails:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from grpc import aio
 
-from services.common.tls import Certificates
+from services.common.security.tls import Certificates
 from services.gateway.call_context import UnaryContext, UploadContext
 
 _OPTIONS: tuple[tuple[str, int | str], ...] = (

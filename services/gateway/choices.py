@@ -6,8 +6,8 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from services.common import tracing
 from services.common.pb import engine_pb2
+from services.common.telemetry import tracing
 from services.gateway.metrics import Latencies
 from services.gateway.prompt_scores import PromptScores
 from services.gateway.text.assembler import Piece, TextAssembler

@@ -11,8 +11,8 @@ import structlog
 
 from services.common.errors import CheckpointRejected, Unavailable
 from services.common.pb import adapters_pb2, engine_pb2
+from services.common.security.tls import Certificates
 from services.common.text.tokenizer import TextCodec
-from services.common.tls import Certificates
 from services.gateway.breaker import BreakerPolicy
 from services.gateway.channels import Channels
 from services.gateway.discovery import Discovery, Resolve, resolve

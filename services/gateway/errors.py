@@ -40,7 +40,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import engine_pb2
-from services.common.validation import dotted, most_telling
+from services.common.validation.errors import dotted, most_telling
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
-from services.common.files import Purpose
+from services.common.storage.files import Purpose
 from services.gateway.schemas.batches import ExpiresAfter
 
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")

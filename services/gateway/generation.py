@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from services.common import tracing
 from services.common.errors import InvalidRequest, ModelNotFound, TemperError
 from services.common.pb import engine_pb2
+from services.common.telemetry import tracing
 from services.gateway.access.caller import seconds_left
 from services.gateway.choices import Choice, Step
 from services.gateway.engines import ServedModel

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from services.common import tracing
+from services.common.telemetry import tracing
 
 
 class LoopHistogram(Collector):

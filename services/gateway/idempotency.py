@@ -26,8 +26,8 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from services.common.errors import Conflict, InProgress, Unavailable
-from services.common.redis_client import call_async, connect_async
 from services.common.settings import CommonSettings
+from services.common.storage.redis import call_async, connect_async
 from services.gateway.access.principal import principal_of
 from services.gateway.disconnect import cancel
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
 from services.common.jobs import GrpoJob, JobState, OpdJob, TrainingSpec
-from services.common.jobs.continued import check_agrees, stated_shape
-from services.common.jobs.linear import TARGET_MODULES
-from services.common.jobs.rewards import WebhookReward
-from services.common.manifest import Manifest
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.jobs.fields.continued import check_agrees, stated_shape
+from services.common.jobs.fields.linear import TARGET_MODULES
+from services.common.jobs.rewards.specs import WebhookReward
+from services.common.jobs.rewards.webhooks import check_webhook
 from services.common.pb import engine_pb2
-from services.common.reward_webhooks import check_webhook
 from services.gateway.state import Gateway
 
 

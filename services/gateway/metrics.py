@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.common.process_metrics import export_process
+from services.common.telemetry.process_metrics import export_process
 from services.gateway.genai_metrics import GenAiMetrics
 from services.gateway.histogram import LoopHistogram, LoopSeries
 

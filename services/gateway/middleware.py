@@ -13,8 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common import tracing
-from services.common.tracing import NO_SPAN, NO_TRACER, Span, Tracer
+from services.common.telemetry import tracing
+from services.common.telemetry.tracing import NO_SPAN, NO_TRACER, Span, Tracer
 from services.gateway.access.principal import NOBODY
 from services.gateway.access.rules import RULE, UNKNOWN
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, error_payload, in_anthropic_form

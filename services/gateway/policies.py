@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.common.adapters.names import BASE, parse_adapter_ref
 from services.common.errors import InvalidRequest, ModelNotFound
-from services.common.names import BASE, parse_adapter_ref
 from services.common.pb import engine_pb2
 
 

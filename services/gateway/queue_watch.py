@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from services.common.errors import TemperError
-from services.common.queue_depth import QueueDepth
+from services.common.queue.depth import QueueDepth
 from services.gateway.metrics import GatewayMetrics
 
 _FRESH_SECONDS = 5.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, MutableMapping
 
 import structlog
 
-from services.common.tls import FOLLOW_SECONDS, Certificates
+from services.common.security.tls import FOLLOW_SECONDS, Certificates
 from services.gateway.engine_client import EngineClient
 
 log = structlog.get_logger(__name__)

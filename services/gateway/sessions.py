@@ -11,9 +11,9 @@ from grpc import aio
 from pydantic_core import to_json
 
 from services.common.errors import DoesNotFit, Gone, NotFound, Overloaded, TemperError, Unavailable
+from services.common.jobs.training_sessions import Call, OpenSession, future_session, session_instance
 from services.common.pb import engine_pb2
 from services.common.pb import sessions_pb2 as pb
-from services.common.sessions import Call, OpenSession, future_session, session_instance
 from services.gateway.engine_client import EngineClient
 from services.gateway.errors import engine_error
 from services.gateway.tenancy import owner

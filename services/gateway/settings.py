@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from services.common.api_keys import MAX_PER_MINUTE
+from services.common.security.api_keys import MAX_PER_MINUTE
 from services.common.settings import CommonSettings
 from services.common.shutdown import CLOSE_SECONDS
 from services.gateway.discovery import EngineTarget

@@ -9,11 +9,11 @@ from typing import Annotated, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 
-from services.common.api_keys import ANONYMOUS
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Unavailable
-from services.common.queue import JobQueue
-from services.common.registry import AdapterRegistry
-from services.common.tracing import NO_TRACER, Tracer
+from services.common.queue.job_queue import JobQueue
+from services.common.security.api_keys import ANONYMOUS
+from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.gateway.batches.host import BatchStores
 from services.gateway.engines import EnginePool
 from services.gateway.histories import HistoryRouter

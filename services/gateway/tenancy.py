@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from services.common.api_keys import ANONYMOUS, Scope
 from services.common.errors import Forbidden
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import ANONYMOUS, Scope
 from services.gateway.access.caller import current_caller
 from services.gateway.settings import CacheScope
 

@@ -8,10 +8,10 @@ from pydantic_core import from_json
 from safetensors import SafetensorError, deserialize
 from starlette.datastructures import FormData, UploadFile
 
+from services.common.adapters.manifest import PICKLED, SAFE_ONLY, is_pickled
+from services.common.adapters.names import check_adapter_name
+from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import AdapterRejected, InvalidRequest
-from services.common.manifest import PICKLED, SAFE_ONLY, is_pickled
-from services.common.names import check_adapter_name
-from services.common.registry import CONFIG, WEIGHTS
 
 MAX_CONFIG_BYTES = 2**20
 MAX_TENSORS = 100_000

@@ -12,7 +12,7 @@ from types import FrameType
 from pydantic import ValidationError
 
 from services.common.errors import TemperError
-from services.common.telemetry import configure_logging
+from services.common.telemetry.logging import configure_logging
 from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.errors import named
 from services.model_source.fetch import fetch

@@ -16,7 +16,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import urllib3
 
-from services.common.outbound import pool
+from services.common.security.outbound import pool
 from services.model_source.errors import SourceBroken, SourceRejected, broken, one_line
 from services.model_source.files import RemoteFile, is_wanted
 from services.model_source.settings import ModelSourceSettings

@@ -6,9 +6,9 @@ import asyncio
 import sys
 
 from services.common.errors import TemperError
+from services.common.security.tls import Certificates
 from services.common.shutdown import end_on_signals
-from services.common.telemetry import configure_logging
-from services.common.tls import Certificates
+from services.common.telemetry.logging import configure_logging
 from services.engine.server.health import HealthServer, ProcessHealth
 from services.engine.settings import EngineSettings
 from services.pod.preflight import check_all, check_tls, read_settings, use_kernel_cache

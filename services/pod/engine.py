@@ -14,10 +14,10 @@ from functools import partial
 import structlog
 import torch
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager

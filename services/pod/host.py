@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.common.names import AdapterVersion
+from services.common.adapters.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.models.qwen3_5.model import Qwen3_5

@@ -16,9 +16,9 @@ import structlog
 from pydantic import ValidationError
 
 from services.common.errors import CheckpointRejected, InvalidRequest, Refused, Unavailable
-from services.common.redis_client import client_of
-from services.common.store import ObjectStore
-from services.common.tls import Certificates, TlsFiles
+from services.common.security.tls import Certificates, TlsFiles
+from services.common.storage.object_store import ObjectStore
+from services.common.storage.redis import client_of
 from services.engine.settings import EngineSettings
 from services.trainer.settings import TrainerSettings
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
-from services.common.names import AdapterVersion
 from services.engine.adapters.private_versions import PrivateVersion, PrivateVersions
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import Submission

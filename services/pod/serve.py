@@ -14,15 +14,15 @@ from collections.abc import Callable
 import structlog
 from prometheus_client import CollectorRegistry
 
+from services.common.adapters.events import AdapterEvents
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Unavailable
-from services.common.events import AdapterEvents
-from services.common.exposition import serve as serve_metrics
 from services.common.pb import histories_pb2_grpc, sessions_pb2_grpc
-from services.common.registry import AdapterRegistry
+from services.common.security.tls import FOLLOW_SECONDS, Certificates
 from services.common.shutdown import Wishes, end_now
-from services.common.store import ObjectStore
-from services.common.tls import FOLLOW_SECONDS, Certificates
-from services.common.tracing import Tracer, open_tracer
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.prometheus import serve as serve_metrics
+from services.common.telemetry.tracing import Tracer, open_tracer
 from services.engine.observability.exports import export
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.observers import Observers

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import structlog
 
 from services.common.errors import InvalidRequest
-from services.common.machine import machine_bytes
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_offload.config import tier_limits
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import TierObserver

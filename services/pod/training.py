@@ -6,12 +6,12 @@ import secrets
 
 from prometheus_client import CollectorRegistry
 
-from services.common.events import AdapterEvents
-from services.common.outbound import tls_context
+from services.common.adapters.events import AdapterEvents
+from services.common.adapters.registry import AdapterRegistry
 from services.common.pb import engine_pb2
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
-from services.common.tracing import NO_TRACER, Tracer
+from services.common.security.outbound import tls_context
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 from services.pod.host import PodHost

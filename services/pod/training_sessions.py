@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest, TemperError, Unavailable
+from services.common.jobs.training_sessions import OpenSession, future_session
 from services.common.pb import sessions_pb2 as pb
 from services.common.pb import sessions_pb2_grpc
-from services.common.sessions import OpenSession, future_session
 from services.engine.server.errors import to_message
 from services.trainer.api_sessions.call_queue import CallState
 from services.trainer.api_sessions.manager import SessionDesk

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from services.common.consumer import ClaimedJob, JobConsumer
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import GrpoJob, MergeJob, Spec
-from services.common.names import BASE, AdapterVersion, parse_adapter_ref, parse_adapter_version
-from services.common.registry import AdapterRegistry
+from services.common.queue.consumer import ClaimedJob, JobConsumer
 
 T = TypeVar("T")
 _NAMED = 5

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from cli.ports import ClaimedPort, claim_ports
+from cli.local.ports import ClaimedPort, claim_ports
 
 POLL_SECONDS = 0.5
 

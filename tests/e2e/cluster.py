@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 import httpx
 
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2, engine_pb2_grpc
 from tests.stack import ROOT, Stack, clean_environment
 

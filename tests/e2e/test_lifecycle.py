@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
 from services.common.shutdown import CLOSE_SECONDS
 from tests.certificates import Authority, environment
 from tests.e2e import jobs

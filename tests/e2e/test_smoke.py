@@ -7,7 +7,7 @@ import sys
 
 import httpx
 
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
 from tests.e2e.jobs import submit_sft, wait_for_step
 from tests.stack import ROOT, Stack, clean_environment
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
 from tests.e2e import jobs
 from tests.otlp import Collector, Received, tree
 from tests.stack import ROOT, Stack, clean_environment
@@ -197,7 +197,7 @@ def test_a_collector_that_is_away_costs_nothing_but_spans(tmp_path: Path) -> Non
     code = """
 import time
 from services.common.settings import CommonSettings
-from services.common.tracing import open_tracer
+from services.common.telemetry.tracing import open_tracer
 tracer = open_tracer(CommonSettings(otlp_endpoint="http://127.0.0.1:9"), "test")
 began = time.monotonic()
 for number in range(20000):
@@ -220,7 +220,7 @@ def test_without_a_collector_nothing_of_it_is_loaded() -> None:
 import sys
 import services.gateway.app, services.engine.server.service, services.trainer.runtime.worker
 from services.common.settings import CommonSettings
-from services.common.tracing import NO_TRACER, open_tracer
+from services.common.telemetry.tracing import NO_TRACER, open_tracer
 assert open_tracer(CommonSettings(), "test") is NO_TRACER
 # redis imports the SDK's metrics by itself, where the package is.
 heavy = ("opentelemetry.sdk.trace", "opentelemetry.exporter", "opentelemetry.proto")

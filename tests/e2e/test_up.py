@@ -17,7 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cli.ports import free_ports
+from cli.local.ports import free_ports
 from tests.stack import ROOT, TINY, Stack, clean_environment
 
 

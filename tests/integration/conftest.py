@@ -10,12 +10,12 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from cli.local_stores import s3_server, valkey_server
-from cli.ports import claim_ports
-from services.common.queue import JobConsumer, JobQueue
-from services.common.registry import AdapterRegistry
+from cli.local.ports import claim_ports
+from cli.local.store_processes import s3_server, valkey_server
+from services.common.adapters.registry import AdapterRegistry
+from services.common.queue.job_queue import JobConsumer, JobQueue
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from tests.integration.jobs import RECLAIM, Consumers
 from tests.integration.servers import RunningServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.common.jobs import JobEvent, SftExample, SftJob
-from services.common.queue import ClaimedJob, JobConsumer, JobQueue
+from services.common.queue.job_queue import ClaimedJob, JobConsumer, JobQueue
 
 RECLAIM = 0.3
 """Seconds after which the consumers of tests take over the job of an owner that is silent."""

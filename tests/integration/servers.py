@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-from cli.local_stores import LocalServer
+from cli.local.store_processes import LocalServer
 
 
 class RunningServer:

@@ -14,12 +14,12 @@ import pytest
 import redis
 from pydantic import SecretStr
 
-from services.common import tracing
 from services.common.errors import Unavailable
-from services.common.redis_client import connect, connect_async
+from services.common.security.tls import TlsFiles
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
-from services.common.tls import TlsFiles
+from services.common.storage.object_store import ObjectStore
+from services.common.storage.redis import connect, connect_async
+from services.common.telemetry import tracing
 from services.pod.training import webhooks_of
 from services.trainer.rewards.sample import Sample
 from services.trainer.rewards.webhook import WebhookScorer

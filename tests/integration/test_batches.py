@@ -18,13 +18,13 @@ import openai
 import pytest
 import redis
 
-from cli.ports import claim_ports
-from services.common.batches import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
-from services.common.delivery import JobLost
+from cli.local.ports import claim_ports
 from services.common.errors import Conflict, NotFound
-from services.common.files import FileStore
+from services.common.queue.batches import BATCHES, NOW, BatchConsumer, BatchQueue, BatchSpec, ClaimedBatch
+from services.common.queue.delivery import JobLost
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.files import FileStore
+from services.common.storage.object_store import ObjectStore
 from services.gateway.batches.host import BatchStores
 from tests.integration.servers import RunningServer
 from tests.unit.gateway.conftest import Running

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.errors import Unavailable
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.trainer.jobs.base import RunState
 from services.trainer.runtime.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
 from tests.integration.servers import RunningServer

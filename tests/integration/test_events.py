@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.common.adapters.events import AdapterEvents
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import Unavailable
-from services.common.events import AdapterEvents
-from services.common.names import AdapterVersion
 from services.common.settings import CommonSettings
 from tests.integration.servers import RunningServer
 

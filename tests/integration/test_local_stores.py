@@ -10,9 +10,9 @@ import pytest
 import redis
 from minio import Minio
 
-from cli.local_stores import LocalServer, s3_server
-from cli.ports import claim_ports
-from services.common.machine import machine_bytes
+from cli.local.ports import claim_ports
+from cli.local.store_processes import LocalServer, s3_server
+from services.common.telemetry.machine import machine_bytes
 from tests.integration.conftest import ACCESS_KEY, SECRET_KEY
 from tests.integration.servers import RunningServer
 

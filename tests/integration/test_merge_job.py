@@ -8,13 +8,13 @@ import pytest
 import redis
 import torch
 
-from services.common import scripts
-from services.common.consumer import JobConsumer
-from services.common.job_records import spec_json
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import JobState, MergeJob
-from services.common.names import AdapterVersion
-from services.common.queue import JobQueue
-from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.queue import lua as scripts
+from services.common.queue.consumer import JobConsumer
+from services.common.queue.job_queue import JobQueue
+from services.common.queue.records import spec_json
 from services.common.settings import CommonSettings
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings

@@ -19,7 +19,7 @@ from minio import Minio
 from pydantic import SecretStr
 
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.models.checkpoint import checkpoint_digest
 from services.model_source.errors import SourceRejected
 from services.model_source.fetch import fetch

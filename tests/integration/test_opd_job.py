@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import JobState, OpdJob
-from services.common.names import AdapterVersion
-from services.common.queue import JobQueue
-from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.queue.job_queue import JobQueue
 from services.trainer.jobs import prepare_run
 from tests.integration.test_rollout_job import Start, events, pod, sampling, start, until  # noqa: F401
 from tests.rollout_support import TINY, Pod

@@ -17,11 +17,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from services.common.errors import Unavailable
-from services.common.outbound import authorities, pool, proxy_for
-from services.common.s3_credentials import AmbientCredentials
+from services.common.security.outbound import authorities, pool, proxy_for
+from services.common.security.tls import Certificates
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
-from services.common.tls import Certificates
+from services.common.storage.object_store import ObjectStore
+from services.common.storage.s3_credentials import AmbientCredentials
 from services.gateway.channels import Channels
 from services.model_source.errors import SourceBroken
 from services.model_source.hub import HubSource

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import JobState, SftJob
-from services.common.names import AdapterVersion
-from services.common.queue import JobQueue
-from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.queue.job_queue import JobQueue
 from services.trainer.runtime.worker import TrainerWorker
 from tests.integration.test_worker import (
     Spawn,

@@ -9,12 +9,12 @@ import time
 import pytest
 import redis
 
-from services.common import scripts
 from services.common.errors import Conflict, InvalidRequest, NotFound
-from services.common.job_records import job_id_of_entry, new_job_id
 from services.common.jobs import JobProgress, JobState
-from services.common.queue import JobConsumer, JobLost, JobQueue
-from services.common.queue_depth import QueueDepth
+from services.common.queue import lua as scripts
+from services.common.queue.depth import QueueDepth
+from services.common.queue.job_queue import JobConsumer, JobLost, JobQueue
+from services.common.queue.records import job_id_of_entry, new_job_id
 from tests.integration.jobs import RECLAIM, Consumers, must_claim, read_events, sft
 
 

@@ -11,7 +11,7 @@ import redis
 
 from services.common.errors import Unavailable
 from services.common.jobs import JobProgress, JobState
-from services.common.queue import JobQueue
+from services.common.queue.job_queue import JobQueue
 from tests.integration.jobs import Consumers, must_claim, read_events, sft
 from tests.integration.servers import RunningServer
 

@@ -7,10 +7,10 @@ import json
 import pytest
 import redis
 
-from services.common import scripts
-from services.common.job_records import job_id_of_entry
 from services.common.jobs import GrpoJob, JobState
-from services.common.queue import JobQueue
+from services.common.queue import lua as scripts
+from services.common.queue.job_queue import JobQueue
+from services.common.queue.records import job_id_of_entry
 from tests.integration.jobs import Consumers, must_claim, sft
 
 

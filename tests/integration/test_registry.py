@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, NotFound
-from services.common.names import AdapterVersion
-from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 
 BASE = "b" * 64
 

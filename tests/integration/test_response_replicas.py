@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
 from services.common.pb import engine_pb2
 from services.common.settings import CommonSettings
 from services.gateway.responses.store import LOST, ResponseStore

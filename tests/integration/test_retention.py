@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from services.common.adapter_keys import manifest_key, removed_key, removing_prefix, version_prefix
+from services.common.adapters.keys import manifest_key, removed_key, removing_prefix, version_prefix
+from services.common.adapters.manifest import Lineage, LineageParent, Manifest
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
+from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import Conflict, InvalidRequest, ModelNotFound, Unavailable
-from services.common.manifest import Lineage, LineageParent, Manifest
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry
-from services.common.retention import RetentionPolicy, prune
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from tests.integration.test_registry import BASE, files
 
 
@@ -362,7 +362,7 @@ def test_a_store_that_goes_away_in_the_middle_takes_the_intention_back(
         raise Unavailable("the store is away")
 
     monkeypatch.setattr(registry, "attached", away)
-    monkeypatch.setattr("services.common.retention._pointed_at", away)
+    monkeypatch.setattr("services.common.adapters.retention._pointed_at", away)
     with pytest.raises(Unavailable):
         prune(registry, "m", RetentionPolicy(keep=1))
     monkeypatch.undo()

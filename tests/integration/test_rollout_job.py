@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState
-from services.common.names import AdapterVersion
-from services.common.queue import JobQueue
-from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.server.protobuf import AdapterChoice
 from services.trainer.jobs import prepare_run
 from services.trainer.rewards import Webhooks

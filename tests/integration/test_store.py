@@ -15,7 +15,13 @@ from pydantic import SecretStr
 
 from services.common.errors import Unavailable
 from services.common.settings import CommonSettings
-from services.common.store import READ_SECONDS, ObjectNotFound, ObjectStore, PreconditionFailed, StoreRejected
+from services.common.storage.object_store import (
+    READ_SECONDS,
+    ObjectNotFound,
+    ObjectStore,
+    PreconditionFailed,
+    StoreRejected,
+)
 from tests.integration.servers import RunningServer
 
 

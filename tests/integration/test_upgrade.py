@@ -18,16 +18,16 @@ import httpx
 import pytest
 import redis
 
-from cli.ports import claim_ports
-from services.common.consumer import JobConsumer
+from cli.local.ports import claim_ports
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import NewerSchema
-from services.common.files import FileStore
-from services.common.job_records import SPEC, job_id_of_entry, spec_json
-from services.common.names import AdapterVersion
-from services.common.queue import JobQueue
-from services.common.registry import AdapterRegistry
+from services.common.queue.consumer import JobConsumer
+from services.common.queue.job_queue import JobQueue
+from services.common.queue.records import SPEC, job_id_of_entry, spec_json
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.files import FileStore
+from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.checkpoint import CheckpointStore
 from tests.e2e.jobs import losses, wait_for_end
 from tests.fixtures.upgrade import RELEASES, facts, load

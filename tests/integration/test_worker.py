@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.common import scripts
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.errors import Conflict
 from services.common.jobs import Job, JobEvent, JobState, SftJob
-from services.common.names import AdapterVersion
-from services.common.queue import JobQueue
-from services.common.registry import WEIGHTS, AdapterRegistry
+from services.common.queue import lua as scripts
+from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.integration.servers import RunningServer

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.jobs import JobState, SftJob
-from services.common.queue import JobQueue
-from services.common.registry import AdapterRegistry
+from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings
 from tests.integration.servers import RunningServer

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from services.common.adapters.manifest import Lineage, LineageParent
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.errors import InvalidRequest
 from services.common.jobs import JobBase, MergeJob, Spec
-from services.common.manifest import Lineage, LineageParent
-from services.common.names import AdapterVersion
-from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
-from services.common.telemetry import configure_logging
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.logging import configure_logging
 from services.trainer.jobs.base import RunState
 from services.trainer.memory.budget import TrainingLedger
 from services.trainer.parents import Origin

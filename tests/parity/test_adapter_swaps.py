@@ -16,8 +16,8 @@ import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
+from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
-from services.common.names import AdapterVersion
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
 from services.engine.adapters.ports import AdapterLimits

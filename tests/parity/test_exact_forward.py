@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.common.names import AdapterVersion
 from services.trainer.host.rollouts import RolloutSampling
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.grpo import GrpoRun

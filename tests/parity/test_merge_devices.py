@@ -12,8 +12,8 @@ from services.adapter_tools.low_rank import Factors, nearest
 from services.adapter_tools.merge import Merged, merge_layer, working_bytes
 from services.adapter_tools.sparse import Weighted, merged_entries
 from services.adapter_tools.workshop import ALONE, Workshop
+from services.common.adapters.names import AdapterVersion
 from services.common.jobs import MergeJob, MergeSettings
-from services.common.names import AdapterVersion
 from services.engine.compute_sharing.device_order import StreamGate
 from services.engine.compute_sharing.device_queue import CudaLane
 from services.engine.models.lora import bind_adapter

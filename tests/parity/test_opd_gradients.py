@@ -14,8 +14,8 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
+from services.common.adapters.names import AdapterVersion
 from services.common.jobs import OpdJob
-from services.common.names import AdapterVersion
 from services.trainer.jobs.opd import OpdRun
 from tests.kernels.divergence_support import generalized_jsd
 from tests.rollout_support import Pod, running_pod

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.tiny.recipe.skills import dates
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import (
     AdapterRejected,
     CheckpointRejected,
@@ -21,7 +22,6 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.jobs import OpdJob, SftJob
-from services.common.names import AdapterVersion
 from services.common.text.tokenizer import TOKENIZER_FILES
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState

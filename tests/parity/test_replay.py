@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
-from services.common.names import AdapterVersion
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, ScoreRequest
 from tests.parity.test_rollouts import GREEDY, adapter, requests
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -17,7 +18,6 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.jobs import LoraSettings
-from services.common.names import AdapterVersion
 from services.engine.models.lora import LoraParams
 from services.engine.server.protobuf import AdapterChoice
 from services.trainer.host.rollouts import Policy, RolloutRequest, RolloutSampling

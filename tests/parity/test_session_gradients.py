@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from services.common.jobs import LoraSettings
-from services.common.sessions import Datum, Forward, ForwardBackward, LossConfig, OptimStep
+from services.common.jobs.training_sessions import Datum, Forward, ForwardBackward, LossConfig, OptimStep
 from services.trainer.api_sessions.policy import SessionPolicy, Shape
 from services.trainer.jobs.adapter_run import starting_adapter
 from tests.tokenizer_support import qwen_like_tokenizer

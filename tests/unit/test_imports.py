@@ -49,8 +49,8 @@ NO_TORCH = (
 # The CLI renders settings of every service into the configuration guide without running any of them.
 # The demo draws its questions from the recipe of the tiny model, and scores the answers with it.
 EXTRA: dict[str, tuple[str, ...]] = {
-    "cli.demo": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
-    "cli.demo_api": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
+    "cli.demo.command": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
+    "cli.demo.api": ("models.tiny.recipe.item", "models.tiny.recipe.skills"),
     "cli.settings_docs": (
         "services.gateway.settings",
         "services.engine.settings",
@@ -140,7 +140,7 @@ def test_no_torch_where_none_belongs(module: str, path: Path) -> None:
         "services.engine.scheduler.scheduler",
         "services.model_source.fetch",
         "cli.main",
-        "cli.up",
+        "cli.commands.up",
     ],
 )
 def test_nothing_loads_torch_behind_our_back(module: str) -> None:

@@ -7,17 +7,17 @@ method; `spec` lists them.
 
 from __future__ import annotations
 
-from services.common.jobs.acceptance import Better, PublishIf
 from services.common.jobs.base import JobBase, LoraSettings, Message, OptimizerSettings, PublishingJob, SentModel
-from services.common.jobs.dpo import DpoExample, DpoJob
-from services.common.jobs.examples import AskedExample, ExampleJob
-from services.common.jobs.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
-from services.common.jobs.kto import KtoExample, KtoJob
-from services.common.jobs.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
-from services.common.jobs.opd import CHECKPOINT, DistillPrompt, OpdJob
-from services.common.jobs.prompts import SampledPrompt
+from services.common.jobs.fields.acceptance import Better, PublishIf
+from services.common.jobs.fields.examples import AskedExample, ExampleJob
+from services.common.jobs.fields.prompts import SampledPrompt
+from services.common.jobs.kinds.dpo import DpoExample, DpoJob
+from services.common.jobs.kinds.grpo import GrpoCompletion, GrpoGroup, GrpoJob, Reward, ScoredCompletion, check_spread
+from services.common.jobs.kinds.kto import KtoExample, KtoJob
+from services.common.jobs.kinds.merge import SPARSE_METHODS, MergeJob, MergeMethod, MergeSettings, MergeSource
+from services.common.jobs.kinds.opd import CHECKPOINT, DistillPrompt, OpdJob
+from services.common.jobs.kinds.sft import SftExample, SftJob
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
-from services.common.jobs.sft import SftExample, SftJob
 from services.common.jobs.spec import JOBS, KINDS, JobSpec, Spec, TrainingSpec
 
 __all__ = [

@@ -7,12 +7,12 @@ from typing import Annotated, TypeAlias, get_args
 
 from pydantic import Field
 
-from services.common.jobs.dpo import DpoJob
-from services.common.jobs.grpo import GrpoJob
-from services.common.jobs.kto import KtoJob
-from services.common.jobs.merge import MergeJob
-from services.common.jobs.opd import OpdJob
-from services.common.jobs.sft import SftJob
+from services.common.jobs.kinds.dpo import DpoJob
+from services.common.jobs.kinds.grpo import GrpoJob
+from services.common.jobs.kinds.kto import KtoJob
+from services.common.jobs.kinds.merge import MergeJob
+from services.common.jobs.kinds.opd import OpdJob
+from services.common.jobs.kinds.sft import SftJob
 
 TrainingSpec: TypeAlias = SftJob | DpoJob | KtoJob | GrpoJob | OpdJob
 """A job that trains."""

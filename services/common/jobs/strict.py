@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from services.common.integers import JsonIntegers
-from services.common.json_rules import Ruled
+from services.common.validation.integers import JsonIntegers
+from services.common.validation.json_rules import Ruled
 
 
 def absent(value: object) -> bool:

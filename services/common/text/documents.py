@@ -24,7 +24,7 @@ from services.common.jobs import (
     SftExample,
     SftJob,
 )
-from services.common.jobs.messages import as_turns
+from services.common.jobs.fields.messages import as_turns
 from services.common.text.tokenizer import TextCodec
 
 _ANSWERS_AT_ONCE: Mapping[str, Any] = {"enable_thinking": False}

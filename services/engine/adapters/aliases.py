@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, NotFound, Unavailable
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry
 from services.engine.adapters.placement import NoFreeSlot
 from services.engine.adapters.ports import Loop
 from services.engine.adapters.slot_table import Resident, SlotTable

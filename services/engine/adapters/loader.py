@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import AdapterRejected
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Manifest
 from services.engine.loop.ports import AdapterObserver, NoObserver
 
 if TYPE_CHECKING:

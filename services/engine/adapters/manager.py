@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry
 from services.engine.adapters.aliases import Aliases
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.placement import NoFreeSlot, Placement

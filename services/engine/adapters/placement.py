@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import structlog
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import AdapterRejected, NotFound, Unavailable
-from services.common.names import AdapterVersion
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.slot_table import SlotTable
 from services.engine.loop.ports import AdapterObserver, LoadFailure

@@ -11,7 +11,7 @@ from services.engine.requests.request import AdapterPin
 
 
 class Nudges(Protocol):
-    """Adapter events (services/common/events.py): a hint to look now instead of at the next poll."""
+    """Adapter events (services/common/adapters/events.py): a hint to look now instead of at the next poll."""
 
     def wait(self, timeout: float) -> object:
         """Blocks until something happened to an adapter, at most ``timeout`` seconds; falsy if nothing did."""

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import Overloaded
-from services.common.names import AdapterVersion
 
 if TYPE_CHECKING:
     from services.engine.adapters.loader import AdapterLoader

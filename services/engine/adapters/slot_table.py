@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from services.common.names import AdapterVersion
+from services.common.adapters.names import AdapterVersion
 from services.engine.adapters.private_versions import PrivateVersion
 from services.engine.requests.request import BASE_PIN, AdapterPin
 from services.engine.server.protobuf import AdapterChoice

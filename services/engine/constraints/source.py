@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from llguidance import LLMatcher
 
-from services.common.schema.origin import all_needed
+from services.common.json_schema.origin import all_needed
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.compiling import grammar_of, parsed
 from services.engine.constraints.schema.probe import Probe

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.integrity import IntegrityError
 from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.copies.background import WRITE_RANK, LowerTier

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from services.common import tracing
-from services.common.tracing import Tracer
+from services.common.telemetry import tracing
+from services.common.telemetry.tracing import Tracer
 
 _KEY = "traceparent"
 

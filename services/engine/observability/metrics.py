@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import tracing
-from services.common.process_metrics import export_process
+from services.common.telemetry import tracing
+from services.common.telemetry.process_metrics import export_process
 from services.engine.adapters.ports import AdapterSnapshot
 from services.engine.loop.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
 from services.engine.observability.offload_metrics import TierMetrics

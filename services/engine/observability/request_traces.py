@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from queue import Empty, Full, Queue
 
-from services.common.tracing import LoopTime, Span, Tracer, sampled
+from services.common.telemetry.tracing import LoopTime, Span, Tracer, sampled
 from services.engine.loop.ports import NoObserver
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from services.common import tracing
+from services.common.adapters.names import check_adapter_name
 from services.common.errors import InvalidRequest
-from services.common.names import check_adapter_name
 from services.common.pb import engine_pb2 as pb
+from services.common.telemetry import tracing
 from services.engine.loop.kept_completions import Rollout
 from services.engine.loop.ports import Submission
 from services.engine.requests.constraint import Constraint, ConstraintKind, Thinking

@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2_grpc
 from services.common.errors import InvalidRequest, TemperError, Unavailable
 from services.common.pb import adapters_pb2, adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
+from services.common.security.tls import Certificates
+from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.common.text.tokenizer import TextCodec
-from services.common.tls import Certificates
-from services.common.tracing import NO_TRACER, Tracer
 from services.engine.adapters.manager import AdapterManager
 from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.loop.loop import EngineLoop

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import structlog
 
-from services.common.api_keys import ApiKey, digest, parse_keys
 from services.common.errors import InvalidRequest, TemperError, Unauthorized
+from services.common.security.api_keys import ApiKey, digest, parse_keys
 from services.gateway.access.principal import Principal
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.quotas.decision import Limits

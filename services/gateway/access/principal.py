@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
-from services.common.api_keys import ANONYMOUS, Scope
+from services.common.security.api_keys import ANONYMOUS, Scope
 from services.gateway.quotas.decision import Limits
 
 _NONE = Limits()

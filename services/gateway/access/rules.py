@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from starlette.routing import compile_path
 
-from services.common.api_keys import Scope
+from services.common.security.api_keys import Scope
 
 _INFERENCE = frozenset({Scope.INFERENCE})
 _TRAIN = frozenset({Scope.TRAIN})

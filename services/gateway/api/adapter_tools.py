@@ -8,15 +8,15 @@ from typing import Any
 
 from fastapi import Response
 
-from services.common import tracing
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import AdapterRejected, InvalidRequest, TemperError
-from services.common.job_records import spec_sha
 from services.common.jobs import MergeJob
-from services.common.jobs.continued import stated_shape
-from services.common.jobs.merge import exact_sum_over
-from services.common.manifest import Manifest
-from services.common.names import AdapterVersion, check_adapter_name, parse_adapter_ref
-from services.common.retention import RetentionPolicy, prune
+from services.common.jobs.fields.continued import stated_shape
+from services.common.jobs.kinds.merge import exact_sum_over
+from services.common.queue.records import spec_sha
+from services.common.telemetry import tracing
 from services.gateway.api.routing import router
 from services.gateway.idempotency import IdempotencyKey, idempotent
 from services.gateway.schemas.adapter_tools import MergeRequest, PruneRequest, RollbackRequest

@@ -10,9 +10,9 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.formparsers import MultiPartException
 
+from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
+from services.common.adapters.registry import CONFIG, WEIGHTS, Manifest, Pointers
 from services.common.errors import Conflict, InvalidRequest, NotFound
-from services.common.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
-from services.common.registry import CONFIG, WEIGHTS, Manifest, Pointers
 from services.gateway.api.routing import multipart, router
 from services.gateway.archives import tar_gz
 from services.gateway.idempotency import IdempotencyKey, idempotent, json_answer

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from fastapi import Query, Request
 
-from services.common.batches import ENDPOINTS
 from services.common.errors import InvalidRequest, NotFound
+from services.common.queue.batches import ENDPOINTS
 from services.gateway.access.principal import principal_of
 from services.gateway.api.routing import router
 from services.gateway.batches.calls import served_endpoints

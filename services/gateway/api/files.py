@@ -11,7 +11,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import NotFound
-from services.common.files import FileInfo, NewFile, Purpose, new_file_id
+from services.common.storage.files import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.access.principal import principal_of
 from services.gateway.api.routing import multipart, router
 from services.gateway.file_uploads import read_upload, receive_form

@@ -10,8 +10,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
-from services.common.exposition import expose
-from services.common.version import installed_version
+from services.common.telemetry.prometheus import expose
+from services.common.telemetry.version import installed_version
 from services.gateway.api.routing import router
 from services.gateway.scrape import refresh
 from services.gateway.state import Gateway, GatewayDep

@@ -9,9 +9,9 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from services.common.api_keys import KEY_ID_PATTERN
 from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import KEY_ID_PATTERN
 from services.gateway.api.routing import router
 from services.gateway.errors import response_of
 from services.gateway.schemas.histories import DeletedSession, SessionList, SessionObject, SessionPath

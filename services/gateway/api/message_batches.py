@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.common.batches import MESSAGES, Batch, BatchSpec
 from services.common.errors import InvalidRequest, NotFound
-from services.common.files import new_file_id
+from services.common.queue.batches import MESSAGES, Batch, BatchSpec
+from services.common.storage.files import new_file_id
 from services.gateway.access.principal import principal_of
 from services.gateway.api.files import content_of
 from services.gateway.api.routing import router

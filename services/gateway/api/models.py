@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import structlog
 
+from services.common.adapters.names import AdapterVersion, parse_adapter_ref
 from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
-from services.common.names import AdapterVersion, parse_adapter_ref
 from services.gateway.api.routing import router
 from services.gateway.schemas.models import ModelList, ModelObject
 from services.gateway.state import Gateway, GatewayDep

@@ -10,7 +10,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.common.errors import Conflict, InvalidRequest, NotFound, TemperError
-from services.common.json_rules import NULL
+from services.common.validation.json_rules import NULL
 from services.gateway.access.principal import principal_of
 from services.gateway.api.answers import SESSION_HEADER, answer, json_response, noted, session_named
 from services.gateway.api.chat import prepare_chat

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic_core import from_json, to_json
 
-from services.common.pb import sessions_pb2 as pb
-from services.common.sessions import (
+from services.common.jobs.training_sessions import (
     Call,
     Forward,
     ForwardBackward,
@@ -19,6 +18,7 @@ from services.common.sessions import (
     Save,
     check_tokens,
 )
+from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.routing import router
 from services.gateway.errors import engine_error, payload_of
 from services.gateway.idempotency import idempotent

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
 
-from services.common import tracing
 from services.common.errors import NotFound, TemperError
-from services.common.job_records import spec_sha
 from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
+from services.common.queue.records import spec_sha
+from services.common.telemetry import tracing
 from services.gateway.api.routing import router
 from services.gateway.disconnect import cancel
 from services.gateway.errors import payload_of

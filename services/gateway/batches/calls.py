@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.types import Message, Scope
 
-from services.common.batches import ENDPOINTS, MESSAGES
+from services.common.queue.batches import ENDPOINTS, MESSAGES
 from services.gateway.access.principal import INTERNAL
 from services.gateway.errors import error_payload
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic_core import to_json
 
-from services.common.batches import MESSAGES, ClaimedBatch, LineError
 from services.common.ids import ulid_of
+from services.common.queue.batches import MESSAGES, ClaimedBatch, LineError
 from services.gateway.batches.calls import Answer
 from services.gateway.batches.parts import Kind, Result
 from services.gateway.errors import error_payload

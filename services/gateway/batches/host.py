@@ -11,9 +11,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from services.common.batches import BatchConsumer, BatchQueue
-from services.common.files import FileStore
-from services.common.store import ObjectStore
+from services.common.queue.batches import BatchConsumer, BatchQueue
+from services.common.storage.files import FileStore
+from services.common.storage.object_store import ObjectStore
 from services.gateway.batches.calls import Caller
 from services.gateway.settings import GatewaySettings
 

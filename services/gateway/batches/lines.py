@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from services.common.batches import LineError
+from services.common.queue.batches import LineError
 
 MAX_ERRORS = 100
 """Told of one file."""

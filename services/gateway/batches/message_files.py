@@ -7,10 +7,10 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from services.common.batches import MESSAGES, Batch, LineError
 from services.common.errors import NotFound
-from services.common.files import FileInfo, NewFile
-from services.common.scripts import JOB_TTL
+from services.common.queue.batches import MESSAGES, Batch, LineError
+from services.common.queue.lua import JOB_TTL
+from services.common.storage.files import FileInfo, NewFile
 from services.gateway.batches.forms import Unrun, unrun_message
 from services.gateway.batches.lines import LineSplitter, parse_line
 from services.gateway.state import Gateway

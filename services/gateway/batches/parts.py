@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 
 ROOT = "batches/"
 Kind = Literal["o", "e", "c", "x"]

@@ -16,11 +16,11 @@ from typing import Literal, TypeVar
 
 import structlog
 
-from services.common.batches import NOW, ClaimedBatch, LineError, Stage
 from services.common.errors import NotFound, Unavailable
-from services.common.files import FileInfo, NewFile
 from services.common.ids import ulid_of
-from services.common.store import PreconditionFailed
+from services.common.queue.batches import NOW, ClaimedBatch, LineError, Stage
+from services.common.storage.files import FileInfo, NewFile
+from services.common.storage.object_store import PreconditionFailed
 from services.gateway.batches.forms import ResultFile, Unrun, form_of
 from services.gateway.batches.host import BatchHost
 from services.gateway.batches.lines import InputCheck, Line, LineSplitter, parse_line

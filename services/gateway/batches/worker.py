@@ -11,9 +11,9 @@ import redis
 import structlog
 from fastapi import FastAPI
 
-from services.common.batches import ClaimedBatch
-from services.common.delivery import JobLost
 from services.common.errors import TemperError, Unavailable
+from services.common.queue.batches import ClaimedBatch
+from services.common.queue.delivery import JobLost
 from services.gateway.batches.calls import Caller
 from services.gateway.batches.host import BatchHost, BatchStores
 from services.gateway.batches.parts import ROOT

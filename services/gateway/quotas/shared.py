@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import redis
 import structlog
 
-from services.common.redis_client import connect_async, unavailable
 from services.common.settings import CommonSettings
+from services.common.storage.redis import connect_async, unavailable
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.quotas import scripts
 from services.gateway.quotas.decision import Decision, Dimension, Level, Limits

@@ -10,8 +10,8 @@ from typing import Any, cast
 from pydantic_core import from_json, to_json
 
 from services.common.errors import Conflict, NotFound, PayloadTooLarge
-from services.common.redis_client import call_async
-from services.common.schema_versions import RESPONSE
+from services.common.storage.record_versions import RESPONSE
+from services.common.storage.redis import call_async
 from services.gateway.responses.items import Data
 from services.gateway.responses.store import Place, ResponseStore
 

@@ -31,8 +31,8 @@ from typing import Any, cast
 from pydantic_core import from_json, to_json
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
-from services.common.redis_client import call_async, connect_async
-from services.common.schema_versions import RESPONSE
+from services.common.storage.record_versions import RESPONSE
+from services.common.storage.redis import call_async, connect_async
 from services.gateway.responses.record import Record, missing
 from services.gateway.settings import GatewaySettings
 

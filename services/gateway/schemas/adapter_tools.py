@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from services.common.jobs import MergeSettings
-from services.common.json_rules import Rules, at_least_one
+from services.common.validation.json_rules import Rules, at_least_one
 from services.gateway.schemas.base import RequestModel
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Path
 from pydantic import Field
 
-from services.common.names import NAME_SCHEMA
+from services.common.adapters.names import NAME_SCHEMA
 from services.gateway.schemas.base import RequestModel
 
 AdapterPath = Annotated[str, Path(json_schema_extra=dict(NAME_SCHEMA))]

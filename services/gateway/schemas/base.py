@@ -10,8 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field, GetJsonSchemaHandler, mo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from services.common.integers import JsonIntegers
-from services.common.json_rules import NULL, Ruled
+from services.common.validation.integers import JsonIntegers
+from services.common.validation.json_rules import NULL, Ruled
 
 _MOST_FIELDS = 200
 """No model has so many."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, model_validator
 
-from services.common.json_rules import (
+from services.common.validation.json_rules import (
     SOME,
     Rules,
     both,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from services.common.json_rules import Rules, has, where
+from services.common.validation.json_rules import Rules, has, where
 from services.gateway.schemas.base import TokenId, contradiction
 from services.gateway.schemas.sampling import MAX_TOP_LOGPROBS, SamplingFields
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import from_json
 
-from services.common.json_rules import (
+from services.common.validation.json_rules import (
     NOT_NULL,
     NULL,
     Rule,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from services.common.json_rules import Rule, contains, has, never
+from services.common.validation.json_rules import Rule, contains, has, never
 from services.gateway.schemas.base import RequestModel, contradiction, unsupported
 
 _OPENAI = (

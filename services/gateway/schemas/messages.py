@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, model_validator
 
-from services.common.json_rules import NULL, SOME, Rules, either, has, if_any, left_out, only, only_with, where
+from services.common.validation.json_rules import (
+    NULL,
+    SOME,
+    Rules,
+    either,
+    has,
+    if_any,
+    left_out,
+    only,
+    only_with,
+    where,
+)
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.caching import CacheControl
 from services.gateway.schemas.context_edits import ContextManagement

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.json_rules import Rules, at_most_one, given, only_with
+from services.common.validation.json_rules import Rules, at_most_one, given, only_with
 from services.gateway.schemas.base import JsonObject, contradiction
 from services.gateway.schemas.chat import ChatRequest, Message
 from services.gateway.schemas.completion_answers import Answer, CachedTokens

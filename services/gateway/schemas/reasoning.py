@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.json_rules import Rules, at_most_one
+from services.common.validation.json_rules import Rules, at_most_one
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

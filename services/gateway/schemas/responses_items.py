@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from services.common.json_rules import Rules, either, has, items
+from services.common.validation.json_rules import Rules, either, has, items
 from services.gateway.schemas.base import JsonObject, RequestModel, contradiction, unsupported
 from services.gateway.schemas.caching import CacheBreakpoint, CacheControl
 

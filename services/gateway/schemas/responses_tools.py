@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from services.common.json_rules import Rules, has
+from services.common.validation.json_rules import Rules, has
 from services.gateway.schemas.base import JsonObject, RequestModel, unsupported
 from services.gateway.schemas.hosted import NOT_ALONE, HostedTool, check_hosted, is_hosted
 from services.gateway.schemas.message_tools import DirectCallers

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.common.json_rules import Rules, has, if_any, only_with, true_only_with, where
-from services.common.names import POLICY_SCHEMA
+from services.common.adapters.names import POLICY_SCHEMA
+from services.common.validation.json_rules import Rules, has, if_any, only_with, true_only_with, where
 from services.gateway.schemas.base import RequestModel, TokenId, contradiction
 from services.gateway.schemas.constraints import UNCONSTRAINED, ConstraintFields
 

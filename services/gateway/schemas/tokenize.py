@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.common.json_rules import Rules, exactly_one, given, only_with, true_only_with
+from services.common.validation.json_rules import Rules, exactly_one, given, only_with, true_only_with
 from services.gateway.schemas.base import JsonObject, RequestModel, TokenId, contradiction
 from services.gateway.schemas.chat import CONTINUES_OR_BEGINS, NOT_ONLY_HOSTED, Message
 from services.gateway.schemas.tools import OfferedTool

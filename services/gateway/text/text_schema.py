@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.schema import formats
-from services.common.schema.numbers import Numbers, NumbersError
-from services.common.schema.patterns import PatternError
-from services.common.schema.terminals import found_in, literal
+from services.common.json_schema import formats
+from services.common.json_schema.numbers import Numbers, NumbersError
+from services.common.json_schema.patterns import PatternError
+from services.common.json_schema.terminals import found_in, literal
 from services.gateway.text.lark import expression
 from services.gateway.text.nesting import stands
 from services.gateway.text.parameters import kind_of, resolve

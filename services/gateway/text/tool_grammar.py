@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.schema.origin import Origin, marked, needed
-from services.common.schema.terminals import literal
+from services.common.json_schema.origin import Origin, marked, needed
+from services.common.json_schema.terminals import literal
 from services.gateway.text.lark import contains, expression, quote
 from services.gateway.text.nesting import terminals
 from services.gateway.text.parameters import CONTAINERS, definitions_for, resolve, types_of

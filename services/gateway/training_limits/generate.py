@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.common.jobs import GrpoJob
-from services.common.jobs.generate import GenerateSettings
-from services.common.reward_checks import check_rewards
+from services.common.jobs.kinds.generate import GenerateSettings
+from services.common.jobs.rewards.checks import check_rewards
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (
     asked_tokens,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob, check_spread
-from services.common.jobs.grpo import check_unmasked
+from services.common.jobs.kinds.grpo import check_unmasked
 from services.common.text.documents import rollout_tokens
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.jobs import KtoExample, KtoJob
-from services.common.jobs.kto import check_held_out, check_labels
+from services.common.jobs.kinds.kto import check_held_out, check_labels
 from services.common.text.documents import answer_documents
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import check_conversation, check_examples

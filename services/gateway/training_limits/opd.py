@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import CHECKPOINT, OpdJob
-from services.common.jobs.opd import check_read
+from services.common.jobs.kinds.opd import check_read
 from services.common.text.documents import data_completion
 from services.gateway.engines import ServedModel
 from services.gateway.training_limits.common import (

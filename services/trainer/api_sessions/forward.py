@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InvalidRequest
-from services.common.sessions import Forward, ForwardBackward
+from services.common.jobs.training_sessions import Forward, ForwardBackward
 from services.engine.models.qwen3_5.training.forward import TrainableForward
 from services.trainer.api_sessions.losses import token_loss
 from services.trainer.api_sessions.scoring import ScoredBatch, scored_batches, spread

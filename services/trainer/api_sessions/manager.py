@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 
 from services.common.errors import Conflict, Gone, TemperError, Unavailable
-from services.common.sessions import (
+from services.common.jobs.training_sessions import (
     CALL,
     Call,
     Forward,

@@ -6,7 +6,16 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from services.common.sessions import Call, Forward, ForwardBackward, Load, OpenSession, OptimStep, Sample, Save
+from services.common.jobs.training_sessions import (
+    Call,
+    Forward,
+    ForwardBackward,
+    Load,
+    OpenSession,
+    OptimStep,
+    Sample,
+    Save,
+)
 from services.trainer.api_sessions.policy import SessionPolicy, Shape, need_of
 from services.trainer.api_sessions.sampling import sample
 from services.trainer.api_sessions.storage import SessionStorage, Snapshot

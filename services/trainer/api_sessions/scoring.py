@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.common.sessions import Datum
+from services.common.jobs.training_sessions import Datum
 from services.trainer.packing import Document, Microbatch, pack
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import TemperError
-from services.common.sessions import Call, OpenSession
+from services.common.jobs.training_sessions import Call, OpenSession
 from services.trainer.api_sessions.call_queue import CallState, Entry, Line, LineLimits
 from services.trainer.api_sessions.programs import Compute, Occupant, Program
 from services.trainer.memory.budget import Need

@@ -16,11 +16,11 @@ import structlog
 from safetensors import SafetensorError
 from torch import Tensor
 
+from services.common.adapters.names import AdapterVersion, parse_adapter_ref, parse_adapter_version
+from services.common.adapters.registry import CONFIG, WEIGHTS, AdapterRegistry
 from services.common.errors import AdapterRejected, NotFound
-from services.common.names import AdapterVersion, parse_adapter_ref, parse_adapter_version
-from services.common.registry import CONFIG, WEIGHTS, AdapterRegistry
-from services.common.schema_versions import FIELD, SESSION_CHECKPOINT
-from services.common.store import ObjectNotFound, ObjectStore
+from services.common.storage.object_store import ObjectNotFound, ObjectStore
+from services.common.storage.record_versions import FIELD, SESSION_CHECKPOINT
 from services.trainer.runtime.publish import Publisher
 
 _ADAPTER = "adapter."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from services.common.names import AdapterVersion
+from services.common.adapters.names import AdapterVersion
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.trainer.host.rollouts import RolloutSource

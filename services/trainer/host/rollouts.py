@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.names import AdapterVersion
+from services.common.adapters.names import AdapterVersion
 from services.engine.models.lora import LoraParams
 from services.trainer.timers import Stopwatch
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from services.common.adapters.manifest import Lineage
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
-from services.common.jobs.continued import check_agrees
-from services.common.manifest import Lineage
+from services.common.jobs.fields.continued import check_agrees
 from services.engine.models.lora import LoraParams, bind_adapter
 from services.engine.models.lora.binding import name_targets
 from services.engine.models.lora.targets import target_shapes

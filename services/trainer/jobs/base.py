@@ -11,7 +11,7 @@ from torch import Tensor
 from services.common.jobs import Spec
 
 if TYPE_CHECKING:
-    from services.common.manifest import Lineage
+    from services.common.adapters.manifest import Lineage
     from services.engine.models.lora import LoraParams
     from services.trainer.host.policy_host import PolicyHost
     from services.trainer.parents import Origin

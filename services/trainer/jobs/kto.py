@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import KtoExample, KtoJob
-from services.common.jobs.kto import LEAST_COMPARED, check_held_out, check_labels
+from services.common.jobs.kinds.kto import LEAST_COMPARED, check_held_out, check_labels
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.defaults import Method
 from services.trainer.jobs.preference_run import PreferenceRun, Scores, answered, by_source, gathered, numbered

@@ -16,10 +16,10 @@ import torch
 from services.adapter_tools.low_rank import Factors
 from services.adapter_tools.merge import Merged, Weighted, merge_layer, working_bytes
 from services.adapter_tools.workshop import ALONE, Workshop
+from services.common.adapters.manifest import Lineage, LineageParent
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import MergeJob
-from services.common.jobs.merge import exact_sum_over
-from services.common.manifest import Lineage, LineageParent
+from services.common.jobs.kinds.merge import exact_sum_over
 from services.engine.models.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
 from services.engine.models.lora.binding import name_targets
 from services.engine.models.lora.trainable import TrainableTarget

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.common.jobs.generate import GenerateSettings, RolloutPrompt
+from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import Completion, RolloutRequest, RolloutSampling, sample, sampling_rate
 from services.trainer.jobs.base import RunState

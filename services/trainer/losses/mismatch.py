@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.common.jobs.grpo import MismatchCorrection
+from services.common.jobs.kinds.grpo import MismatchCorrection
 from services.trainer.losses.logprob_gap import Agreement
 from services.trainer.losses.ratios import importance_ratio
 from services.trainer.losses.sequences import per_row, sequence_sums

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-from services.common.jobs.grpo import LossType
+from services.common.jobs.kinds.grpo import LossType
 from services.trainer.losses.ratios import bounded, importance_ratio
 from services.trainer.losses.sequences import per_row, sequence_sums
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from services.common.jobs.grpo import LossType
+from services.common.jobs.kinds.grpo import LossType
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.rewards import (
+from services.common.jobs.rewards.specs import (
     ExactReward,
     JsonSchemaReward,
     NumericReward,
@@ -20,7 +20,7 @@ from services.trainer.rewards.text import ExactScorer, NumericScorer, RegexScore
 from services.trainer.rewards.webhook import Webhooks, WebhookScorer
 
 _LARGEST = 1e9
-"""As of a reward that comes with a rollout (services/common/jobs/grpo.py)."""
+"""As of a reward that comes with a rollout (services/common/jobs/kinds/grpo.py)."""
 
 __all__ = ["Rewards", "Sample", "Webhooks"]
 

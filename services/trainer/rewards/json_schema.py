@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from services.common.jobs.rewards import JsonSchemaReward
-from services.common.reward_checks import schema_validator
+from services.common.jobs.rewards.checks import schema_validator
+from services.common.jobs.rewards.specs import JsonSchemaReward
 from services.trainer.rewards.sample import Sample
 
 MAX_CHARACTERS = 64 * 1024

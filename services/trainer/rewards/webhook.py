@@ -19,8 +19,8 @@ import httpx
 import tenacity
 
 from services.common.errors import Unavailable
-from services.common.jobs.rewards import webhook_parts
-from services.common.reward_webhooks import check_webhook
+from services.common.jobs.rewards.specs import webhook_parts
+from services.common.jobs.rewards.webhooks import check_webhook
 from services.trainer.rewards.sample import Sample
 
 TIMESTAMP_HEADER = "X-Temper-Timestamp"

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.consumer import ClaimedJob, JobConsumer
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import InvalidRequest, NewerSchema, Unavailable
 from services.common.jobs import JobProgress, MergeJob, Spec
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Manifest
+from services.common.queue.consumer import ClaimedJob, JobConsumer
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import JobRun, Prepare
 from services.trainer.memory.budget import MemoryTaken

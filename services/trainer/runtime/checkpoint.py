@@ -25,10 +25,10 @@ import safetensors.torch
 import structlog
 from safetensors import SafetensorError
 
-from services.common.durable import sync_directory
 from services.common.errors import TemperError, Unavailable
-from services.common.schema_versions import CHECKPOINT, FIELD
-from services.common.store import ObjectNotFound, ObjectStore
+from services.common.storage.durable import sync_directory
+from services.common.storage.object_store import ObjectNotFound, ObjectStore
+from services.common.storage.record_versions import CHECKPOINT, FIELD
 from services.trainer.jobs.base import RunState
 
 TENSORS = "state.safetensors"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import structlog
 
-from services.common.consumer import ClaimedJob, JobConsumer
 from services.common.errors import Unavailable
+from services.common.queue.consumer import ClaimedJob, JobConsumer
 from services.trainer.runtime.job_link import JobSession
 
 _CLAIM_SECONDS = 1.0

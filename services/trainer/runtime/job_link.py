@@ -18,9 +18,9 @@ from typing import Any
 import redis
 import structlog
 
-from services.common.consumer import ClaimedJob, EventKind, JobConsumer, JobLost
 from services.common.errors import Unavailable
 from services.common.jobs import JobProgress
+from services.common.queue.consumer import ClaimedJob, EventKind, JobConsumer, JobLost
 
 _BUFFERED = 10_000
 """Reports kept while Redis is away, as many as a job's event stream holds; the oldest go first."""

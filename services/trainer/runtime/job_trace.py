@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.jobs import Job
-from services.common.tracing import NO_SPAN, Attributes, Span, Tracer
+from services.common.telemetry.tracing import NO_SPAN, Attributes, Span, Tracer
 
 _STEP_SPANS = 128
 """Spans of steps in one attempt at most; of a longer job every second, third, … step has one."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from services.common.adapters.events import AdapterEvents
+from services.common.adapters.events import EventKind as Nudge
+from services.common.adapters.manifest import Lineage
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import Overloaded, TemperError, Unavailable
-from services.common.events import AdapterEvents
-from services.common.events import EventKind as Nudge
-from services.common.job_records import finite
-from services.common.manifest import Lineage
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Manifest
+from services.common.queue.records import finite
 from services.trainer.host.policy_host import PolicyHost
 
 

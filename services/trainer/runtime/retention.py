@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import structlog
 
-from services.common.consumer import JobConsumer
+from services.common.adapters.registry import AdapterRegistry
+from services.common.adapters.retention import RetentionPolicy, prune
 from services.common.errors import TemperError
-from services.common.registry import AdapterRegistry
-from services.common.retention import RetentionPolicy, prune
+from services.common.queue.consumer import JobConsumer
 from services.trainer.settings import TrainerSettings
 
 

@@ -15,12 +15,12 @@ from functools import partial
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.common.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.adapters.events import AdapterEvents
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import DeadlineExceeded, Overloaded, TemperError, Unavailable
-from services.common.events import AdapterEvents
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
-from services.common.tracing import NO_TRACER, Tracer
+from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.tracing import NO_TRACER, Tracer
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import Prepare
 from services.trainer.metrics import TrainerMetrics

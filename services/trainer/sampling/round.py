@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs import GrpoCompletion, GrpoGroup
-from services.common.jobs.generate import RolloutPrompt
+from services.common.jobs.kinds.generate import RolloutPrompt
 from services.trainer.host.rollouts import Completion
 from services.trainer.sampling.completion_state import completion_tensors, completions_of
 

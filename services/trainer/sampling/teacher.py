@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.divergence import Divergence
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import CHECKPOINT, OpdJob
-from services.common.jobs.opd import check_read
+from services.common.jobs.kinds.opd import check_read
 from services.engine.models.lora import LoraParams, bind_adapter
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training.forward import FrozenForward

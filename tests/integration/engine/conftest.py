@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.registry import AdapterRegistry
+from services.common.adapters.registry import AdapterRegistry
 from services.common.settings import CommonSettings
 from services.engine.settings import EngineSettings
 from services.pod.engine import build_engine

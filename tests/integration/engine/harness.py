@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from grpc import aio
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import Unavailable
 from services.common.jobs import LoraSettings
-from services.common.names import AdapterVersion
 from services.common.pb import adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
-from services.common.registry import AdapterRegistry
 from services.engine.models.lora import LoraParams
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server

@@ -13,7 +13,7 @@ from grpc import aio
 from services.common.errors import Unavailable
 from services.common.pb import adapters_pb2
 from services.common.pb import engine_pb2 as pb
-from services.common.store import ObjectNotFound, ObjectStore
+from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from tests.integration.engine.harness import EngineUnderTest, adapter_files, patiently, request
 from tests.integration.servers import RunningServer
 

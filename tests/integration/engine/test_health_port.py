@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.ports import ClaimedPort, claim_ports
+from cli.local.ports import ClaimedPort, claim_ports
 from services.common.pb import engine_pb2_grpc
 from tests.integration.engine.harness import request
 from tests.integration.engine.test_pod import ROOT

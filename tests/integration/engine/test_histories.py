@@ -12,9 +12,9 @@ from threading import Event
 import pytest
 import torch
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, NotFound
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.kv_offload.messages import Tier
 from services.engine.loop.ports import Submission
 from services.engine.requests.outputs import SequenceUpdate

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.ports import ClaimedPort, claim_ports
+from cli.local.ports import ClaimedPort, claim_ports
 from services.common.pb import engine_pb2 as pb
 from services.common.pb import engine_pb2_grpc
 from services.common.settings import CommonSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common.settings import CommonSettings
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.kv_offload.entry_format.header import item_bytes
 from services.engine.kv_offload.messages import (
     Dropped,

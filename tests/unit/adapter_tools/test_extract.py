@@ -23,8 +23,8 @@ from services.adapter_tools import output
 from services.adapter_tools.__main__ import main
 from services.adapter_tools.extract import RECORD, extract
 from services.adapter_tools.files import AdapterDirectory
+from services.common.adapters.manifest import Manifest
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
-from services.common.manifest import Manifest
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
 from tests.unit.adapter_tools.adapters import adapter

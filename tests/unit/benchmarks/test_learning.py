@@ -9,7 +9,7 @@ import torch
 from benchmarks.lib.random_checkpoint import TINY
 from benchmarks.training.learning import Curve, Point, ordered, plot
 from models.tiny.recipe.skills import dates
-from services.common.job_records import SPEC
+from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.preference_run import PreferenceRun
 from tests.training_support import TrainingHost

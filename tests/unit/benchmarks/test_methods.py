@@ -16,7 +16,7 @@ from benchmarks.training.methods import ADAPTER, EXAMPLE_METHODS, RandomText, Si
 from benchmarks.training.next_request import first_token
 from benchmarks.training.pod import TrainingPod, report_to, with_rest
 from services.common.jobs import DpoJob, KtoJob, SftJob
-from services.common.store import ObjectNotFound, PreconditionFailed
+from services.common.storage.object_store import ObjectNotFound, PreconditionFailed
 from services.common.text.tokenizer import TextCodec
 from services.engine.server.protobuf import AdapterChoice
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cli.client import _parse_events
+from cli.http.client import _parse_events
+from cli.local.ports import free_ports
 from cli.main import app
-from cli.ports import free_ports
 from tests.unit.cli.server import Reply, Seen, serving, sse
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli.demo_report import Report, Round, save_plot, table, terminal_plot
-from cli.demo_stack import report_path
+from cli.demo.report import Report, Round, save_plot, table, terminal_plot
+from cli.demo.stack import report_path
 from cli.output import CliError
 
 

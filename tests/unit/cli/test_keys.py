@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from cli.commands.up import UpOptions, compose
 from cli.main import app
 from cli.settings import UpSettings
-from cli.up import UpOptions, compose
-from services.common.api_keys import Scope, digest, parse_keys
+from services.common.security.api_keys import Scope, digest, parse_keys
 from tests.unit.cli.server import Reply, serving
 from tests.unit.cli.test_up import ports_of
 
@@ -98,8 +98,8 @@ def test_a_file_that_is_none_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_writers_take_turns(tmp_path: Path) -> None:
-    from cli.keys import _changing
-    from services.common.api_keys import new_entry, new_key
+    from cli.commands.keys import _changing
+    from services.common.security.api_keys import new_entry, new_key
 
     file = tmp_path / "keys.json"
 

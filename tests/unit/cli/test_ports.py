@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from cli import ports
-from cli.ports import LOOPBACK, ClaimedPort, claim_ports, free_ports, port_is_free
+from cli.local import ports
+from cli.local.ports import LOOPBACK, ClaimedPort, claim_ports, free_ports, port_is_free
 from services.common.errors import Unavailable
 
 holding = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing holds a port")
@@ -20,7 +20,7 @@ def test_nobody_else_is_given_a_claimed_port() -> None:
     (claim,) = claim_ports(1)
     with pytest.raises(OSError):
         ClaimedPort(claim.number)
-    other = f"from cli.ports import ClaimedPort; ClaimedPort({claim.number})"
+    other = f"from cli.local.ports import ClaimedPort; ClaimedPort({claim.number})"
     result = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=False)
     assert "Address already in use" in result.stderr
     claim.release()
@@ -29,7 +29,7 @@ def test_nobody_else_is_given_a_claimed_port() -> None:
 
 @holding
 def test_many_choosers_at_once_never_choose_the_same() -> None:
-    code = "from cli.ports import claim_ports; c = claim_ports(400); print(*(p.number for p in c), flush=True); input()"
+    code = "from cli.local.ports import claim_ports; c = claim_ports(400); print(*(p.number for p in c), flush=True); input()"
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(4)

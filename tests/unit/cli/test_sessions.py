@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli import chat
-from cli.client import Client
+from cli.commands import chat
+from cli.http.client import Client
 from cli.output import Output
 from cli.settings import CliSettings
 from tests.unit.cli.server import Reply, Seen, serving

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
+from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
 
 SLEEPER = "import pathlib,sys,time; pathlib.Path(sys.argv[1]).write_text('up'); time.sleep(60)"
 

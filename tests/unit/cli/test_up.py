@@ -17,13 +17,13 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
+from cli.commands.up import Terminal, Told, UpOptions, compose, run_up
+from cli.local.ports import free_ports
+from cli.local.process import DirectoryLock, tail
+from cli.local.store_settings import Ports
+from cli.local.supervisor import Event, Phase
 from cli.main import app
-from cli.ports import free_ports
-from cli.process import DirectoryLock, tail
 from cli.settings import UpSettings
-from cli.stores import Ports
-from cli.supervisor import Event, Phase
-from cli.up import Terminal, Told, UpOptions, compose, run_up
 from services.common.errors import Conflict, InvalidRequest
 from tests.stack import ROOT, clean_environment
 
@@ -81,7 +81,7 @@ def test_options_win_over_variables_and_those_over_defaults(
     args: tuple[str, ...], expected: UpOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[UpOptions] = []
-    monkeypatch.setattr("cli.up.run_up", lambda options: ran.append(options) or 0)
+    monkeypatch.setattr("cli.commands.up.run_up", lambda options: ran.append(options) or 0)
     env = {
         "MODEL": "/m",
         "SERVED_MODEL_NAME": "q",
@@ -121,8 +121,8 @@ def test_others_are_let_in_with_keys_or_when_asked_for(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr("cli.up._run", lambda options, *_: ran.append(options.host) or 0)
-    monkeypatch.setattr("cli.up._check_port", lambda _: None)
+    monkeypatch.setattr("cli.commands.up._run", lambda options, *_: ran.append(options.host) or 0)
+    monkeypatch.setattr("cli.commands.up._check_port", lambda _: None)
     monkeypatch.delenv("TEMPER_API_KEYS_FILE", raising=False)
     options = UpOptions(model(tmp_path), host=host, data_dir=tmp_path / "data")
     assert run_up(options) == 1

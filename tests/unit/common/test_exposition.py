@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from services.common.exposition import expose, serve
+from services.common.telemetry.prometheus import expose, serve
 
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,application/openmetrics-text;version=0.0.1;"

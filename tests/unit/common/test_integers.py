@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ConfigDict, Field, ValidationError
 
-from services.common.integers import JsonIntegers
+from services.common.validation.integers import JsonIntegers
 
 
 class Inner(JsonIntegers):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.job_records import SPEC
 from services.common.jobs import JOBS, GrpoJob, JobBase
-from services.common.jobs.generate import GenerateSettings, RolloutPrompt
-from services.common.jobs.rewards import ExactReward, JsonSchemaReward, NumericReward, RegexReward, WebhookReward
-from services.common.reward_checks import check_rewards
+from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
+from services.common.jobs.rewards.checks import check_rewards
+from services.common.jobs.rewards.specs import ExactReward, JsonSchemaReward, NumericReward, RegexReward, WebhookReward
+from services.common.queue.records import SPEC
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jsonschema_rs
 import pytest
 
-from services.common.json_rules import (
+from services.common.validation.json_rules import (
     NONE,
     SOME,
     Rule,

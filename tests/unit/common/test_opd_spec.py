@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.common.adapters.names import AdapterVersion
 from services.common.jobs import OpdJob
-from services.common.names import AdapterVersion
 
 JOB: dict[str, Any] = {"adapter": "a", "prompts": ["x", "y"], "teacher": "base", "rounds": 2, "max_tokens": 8}
 ANSWERED: dict[str, Any] = {"prompts": [{"prompt": "x", "completion": "z"}]}

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from services.common.schema.numbers import Numbers, NumbersError, written
+from services.common.json_schema.numbers import Numbers, NumbersError, written
 
 _DECIMALS = "0 1 -1 0.5 -1.5 5 5.5 99 100 101 1000 -1000 0.01 3.14159 12 7 2 0.1 0.3 1e-7 123456789 -0.25"
 _MULTIPLES = "1 2 5 10 3 7 0.01 0.5 0.25 60 2.5 1000 8 0.1 50"

@@ -7,9 +7,9 @@ import json
 import jsonschema_rs
 import pytest
 
-from services.common.schema import formats
-from services.common.schema.patterns import PatternError, parse
-from services.common.schema.terminals import finite, found_in
+from services.common.json_schema import formats
+from services.common.json_schema.patterns import PatternError, parse
+from services.common.json_schema.terminals import finite, found_in
 from services.engine.constraints.schema.probe import Probe
 
 PROBE = Probe()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import NewerSchema
-from services.common.schema_versions import Schema
+from services.common.storage.record_versions import Schema
 
 THINGS = Schema("things", 2)
 

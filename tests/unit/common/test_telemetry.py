@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import logging, structlog
 from services.common.settings import CommonSettings
-from services.common.telemetry import configure_logging
+from services.common.telemetry.logging import configure_logging
 configure_logging(CommonSettings(log_level="info", log_format="{fmt}"), service="engine")
 log = structlog.get_logger("x")
 log.debug("hidden")

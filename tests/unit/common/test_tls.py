@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from services.common.errors import InvalidRequest
+from services.common.security.tls import Certificates, TlsFiles, read_material
 from services.common.settings import CommonSettings
-from services.common.tls import Certificates, TlsFiles, read_material
 from tests.certificates import DAY, Authority
 
 GAUGE = "temper_tls_certificate_expiry_timestamp_seconds"

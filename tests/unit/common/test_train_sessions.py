@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.common.sessions import (
+from services.common.jobs.training_sessions import (
     CALL,
     MAX_SAMPLES,
     Datum,

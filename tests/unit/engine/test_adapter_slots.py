@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.names import AdapterVersion
+from services.common.adapters.names import AdapterVersion
 from services.engine.adapters.slot_table import Resident, SlotTable
 from services.engine.server.protobuf import AdapterChoice
 

@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import Pointers
 from services.common.errors import (
     AdapterRejected,
     ModelNotFound,
@@ -20,8 +22,6 @@ from services.common.errors import (
     TemperError,
     Unavailable,
 )
-from services.common.names import AdapterVersion
-from services.common.registry import Pointers
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
 from services.engine.adapters.ports import AdapterLimits

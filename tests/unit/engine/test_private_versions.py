@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion, check_adapter_name
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, Overloaded
-from services.common.names import AdapterVersion, check_adapter_name
 from services.common.pb import engine_pb2 as pb
 from services.engine.requests.request import AdapterPin
 from services.engine.server.protobuf import AdapterChoice, adapter_choice

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
-from services.common.names import AdapterVersion
 from services.engine.adapters.slot_table import SlotTable
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Pooling, Request

@@ -15,8 +15,8 @@ import openai
 import pytest
 import uvicorn
 
-from services.common.files import FileStore
-from services.common.registry import AdapterRegistry
+from services.common.adapters.registry import AdapterRegistry
+from services.common.storage.files import FileStore
 from services.gateway.app import create_app
 from services.gateway.batches.host import BatchStores
 from services.gateway.protocol import HttpProtocol

@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.batches import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
-from services.common.delivery import Claimed, JobLost
 from services.common.errors import Conflict, NotFound, Unavailable
 from services.common.ids import ulid
-from services.common.queue_depth import QueueDepth
+from services.common.queue.batches import NOW, Batch, BatchSpec, ClaimedBatch, Kind, LineError, request_sha
+from services.common.queue.delivery import Claimed, JobLost
+from services.common.queue.depth import QueueDepth
 
 _RUNNING = "running"
 

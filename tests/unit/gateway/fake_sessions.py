@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import json
 
+from services.common.jobs.training_sessions import CALL, OpenSession, future_id, session_id
 from services.common.pb import engine_pb2, sessions_pb2_grpc
 from services.common.pb import sessions_pb2 as pb
-from services.common.sessions import CALL, OpenSession, future_id, session_id
 
 
 def refused(code: engine_pb2.ErrorCode, message: str, param: str = "") -> engine_pb2.Error:

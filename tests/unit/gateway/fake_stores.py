@@ -7,12 +7,12 @@ import hashlib
 import time
 from collections.abc import AsyncIterator
 
+from services.common.adapters.names import AdapterVersion
 from services.common.errors import Conflict, NotFound, Unavailable
-from services.common.job_records import spec_json, spec_sha, versions_needed
 from services.common.jobs import Job, JobEvent, JobState, Spec
-from services.common.names import AdapterVersion
-from services.common.queue_depth import QueueDepth
-from services.common.store import ObjectNotFound, PreconditionFailed, StoredObject
+from services.common.queue.depth import QueueDepth
+from services.common.queue.records import spec_json, spec_sha, versions_needed
+from services.common.storage.object_store import ObjectNotFound, PreconditionFailed, StoredObject
 
 
 class MemoryStore:

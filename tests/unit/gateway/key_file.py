@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from services.common.api_keys import ApiKey, KeyFile, Scope, dump_keys, new_entry, new_key
+from services.common.security.api_keys import ApiKey, KeyFile, Scope, dump_keys, new_entry, new_key
 from tests.unit.gateway.conftest import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

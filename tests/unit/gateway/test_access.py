@@ -12,8 +12,8 @@ import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from services.common.api_keys import KeyLimits, Scope
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import KeyLimits, Scope
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs, says

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.jobs import JobState, MergeJob
-from services.common.names import AdapterVersion
-from services.common.registry import CONFIG, WEIGHTS
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.test_adapters import config, upload, weights
 

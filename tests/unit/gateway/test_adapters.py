@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from services.common.registry import CONFIG, WEIGHTS
+from services.common.adapters.registry import CONFIG, WEIGHTS
 from tests.unit.gateway.conftest import MODEL, Running
 
 

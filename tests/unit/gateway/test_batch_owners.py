@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from services.common.api_keys import Scope
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.test_batches import OPTIONS, Batches, line
 from tests.unit.gateway.test_keys import NO_REDIS, Keys

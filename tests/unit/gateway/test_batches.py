@@ -13,9 +13,9 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from services.common.batches import Batch, BatchSpec
-from services.common.files import FileStore, NewFile, new_file_id
 from services.common.pb import engine_pb2
+from services.common.queue.batches import Batch, BatchSpec
+from services.common.storage.files import FileStore, NewFile, new_file_id
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import Behaviour, FakeEngine, Send, fails, hangs, says

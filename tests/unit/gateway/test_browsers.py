@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.api_keys import Scope
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
 

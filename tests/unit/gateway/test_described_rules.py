@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
-from services.common.jobs.rewards import WebhookReward
-from services.common.sessions import Forward, ForwardBackward, Load, OpenSession, Save
+from services.common.jobs.rewards.specs import WebhookReward
+from services.common.jobs.training_sessions import Forward, ForwardBackward, Load, OpenSession, Save
 from services.gateway.schemas.adapter_tools import MergeRequest
 from services.gateway.schemas.chat import ChatRequest
 from services.gateway.schemas.completions import CompletionRequest

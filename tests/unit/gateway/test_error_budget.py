@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from observability.alerts.cases import GATEWAY, PLACE, fires, quiet, rising, series
 from observability.alerts.serving import SERVING
 from observability.rules import Case
-from services.common.api_keys import KeyLimits, Scope
+from services.common.security.api_keys import KeyLimits, Scope
 from tests.promtool import Promtool
 from tests.promtool import promtool as promtool  # a fixture
 from tests.unit.gateway.conftest import Running, Starter

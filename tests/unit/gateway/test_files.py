@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.common.errors import NotFound, PayloadTooLarge, Unavailable
-from services.common.files import PIECE_BYTES, FileStore, NewFile, new_file_id
+from services.common.storage.files import PIECE_BYTES, FileStore, NewFile, new_file_id
 from services.gateway.file_uploads import clean_name
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_stores import MemoryStore

@@ -17,7 +17,7 @@ import uvicorn
 from backports import zstd
 from starlette.applications import Starlette
 
-from services.common.api_keys import Scope
+from services.common.security.api_keys import Scope
 from services.gateway.access.rules import RULES
 from services.gateway.protocol import HttpProtocol
 from tests.unit.gateway.conftest import Running, Starter

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from services.common.api_keys import Scope
+from services.common.security.api_keys import Scope
 from services.engine.requests.sessions import SessionName
 from services.gateway.schemas.histories import DeletedSession, SessionList, SessionObject
 from tests.unit.engine.memory_histories import MAGIC, PIECE

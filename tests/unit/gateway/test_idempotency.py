@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common.api_keys import Scope
-from services.common.registry import CONFIG, WEIGHTS
+from services.common.adapters.registry import CONFIG, WEIGHTS
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys, error_of
 from tests.unit.gateway.test_adapters import config, upload, weights

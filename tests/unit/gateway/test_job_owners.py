@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common.api_keys import Scope
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.jobs import JOBS, ExampleJob, JobState, KtoJob
 from services.common.pb import engine_pb2
-from services.common.registry import CONFIG, WEIGHTS
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 

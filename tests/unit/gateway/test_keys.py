@@ -20,8 +20,8 @@ from prometheus_client import generate_latest
 from starlette.routing import Route, compile_path
 from starlette.types import Message
 
-from services.common.api_keys import KeyLimits, Scope, digest, new_key
-from services.common.telemetry import mask_secrets
+from services.common.security.api_keys import KeyLimits, Scope, digest, new_key
+from services.common.telemetry.logging import mask_secrets
 from services.gateway.access.principal import INTERNAL
 from services.gateway.access.rules import RULES, UNKNOWN, RuleBook
 from services.gateway.app import BadSetting, create_app

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.api_keys import Scope
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, says
 from tests.unit.gateway.key_file import CHAT, NO_REDIS, Keys

@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.api_keys import MAX_PER_MINUTE
+from services.common.security.api_keys import MAX_PER_MINUTE
 from services.gateway.quotas.bucket import MINUTE, Bucket
 from services.gateway.quotas.decision import Limits
 from services.gateway.quotas.limiter import _duration

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.common.api_keys import Scope
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import MODEL, Starter
 from tests.unit.gateway.test_keys import NO_REDIS, Keys
 

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from services.common.api_keys import Scope
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import Scope
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs, says
 from tests.unit.gateway.key_file import NO_REDIS, Keys

@@ -11,8 +11,8 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from services.common.api_keys import ANONYMOUS, Scope
 from services.common.pb import engine_pb2
+from services.common.security.api_keys import ANONYMOUS, Scope
 from services.gateway.access.caller import Caller, working_for
 from services.gateway.access.principal import Principal
 from services.gateway.engines import ServedModel

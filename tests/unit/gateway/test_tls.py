@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.tls import Certificates, read_material
+from services.common.security.tls import Certificates, read_material
 from services.gateway import renewal
 from services.gateway.app import BadSetting, create_app
 from services.gateway.engines import EnginePool

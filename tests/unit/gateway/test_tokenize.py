@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
+from services.common.telemetry.version import installed_version
 from services.common.text.tokenizer import TextCodec
-from services.common.version import installed_version
 from services.gateway.schemas.models import ModelList, ModelObject
 from services.gateway.schemas.tokenize import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest
 from tests.unit.gateway.conftest import MODEL, Running, Starter

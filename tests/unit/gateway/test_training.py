@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from services.common.errors import NotFound
-from services.common.job_records import SPEC, spec_json
 from services.common.jobs import GrpoJob
 from services.common.pb import engine_pb2
+from services.common.queue.records import SPEC, spec_json
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 

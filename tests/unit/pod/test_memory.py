@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
-from services.common.registry import AdapterRegistry
-from services.common.store import ObjectStore
+from services.common.storage.object_store import ObjectStore
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
 from services.engine.models.qwen3_5.model import Qwen3_5

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.job_records import SPEC
 from services.common.jobs import JOBS, JobBase, PublishIf
+from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import RunState
 from services.trainer.runtime.acceptance import Acceptance, NotPublished

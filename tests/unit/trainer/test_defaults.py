@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.common.job_records import SPEC, spec_json, spec_sha, text_sha
 from services.common.jobs import DpoJob, KtoJob, SftJob
+from services.common.queue.records import SPEC, spec_json, spec_sha, text_sha
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.defaults import Method, epochs, learning_rate
 from tests.training_support import TrainingHost

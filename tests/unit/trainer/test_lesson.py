@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.job_records import SPEC
+from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.adapter_run import evenly
 from services.trainer.jobs.base import RunState

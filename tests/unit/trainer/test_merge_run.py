@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import InvalidRequest
 from services.common.jobs import MergeJob
-from services.common.names import AdapterVersion
-from services.common.registry import CONFIG, WEIGHTS
 from services.engine.models.lora import BoundAdapter, LoraParams, bind_adapter
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, ModelNotFound
 from services.common.jobs import GrpoJob, SftJob
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry
 from services.trainer.parents import Origin, resolve, sampled_elsewhere
 from tests.unit.gateway.fake_stores import MemoryStore
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.job_records import SPEC
+from services.common.queue.records import SPEC
 from services.trainer.losses import (
     GroupSize,
     MismatchStats,

@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.common.job_records import SPEC
 from services.common.jobs import DpoJob
+from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.dpo import DpoRun
 from services.trainer.jobs.kto import KtoRun, mismatched

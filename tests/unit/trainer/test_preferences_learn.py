@@ -16,7 +16,7 @@ import pytest
 from models.tiny.recipe.data import DIRECTORY
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
-from services.common.job_records import SPEC
+from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.preference_run import PreferenceRun
 from tests.training_support import TrainingHost

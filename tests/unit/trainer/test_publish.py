@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import Manifest
 from services.common.errors import AdapterRejected, Overloaded, TemperError, Unavailable
-from services.common.names import AdapterVersion
-from services.common.registry import Manifest
 from services.trainer.runtime.publish import Publisher
 
 MANIFEST = Manifest(name="math", version=2, digest="d", base_digest="b", files={}, created_at=0.0)

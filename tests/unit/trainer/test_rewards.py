@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.rewards import RewardSpec
+from services.common.jobs.rewards.specs import RewardSpec
 from services.trainer.rewards import Rewards, Sample, Webhooks
 from services.trainer.rewards.json_schema import parse
 from services.trainer.rewards.sample import without_thinking

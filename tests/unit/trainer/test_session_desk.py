@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.adapters.names import AdapterVersion
+from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import (
     AdapterRejected,
     Conflict,
@@ -23,9 +25,7 @@ from services.common.errors import (
     TemperError,
     Unavailable,
 )
-from services.common.names import AdapterVersion
-from services.common.registry import AdapterRegistry, Manifest
-from services.common.sessions import OpenSession
+from services.common.jobs.training_sessions import OpenSession
 from services.trainer.api_sessions.call_queue import CallState
 from services.trainer.api_sessions.manager import SessionDesk
 from services.trainer.api_sessions.session import FutureView

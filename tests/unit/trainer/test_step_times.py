@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.job_records import SPEC
+from services.common.queue.records import SPEC
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
 from services.trainer.optimizer import AdapterOptimizer

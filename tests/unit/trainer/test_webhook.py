@@ -18,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.jobs.rewards import WebhookReward
+from services.common.jobs.rewards.specs import WebhookReward
 from services.trainer.rewards import Rewards, Sample, Webhooks
 from services.trainer.rewards.webhook import BATCH
 from services.trainer.settings import TrainerSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.common.schema.origin import Origin, origin_of
+from services.common.json_schema.origin import Origin, origin_of
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.document import Document, parsed
 from services.engine.constraints.schema.lowering import lark

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.schema.numbers import NumbersError
+from services.common.json_schema.numbers import NumbersError
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.members import MembersOf
 from services.engine.constraints.schema.reading import Reader

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from fractions import Fraction
 
-from services.common.schema.numbers import Numbers, NumbersError, decimals, written
+from services.common.json_schema.numbers import Numbers, NumbersError, decimals, written
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.arrays import array
 from services.engine.constraints.schema.document import Document

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from services.common.schema import terminals
-from services.common.schema.patterns import PatternError
+from services.common.json_schema import terminals
+from services.common.json_schema.patterns import PatternError
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.reading import Reader
 from services.engine.constraints.schema.shapes import Demands, Layer, Objects, Pattern, Strings, joined

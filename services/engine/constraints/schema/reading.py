@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from services.common.schema import formats
-from services.common.schema.numbers import Numbers
+from services.common.json_schema import formats
+from services.common.json_schema.numbers import Numbers
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema import keywords
 from services.engine.constraints.schema.document import Document, Node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from services.common.schema.terminals import literal
+from services.common.json_schema.terminals import literal
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import zip_longest
 
-from services.common.schema.numbers import Numbers
+from services.common.json_schema.numbers import Numbers
 from services.engine.constraints.schema.document import Node
 
 Demands = tuple[Node, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from services.common.schema import terminals
-from services.common.schema.patterns import PatternError
+from services.common.json_schema import terminals
+from services.common.json_schema.patterns import PatternError
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.schema.shapes import Pattern, Strings

@@ -17,7 +17,7 @@ import numpy as np
 import urllib3
 
 from services.common.errors import TemperError
-from services.common.store import ListedObject, ObjectNotFound, ObjectStore, PreconditionFailed
+from services.common.storage.object_store import ListedObject, ObjectNotFound, ObjectStore, PreconditionFailed
 from services.engine.kv_offload.entry_format.header import (
     VERSION,
     Header,

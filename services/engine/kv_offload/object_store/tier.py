@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from services.common.store import ListedObject
+from services.common.storage.object_store import ListedObject
 from services.engine.kv_offload.copies.background import ERASE_RANK, LowerTier
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index

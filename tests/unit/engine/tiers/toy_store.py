@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from services.common.errors import Unavailable
-from services.common.store import ListedObject, ObjectNotFound, PreconditionFailed
+from services.common.storage.object_store import ListedObject, ObjectNotFound, PreconditionFailed
 from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
 from services.engine.kv_offload.entry_format.header import Header, encode
 from services.engine.kv_offload.messages import Entry

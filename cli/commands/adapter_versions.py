@@ -1,0 +1,223 @@
+"""`temper adapters rollback|prune|merge|extract|convert`: what is done with versions that exist."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.commands.adapters import attach_version, save, split
+from cli.http.client import Client, path
+from cli.http.context import connected
+from cli.http.job_events import conclude, watch
+from cli.local.external_tool import run_tool
+from cli.options import Json, Url
+from cli.output import CliError, ExitCode, Output, guarded
+from cli.settings import CliSettings
+
+
+class Dtype(enum.StrEnum):
+    """Element type of an extracted checkpoint."""
+
+    BASE = "base"
+    FLOAT32 = "float32"
+
+
+class Form(enum.StrEnum):
+    """Of the keys in adapter_model.safetensors."""
+
+    TEXT = "text"
+    MULTIMODAL = "multimodal"
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME[@VERSION]|DIRECTORY",
+        help="An adapter of a running Temper, or a directory with PEFT's files, written with a slash: ./polite-3.",
+    ),
+]
+
+
+def rollback(
+    name: Annotated[str | None, typer.Argument(help="The adapter; without it: only what is attached moves.")] = None,
+    to: Annotated[int | None, typer.Option(help="The version to go back to; default: the one before.", min=1)] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Go back to an earlier version: the adapter's current one, and what is attached if that is newer."""
+
+    def work(client: Client, output: Output) -> None:
+        if name is None:
+            _attach_earlier(client, output, to)
+            return
+        plain, number = split(name)
+        if number is not None:
+            raise CliError(f"say it as: temper adapters rollback {plain} --to {number}", ExitCode.USAGE)
+        answer = client.post(path("v1", "adapters", name, "rollback"), {} if to is None else {"version": to})
+        attached = f", attached {answer['attached']}" if answer.get("attached") else ""
+        output.result(answer, f"{answer['before']} → [green]{answer['current']}[/] is current{attached}")
+
+    connected(url, as_json, work)
+
+
+def _attach_earlier(client: Client, output: Output, to: int | None) -> None:
+    """Attaches an earlier version of what is attached; which version is current stays."""
+    attached = client.get("/v1/adapters").get("attached")
+    if attached is None:
+        raise CliError("nothing is attached: there is nothing to roll back; `temper adapters attach` chooses a version")
+    now, number = split(attached)
+    target = to
+    if target is None:
+        versions = client.get(path("v1", "adapters", now, "versions"))["data"]
+        earlier = [one["version"] for one in versions if one["version"] < (number or 0)]
+        if not earlier:
+            raise CliError(f"{attached} is the first version of {now}; `temper adapters detach` goes back to the base")
+        target = max(earlier)
+    attach_version(client, output, now, target)
+
+
+def prune(
+    name: Annotated[str, typer.Argument(help="The adapter.")],
+    keep: Annotated[int | None, typer.Option(help="Keep that many of the newest versions.", min=1)] = None,
+    days: Annotated[float | None, typer.Option(help="Keep versions that are younger than this.", min=0)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Remove old versions: never the current one, an attached one, or one that an unfinished job needs."""
+
+    def work(client: Client, output: Output) -> None:
+        split(name)
+        if keep is None and days is None:
+            raise CliError("say what to keep: --keep VERSIONS, --days DAYS, or both", ExitCode.USAGE)
+        body = {"keep": keep, "days": days, "dry_run": dry_run}
+        answer = client.post(path("v1", "adapters", name, "prune"), {k: v for k, v in body.items() if v is not None})
+        verb = "would remove" if dry_run else "removed"
+        removed = ", ".join(answer["removed"]) or "nothing"
+        lines = [f"{verb} [yellow]{removed}[/] ({answer['freed_bytes'] / 2**20:.1f} MiB)"]
+        lines += [f"  kept {one['version']}: {one['reason']}" for one in answer["kept"]]
+        output.result(answer, "\n".join(lines))
+
+    connected(url, as_json, work)
+
+
+def merge(
+    name: Annotated[str, typer.Argument(help="The adapter that gets a new version.")],
+    sources: Annotated[
+        list[str], typer.Option("--from", metavar="NAME[@VERSION][:WEIGHT]", help="A parent; give it several times.")
+    ],
+    method: Annotated[str, typer.Option(help="weighted, svd, ties, dare_linear or dare_ties.")] = "weighted",
+    rank: Annotated[int | None, typer.Option(help="Of the result; weighted is exact without.", min=1)] = None,
+    density: Annotated[float | None, typer.Option(help="Share of entries kept (ties, dare_*).")] = None,
+    scale: Annotated[float, typer.Option(help="The result times this.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what dare_* drops.", min=0)] = 0,
+    attach: Annotated[bool, typer.Option("--attach", help="Attach the result, too.")] = False,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key returns the same job.")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow it to its end.")] = True,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Merge several adapters into a new version: a job of the engine, followed to its end."""
+
+    def work(client: Client, output: Output) -> None:
+        split(name)
+        body: dict[str, Any] = {"sources": [parse_source(source) for source in sources], "method": method}
+        body |= {"scale": scale, "seed": seed, "attach": attach}
+        body |= {key: value for key, value in (("rank", rank), ("density", density)) if value is not None}
+        headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
+        job = client.post(path("v1", "adapters", name, "merge"), body, headers=headers)
+        if not wait:
+            output.result(job, f"{job['id']} queued; follow it with: temper train watch {job['id']}")
+            return
+        done = watch(client, output, str(job["id"]), timeout=None)
+        conclude(output, done)
+        worst, mean = (done.get("metrics", {}).get(f"merge_error_{which}") for which in ("max", "mean"))
+        if worst is not None and mean is not None and not as_json:
+            output.out.print(f"the rank cuts off {mean:.2%} of a layer's delta on average, {worst:.2%} at most")
+
+    connected(url, as_json, work)
+
+
+def parse_source(text: str) -> dict[str, Any]:
+    """NAME[@VERSION][:WEIGHT] as the API takes it."""
+    ref, colon, weight = text.partition(":")
+    split(ref)
+    if not colon:
+        return {"adapter": ref}
+    try:
+        return {"adapter": ref, "weight": float(weight)}
+    except ValueError as error:
+        raise CliError(
+            f"--from {text}: the weight {weight!r} is not a number, as in polite@3:0.7", ExitCode.USAGE
+        ) from error
+
+
+def extract(
+    source: Source,
+    out: Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist.")],
+    base: Annotated[Path, typer.Option(help="Directory of the base checkpoint, on this machine.")],
+    dtype: Annotated[Dtype, typer.Option(help="base: as the base has it; float32: nothing is rounded.")] = Dtype.BASE,
+    max_shard_size: Annotated[float, typer.Option(help="Of one safetensors file, in GB.", min=0.01)] = 5.0,
+    any_base: Annotated[bool, typer.Option("--any-base", help="Compare shapes only, not the base's digest.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Write base model and adapter as one checkpoint that transformers loads without PEFT."""
+    output = Output(as_json=as_json)
+    with guarded(output), _directory(source, url) as directory:
+        arguments = [
+            "extract",
+            "--adapter",
+            str(directory),
+            "--base",
+            str(base),
+            "--out",
+            str(out),
+            "--dtype",
+            dtype.value,
+        ]
+        arguments += ["--max-shard-bytes", str(int(max_shard_size * 1e9))]
+        result = run_tool(output, [*arguments, *(["--any-base"] if any_base else [])])
+        text = (
+            f"wrote [green]{out}[/]: {result['bytes'] / 1e9:.2f} GB in {result['shards']} shards, "
+            f"{result['adapted_layers']} layers changed; rounding to its dtype takes "
+            f"{result['rounding_mean']:.2%} of a layer's delta on average, {result['rounding_max']:.2%} at most"
+        )
+        output.result(result, text)
+
+
+def convert(
+    source: Source,
+    out: Annotated[Path, typer.Argument(help="Where the PEFT files go; must not exist.")],
+    to: Annotated[Form, typer.Option(help="text: AutoModelForCausalLM; multimodal: Qwen3_5ForConditionalGeneration.")],
+    base: Annotated[
+        Path | None, typer.Option(help="Directory of the base checkpoint, to check every tensor against.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Rename an adapter's tensors for the other class that loads the model."""
+    output = Output(as_json=as_json)
+    with guarded(output), _directory(source, url) as directory:
+        arguments = ["convert", "--adapter", str(directory), "--out", str(out), "--to", to.value]
+        result = run_tool(output, [*arguments, *(["--base", str(base)] if base is not None else [])])
+        output.result(result, f"wrote [green]{out}[/]: keys of the form {result['to']}, were {result['from']}")
+
+
+@contextlib.contextmanager
+def _directory(source: str, url: str | None) -> Iterator[Path]:
+    """The directory that a source names, or one with the files of a version of a running Temper."""
+    if os.sep in source or source in (".", ".."):
+        yield Path(source)
+        return
+    name, version = split(source)
+    with tempfile.TemporaryDirectory(prefix="temper-") as scratch, Client(url, CliSettings()) as client:
+        save(client, name, version, Path(scratch))
+        yield Path(scratch)

@@ -1,0 +1,183 @@
+"""`temper chat`: one answer, or a conversation, streamed."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from cli.http.client import Client, parse_json
+from cli.options import Json, Url
+from cli.output import CliError, ExitCode, Output, guarded
+from cli.settings import CliSettings
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a streamed completion adds up to."""
+
+    text: str = ""
+    reasoning: str = ""
+    adapter: str | None = None
+    completion_id: str | None = None
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="One message; without it: a conversation. '-' reads stdin.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model or adapter name; default: the served model.")] = None,
+    adapter: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Session that it belongs to; a conversation has one of its own.")
+    ] = None,
+    think: Annotated[bool | None, typer.Option("--think/--no-think", help="Let the model reason first.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Talk to the served model; the answer is streamed and names the adapter version that gave it."""
+    output = Output(as_json=as_json)
+    with guarded(output), Client(url, CliSettings()) as client:
+        options: dict[str, Any] = {"model": model or served_model(client), "temperature": temperature}
+        options |= {
+            key: value
+            for key, value in {
+                "adapter": adapter,
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "session_id": session,
+            }.items()
+            if value is not None
+        }
+        if think is not None:
+            options["chat_template_kwargs"] = {"enable_thinking": think}
+        messages = [{"role": "system", "content": system}] if system else []
+        if prompt is None and not as_json and sys.stdin.isatty():
+            _converse(client, output, options, messages)
+            return
+        text = sys.stdin.read() if prompt in (None, "-") else prompt
+        if not text or not text.strip():
+            raise CliError("the message is empty", ExitCode.USAGE)
+        _one(client, output, options, [*messages, {"role": "user", "content": text}])
+
+
+def served_model(client: Client) -> str:
+    """The base model's name: the first of /v1/models."""
+    models = client.get("/v1/models")["data"]
+    if not models:
+        raise CliError("the server serves no model", ExitCode.UNREACHABLE)
+    return str(models[0]["id"])
+
+
+def _one(client: Client, output: Output, options: dict[str, Any], messages: list[dict[str, str]]) -> Answer:
+    answer = Answer()
+    for kind, piece in stream_answer(client, options, messages, answer):
+        if not output.as_json:
+            output.out.print(
+                f"[dim]{escape(piece)}[/]" if kind == "reasoning" else escape(piece), end="", soft_wrap=True
+            )
+    if output.as_json:
+        output.json(
+            {
+                "content": answer.text,
+                "reasoning_content": answer.reasoning or None,
+                "tool_calls": answer.tool_calls or None,
+                "adapter": answer.adapter,
+                "completion_id": answer.completion_id,
+                "finish_reason": answer.finish_reason,
+                "usage": answer.usage,
+            }
+        )
+        return answer
+    output.out.print()
+    for call in answer.tool_calls:
+        output.out.print(f"[cyan]{escape(call['name'])}({escape(call['arguments'])})[/]")
+    output.err.print(f"[dim]{escape(answer.adapter or 'base model')} · {answer.finish_reason}[/]")
+    return answer
+
+
+def _converse(client: Client, output: Output, options: dict[str, Any], messages: list[dict[str, str]]) -> None:
+    output.err.print("[dim]Ctrl-D or /quit ends, /reset starts over.[/]")
+    history = list(messages)
+    # What the model has computed of the conversation is kept for the next turn, however long one thinks about it.
+    options = {"session_id": _new_session(), **options}
+    while True:
+        try:
+            text = output.err.input("[bold green]> [/]").strip()
+        except EOFError:
+            output.err.print()
+            return
+        if text == "/quit":
+            return
+        if text == "/reset":
+            history = list(messages)
+            options = {**options, "session_id": _new_session()}
+        elif text:
+            turn = [*history, {"role": "user", "content": text}]
+            try:
+                answer = _one(client, output, options, turn)
+            except CliError as error:
+                output.err.print(f"[red]error:[/] {escape(error.message)}", soft_wrap=True)
+                continue
+            history = [*turn, {"role": "assistant", "content": answer.text}]
+
+
+def _new_session() -> str:
+    return f"chat-{uuid.uuid4().hex}"
+
+
+def stream_answer(
+    client: Client, options: dict[str, Any], messages: list[dict[str, str]], answer: Answer
+) -> Iterator[tuple[str, str]]:
+    """Yields ("text" | "reasoning", piece) and fills ``answer`` on the way.
+
+    Raises:
+        CliError: the server refused, or the stream broke off without its end mark.
+    """
+    body = {**options, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    finished = False
+    for event in client.events("POST", "/v1/chat/completions", body):
+        if event.data == "[DONE]":
+            finished = True
+            break
+        chunk = parse_json(event.data)
+        if "error" in chunk:
+            raise CliError(str(chunk["error"].get("message")), ExitCode.UNREACHABLE, error=chunk["error"])
+        answer.adapter = chunk.get("adapter") or answer.adapter
+        answer.usage = chunk.get("usage") or answer.usage
+        for choice in chunk.get("choices", ()):
+            answer.completion_id = choice.get("completion_id") or answer.completion_id
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            delta = choice.get("delta", {})
+            if piece := delta.get("reasoning_content"):
+                answer.reasoning += piece
+                yield "reasoning", piece
+            if piece := delta.get("content"):
+                answer.text += piece
+                yield "text", piece
+            for call in delta.get("tool_calls") or ():
+                _add_call(answer, call)
+    if not finished:
+        raise CliError("the answer broke off: the engine or the gateway went away", ExitCode.UNREACHABLE)
+
+
+def _add_call(answer: Answer, call: dict[str, Any]) -> None:
+    function = call.get("function", {})
+    while len(answer.tool_calls) <= int(call.get("index", 0)):
+        answer.tool_calls.append({"id": None, "name": "", "arguments": ""})
+    entry = answer.tool_calls[int(call.get("index", 0))]
+    entry["id"] = call.get("id") or entry["id"]
+    entry["name"] = function.get("name") or entry["name"]
+    entry["arguments"] += function.get("arguments") or ""

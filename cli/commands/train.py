@@ -1,0 +1,168 @@
+"""`temper train`: submit, look at, follow and cancel training jobs."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli import job_files as jobfile
+from cli.http.client import Client, path
+from cli.http.context import connected
+from cli.http.job_events import TERMINAL, conclude, watch
+from cli.options import Json, Url
+from cli.output import CliError, ExitCode, Output
+
+app = typer.Typer(name="train", help="Submit, watch and cancel training jobs.", no_args_is_help=True)
+
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job id.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds to wait for the end; exit code 4 after that.", min=0)]
+
+
+@app.command()
+def submit(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE|sft|dpo|kto|grpo|opd", help='A JSON job with "kind", or a kind with --data.')
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL: examples, scored completions (grpo), or prompts (opd).")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="The adapter that gets a new version.")] = None,
+    start_from: Annotated[str | None, typer.Option(help='"name", "name@3" or "base".')] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(show_default="at 4B: sft 2e-4, dpo and kto 2e-5, grpo 4e-5, opd 1e-4; higher for smaller models"),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="sft 3, or as many as make 30 steps; dpo and kto 1, or 20 steps; grpo and opd 1 a round",
+        ),
+    ] = None,
+    attach: Annotated[bool | None, typer.Option("--attach/--no-attach", help="Answer with the result at once.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any field, e.g. --set lora.rank=8.")
+    ] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key returns the same job.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end; exit code 1 if it fails.")] = False,
+    timeout: Timeout = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a training job."""
+
+    def work(client: Client, output: Output) -> None:
+        options = {
+            "adapter": adapter,
+            "start_from": start_from,
+            "learning_rate": learning_rate,
+            "epochs": epochs,
+            "attach": attach,
+        }
+        job = build(target, data, {key: value for key, value in options.items() if value is not None})
+        jobfile.apply_settings(job, settings or [])
+        jobfile.check(job)
+        headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
+        kind = job.pop("kind")
+        accepted = client.post(path("v1", "train", kind), job, headers=headers)
+        if not wait:
+            output.result(accepted, f"{accepted['id']} queued; follow it with: temper train watch {accepted['id']}")
+            return
+        conclude(output, watch(client, output, str(accepted["id"]), timeout=timeout))
+
+    connected(url, as_json, work)
+
+
+def build(target: str, data: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The job of a command line: a file, or a kind with a data file. Options win over the file.
+
+    Raises:
+        CliError: they do not make a job.
+    """
+    if target in jobfile.data_kinds():
+        if data is None:
+            raise CliError(f"temper train submit {target} needs --data FILE.jsonl", ExitCode.USAGE)
+        if "adapter" not in options:
+            raise CliError(f"temper train submit {target} needs --adapter NAME", ExitCode.USAGE)
+        return {"kind": target, **jobfile.data(target, data), **options}
+    if data is not None:
+        kinds = ", ".join(jobfile.data_kinds())
+        what = "a job file has its own data" if Path(target).exists() else f"{target!r} is none"
+        raise CliError(f"--data goes with a kind ({kinds}); {what}", ExitCode.USAGE)
+    return {**jobfile.read_job(Path(target)), **options}
+
+
+@app.command()
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="A job id; without it: the newest jobs.")] = None,
+    limit: Annotated[int, typer.Option(help="How many jobs to list.", min=1, max=1000)] = 20,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """One job, or the newest ones."""
+
+    def work(client: Client, output: Output) -> None:
+        if job is not None:
+            one = client.get(path("v1", "train", "jobs", job))
+            output.result(one, _describe(one))
+            return
+        answer = client.get("/v1/train/jobs", limit=limit)
+        rows = [
+            [one["id"], one["kind"], one["adapter"], one["state"], _steps(one), one.get("result_adapter") or ""]
+            for one in answer["data"]
+        ]
+        columns = ["job", "kind", "adapter", "state", "steps", "result"]
+        output.table(answer, columns, rows, empty="No jobs yet: submit one with `temper train submit`.")
+
+    connected(url, as_json, work)
+
+
+def _steps(job: dict[str, Any]) -> str:
+    progress = job.get("progress") or {}
+    return f"{progress.get('step', 0)}/{progress.get('total_steps', 0)}"
+
+
+def _describe(job: dict[str, Any]) -> str:
+    colour = {"succeeded": "green", "failed": "red", "cancelled": "yellow"}.get(job["state"], "cyan")
+    lines = [f"[bold]{job['id']}[/]  {job['kind']} → {job['adapter']}  [{colour}]{job['state']}[/]"]
+    lines.append(f"  steps     {_steps(job)}, attempt {job.get('attempts', 0)}")
+    created = datetime.datetime.fromtimestamp(job["created_at"]).strftime("%Y-%m-%d %H:%M:%S")
+    lines.append(f"  created   {created}")
+    if job.get("settings"):
+        lines.append("  settings  " + "  ".join(f"{key} {value:.4g}" for key, value in job["settings"].items()))
+    if job.get("parent"):
+        lines.append(f"  from      {job['parent']}")
+    if job.get("metrics"):
+        lines.append("  metrics   " + "  ".join(f"{key} {value:.4g}" for key, value in job["metrics"].items()))
+    if job.get("result_adapter"):
+        lines.append(f"  result    {job['result_adapter']}")
+    if job.get("reason"):
+        lines.append(f"  reason    {job['reason']}")
+    lines.extend(f"  note      {note}" for note in job.get("notes") or ())
+    return "\n".join(lines)
+
+
+@app.command("watch")
+def watch_job(job: JobId, timeout: Timeout = None, url: Url = None, as_json: Json = False) -> None:
+    """Follow a job to its end; exit code 1 if it fails or is cancelled."""
+
+    def work(client: Client, output: Output) -> None:
+        conclude(output, watch(client, output, job, timeout=timeout))
+
+    connected(url, as_json, work)
+
+
+@app.command()
+def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Cancel a job: a queued one at once, a running one after its present step."""
+
+    def work(client: Client, output: Output) -> None:
+        answer = client.post(path("v1", "train", "jobs", job, "cancel"))
+        state = answer["state"]
+        text = f"{job} is {state}" if state in TERMINAL else f"{job} is {state}; it stops after its present step"
+        output.result(answer, text)
+
+    connected(url, as_json, work)

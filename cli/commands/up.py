@@ -1,0 +1,312 @@
+"""`temper up`: the whole system on one machine, one process a part.
+
+Standard output gets exactly one line, when everything is ready; progress and trouble go to standard error, the
+output of the parts to <data dir>/logs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+
+from cli.local.health import grpc_ready, http_ready
+from cli.local.ports import port_is_free
+from cli.local.private_tls import PrivateTls
+from cli.local.process import DirectoryLock, private_files, rotate_log
+from cli.local.store_settings import Ports, Secrets, redis_url, seaweed, valkey
+from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFailed, Supervisor
+from cli.settings import UpSettings, inherited_environment
+from services.common.errors import Conflict, InvalidRequest, TemperError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_MODEL = ROOT / "models" / "tiny"
+EXIT_FAILED = 1
+_ALIVE_SECONDS = 5.0
+"""For an answer of a process that works: as long as the chart's probes give it."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """The command line of `temper up`. ``host``/``port``: where the gateway listens; the rest stays on 127.0.0.1."""
+
+    model: Path = DEFAULT_MODEL
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8420
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    data_dir: Path = Path(".temper")
+    as_json: bool = False
+    no_keys: bool = False
+    """Others than this machine may reach the gateway, and need no API key."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise InvalidRequest(f"port must be 1 to 65535, got {self.port}", param="port")
+
+    @property
+    def exposed(self) -> bool:
+        """Whether other machines may reach the gateway."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches the gateway."""
+        host = {"127.0.0.1": "localhost", "0.0.0.0": "localhost", "::": "localhost", "": "localhost"}.get(
+            self.host, self.host
+        )
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+def run_up(options: UpOptions) -> int:
+    """Runs until a stop signal (returns 0) or until a part turns out not to start (returns 1)."""
+    console = Terminal(stderr=True, highlight=False)
+    try:
+        _check_model(options.model)
+        settings = UpSettings()
+        _check_exposure(options, settings, console)
+        data_dir = options.data_dir.absolute()
+        with private_files(data_dir), DirectoryLock(data_dir):
+            _check_port(options)
+            return _run(options, settings, data_dir, console)
+    except (TemperError, ServiceFailed) as error:
+        message = error.message if isinstance(error, TemperError) else str(error)
+        console.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+        return EXIT_FAILED
+    except OSError as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return EXIT_FAILED
+
+
+def _run(options: UpOptions, settings: UpSettings, data_dir: Path, console: Console) -> int:
+    for log in (data_dir / "logs").glob("*.log"):
+        rotate_log(log)
+    # Claimed until this returns: the engine listens seconds after its port is chosen.
+    ports = Ports.load_or_choose(data_dir / "ports.json", gateway_port=options.port)
+    services, used = compose(options, data_dir, settings, ports)
+    told = Told(console, data_dir / "state.json", {"url": options.url, "pid": os.getpid(), "ports": used})
+    supervisor = Supervisor(
+        services, base_env=inherited_environment(), report=lambda event: told(event, supervisor.pids())
+    )
+
+    def announce() -> None:
+        line = {"url": options.url, "data_dir": str(data_dir), "pids": supervisor.pids()}
+        sys.stdout.write((json.dumps(line) if options.as_json else f"Temper is ready on {options.url}") + "\n")
+        sys.stdout.flush()
+
+    try:
+        supervisor.run(announce)
+    finally:
+        told.forget()
+    return 0
+
+
+class Terminal(Console):
+    """A terminal without which work goes on: rich would end the process when nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class Told:
+    """What is told of the processes: a line on the terminal for each change, and the file that says what runs now.
+
+    A full disk ends nothing that works.
+    """
+
+    def __init__(self, console: Console, state_file: Path, facts: Mapping[str, object]) -> None:
+        self._console = console
+        self._file = state_file
+        self._facts = facts
+        self._failed = False
+
+    def __call__(self, event: Event, pids: Mapping[str, int]) -> None:
+        colours = {Phase.READY: "green", Phase.RESTARTING: "bold red" if event.alarming else "yellow"}
+        seconds = f" {event.seconds:.1f} s" if event.phase is Phase.READY else ""
+        detail = f" {escape(event.detail)}" if event.detail else ""
+        colour = colours.get(event.phase, "dim")
+        self._print(f"[{colour}]{event.service:8} {event.phase.value}{seconds}[/]{detail}")
+        scratch = self._file.with_suffix(".tmp")
+        try:
+            scratch.write_text(json.dumps({**self._facts, "pids": dict(pids)}, indent=1) + "\n")
+            scratch.replace(self._file)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self._print(f"[yellow]{self._file} is out of date: {escape(str(error))}[/]")
+            self._failed = True
+
+    def forget(self) -> None:
+        """Nothing runs any more."""
+        self._file.unlink(missing_ok=True)
+
+    def _print(self, line: str) -> None:
+        with suppress(OSError):
+            self._console.print(line, soft_wrap=True)
+
+
+def compose(
+    options: UpOptions, data_dir: Path, settings: UpSettings, ports: Ports
+) -> tuple[list[Service], dict[str, int]]:
+    """The services of one machine and which ports they use.
+
+    Raises:
+        InvalidRequest: an external store is named without its credentials.
+    """
+    credentials = Secrets.load_or_create(data_dir / "secrets.json")
+    services: list[Service] = []
+    used = {"gateway": options.port, "engine": ports.engine.number}
+    env: dict[str, str] = {}
+    if options.served_model_name is not None:
+        env["TEMPER_SERVED_MODEL_NAME"] = options.served_model_name
+    if settings.redis_url is None:
+        services.append(valkey(data_dir, ports, credentials))
+        used["redis"] = ports.redis.number
+        env["TEMPER_REDIS_URL"] = redis_url(ports, credentials)
+    if settings.s3_endpoint is None:
+        services.append(seaweed(data_dir, ports, credentials, gateway_port=options.port))
+        used["s3"] = ports.s3.number
+        env |= {
+            "TEMPER_S3_ENDPOINT": f"127.0.0.1:{ports.s3.number}",
+            "TEMPER_S3_ACCESS_KEY": credentials.s3_access_key,
+            "TEMPER_S3_SECRET_KEY": credentials.s3_secret_key,
+            "TEMPER_S3_SECURE": "false",
+        }
+    elif settings.s3_access_key is None or settings.s3_secret_key is None:
+        raise InvalidRequest("TEMPER_S3_ENDPOINT needs TEMPER_S3_ACCESS_KEY and TEMPER_S3_SECRET_KEY as well")
+    stores = tuple(service.name for service in services)
+    tls = PrivateTls.create(data_dir / "tls")
+    env |= _mutual_tls(tls)
+    services.append(_engine(options, data_dir, settings, ports.engine.number, env, tls, stores))
+    services.append(_gateway(options, data_dir, settings, ports.engine.number, env, stores))
+    return services, used
+
+
+def _engine(
+    options: UpOptions,
+    data_dir: Path,
+    settings: UpSettings,
+    port: int,
+    env: Mapping[str, str],
+    tls: PrivateTls,
+    stores: tuple[str, ...],
+) -> Service:
+    return Service(
+        name="engine",
+        argv=[sys.executable, "-m", "services.pod"],
+        log=data_dir / "logs" / "engine.log",
+        health=grpc_ready(f"127.0.0.1:{port}", "engine", tls),
+        alive=grpc_ready(f"127.0.0.1:{port}", "liveness", tls, _ALIVE_SECONDS),
+        env={
+            **env,
+            "TEMPER_MODEL": str(options.model.absolute()),
+            "TEMPER_DEVICE": options.device,
+            "TEMPER_DTYPE": options.dtype,
+            "TEMPER_CHECKPOINT_DIR": str(data_dir / "checkpoints"),
+            "TEMPER_GRPC_HOST": "127.0.0.1",
+            "TEMPER_GRPC_PORT": str(port),
+            "TEMPER_DRAIN_SECONDS": str(settings.drain_seconds),
+        },
+        cwd=ROOT,
+        after=stores,
+        stop_stage=1,
+        start_timeout=600.0,
+        stop_timeout=settings.drain_seconds + 30.0,
+    )
+
+
+def _gateway(
+    options: UpOptions,
+    data_dir: Path,
+    settings: UpSettings,
+    engine: int,
+    env: Mapping[str, str],
+    stores: tuple[str, ...],
+) -> Service:
+    return Service(
+        name="gateway",
+        argv=[sys.executable, "-m", "services.gateway"],
+        log=data_dir / "logs" / "gateway.log",
+        health=http_ready(f"{_local_url(options)}/readyz"),
+        alive=http_ready(f"{_local_url(options)}/livez", _ALIVE_SECONDS),
+        env={
+            **env,
+            "TEMPER_ENGINES": f"127.0.0.1:{engine}",
+            "TEMPER_HOST": options.host,
+            "TEMPER_PORT": str(options.port),
+            "TEMPER_SHUTDOWN_GRACE_SECONDS": str(settings.shutdown_grace_seconds),
+            "TEMPER_DRAIN_DELAY_SECONDS": "0",
+            **_files(settings),
+        },
+        cwd=ROOT,
+        after=stores,
+        stop_stage=2,
+        start_timeout=600.0,
+        stop_timeout=settings.shutdown_grace_seconds + 5.0,
+        restart=RestartPolicy(start_attempts=2),
+    )
+
+
+def _mutual_tls(tls: PrivateTls) -> dict[str, str]:
+    """Settings of gateway and engine, whatever the environment says for others: an engine asks for no API key, so
+    nobody but this gateway may reach it, not even on this machine."""
+    return {
+        "TEMPER_GRPC_TLS_CERT": str(tls.certificate),
+        "TEMPER_GRPC_TLS_KEY": str(tls.key),
+        "TEMPER_GRPC_TLS_CA": str(tls.certificate),
+        "TEMPER_GRPC_TLS_SERVER_NAME": "",
+    }
+
+
+def _files(settings: UpSettings) -> dict[str, str]:
+    """Files that settings name: the gateway works in another directory."""
+    named = {"TEMPER_API_KEYS_FILE": settings.api_keys_file, "TEMPER_AUDIT_LOG_FILE": settings.audit_log_file}
+    return {variable: str(Path(file).absolute()) for variable, file in named.items() if file}
+
+
+def _local_url(options: UpOptions) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(
+        options.host, options.host
+    )
+    return f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
+
+
+def _check_model(model: Path) -> None:
+    if not (model / "config.json").is_file():
+        raise InvalidRequest(
+            f"{model} is not a checkpoint directory (it has no config.json): name one with --model", param="model"
+        )
+
+
+def _check_exposure(options: UpOptions, settings: UpSettings, console: Console) -> None:
+    if not options.exposed or settings.api_keys_file:
+        return
+    who = f"everybody who reaches {options.host}:{options.port} may use, train and administrate this Temper"
+    if not options.no_keys:
+        raise InvalidRequest(
+            f"with --host {options.host} and no API keys {who}: make a key (temper keys create --name me --scopes "
+            "inference,train,admin --file keys.json) and set TEMPER_API_KEYS_FILE=keys.json, or say --no-keys",
+            param="host",
+        )
+    console.print(f"[bold red]warning:[/] no API keys: {escape(who)}", soft_wrap=True)
+
+
+def _check_port(options: UpOptions) -> None:
+    if not port_is_free(options.host, options.port):
+        raise Conflict(
+            f"port {options.port} on {options.host} is in use or cannot be bound: stop what listens there or choose "
+            "another with --port"
+        )

@@ -1,0 +1,43 @@
+"""Where the parts of an adapter lie in the bucket; services/common/adapters/registry.py has the whole layout."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from services.common.adapters.names import AdapterVersion
+
+ATTACHED = "attached/"
+
+
+def versions_prefix(name: str) -> str:
+    return f"adapters/{name}/versions/"
+
+
+def version_prefix(version: AdapterVersion) -> str:
+    return f"{versions_prefix(version.name)}{version.version:08d}/"
+
+
+def manifest_key(version: AdapterVersion) -> str:
+    return f"{version_prefix(version)}manifest.json"
+
+
+def removed_key(version: AdapterVersion) -> str:
+    """All that stays of a version that was removed, so that its number is never used again."""
+    return f"{version_prefix(version)}removed"
+
+
+def removing_prefix(version: AdapterVersion) -> str:
+    """Somebody is about to remove the version: no pointer may move to it."""
+    return f"{version_prefix(version)}removing-"
+
+
+def current_key(name: str) -> str:
+    return f"adapters/{name}/CURRENT"
+
+
+def job_key(name: str, job_id: str) -> str:
+    return f"adapters/{name}/jobs/{job_id}"
+
+
+def attachment_key(served_model_name: str) -> str:
+    return ATTACHED + urllib.parse.quote(served_model_name, safe="")

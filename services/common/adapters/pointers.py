@@ -1,0 +1,282 @@
+"""The pointers of adapters in the object store: which version is current, which one is attached, moved by If-Match."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from services.common.adapters.keys import attachment_key, current_key, removing_prefix
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.errors import Conflict, ModelNotFound, Unavailable
+from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
+from services.common.storage.record_versions import FIELD, POINTER
+
+RACES = 64
+"""Lost compare-and-swap rounds after which a writer gives up."""
+_Pointer: TypeAlias = dict[str, Any]
+_MOVES = 16
+"""Rollbacks that a pointer remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """Every pointer at one moment. ``fingerprint`` changes whenever one of them does."""
+
+    attached: AdapterVersion | None
+    current: Mapping[str, int]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """What a rollback did."""
+
+    before: AdapterVersion
+    after: AdapterVersion
+    attached: AdapterVersion | None
+    """What is attached to the base model now, if it is of this adapter."""
+
+
+class AdapterPointers(ABC):
+    """Reads and moves the pointers. Thread-safe and blocking; Unavailable when the object store is away."""
+
+    def __init__(self, store: ObjectStore, served_model_name: str) -> None:
+        self._store = store
+        self._attachment = attachment_key(served_model_name)
+        self._pointer_cache: dict[str, tuple[str, int]] = {}
+        """name → (etag, version) of CURRENT as last read; replaced as a whole, so readers need no lock."""
+
+    @property
+    def store(self) -> ObjectStore:
+        """Where everything lies."""
+        return self._store
+
+    @abstractmethod
+    def manifest(self, version: AdapterVersion) -> Manifest:
+        """Raises ModelNotFound if there is no such complete version."""
+
+    @abstractmethod
+    def versions(self, name: str) -> list[Manifest]:
+        """Complete versions in ascending order; empty if there is no such adapter."""
+
+    # Reading.
+
+    def current(self, name: str) -> AdapterVersion:
+        """Raises ModelNotFound if the adapter has no version."""
+        pointer = self._read_json(current_key(check_adapter_name(name)))
+        if pointer is None:
+            raise ModelNotFound(f"adapter {name!r} does not exist", param="adapter")
+        return AdapterVersion(name, int(pointer[0]["version"]))
+
+    def attached(self) -> AdapterVersion | None:
+        """What the base model's name answers with; None: the base model itself."""
+        pointer = self._read_json(self._attachment)
+        return _parse_attachment(pointer[0]) if pointer is not None else None
+
+    def pointers(self) -> Pointers:
+        """All pointers, for polling: unchanged ones cost one HEAD each."""
+        cache = self._pointer_cache
+        fresh: dict[str, tuple[str, int]] = {}
+        for name in self._store.list_dirs("adapters/"):
+            etag = self._store.head(current_key(name))
+            if etag is None:
+                continue
+            known = cache.get(name)
+            if known is not None and known[0] == etag:
+                fresh[name] = known
+                continue
+            pointer = self._read_json(current_key(name))
+            if pointer is not None:
+                fresh[name] = (pointer[1], int(pointer[0]["version"]))
+        self._pointer_cache = fresh
+        attached = self.attached()
+        current = {name: version for name, (_, version) in fresh.items()}
+        fingerprint = hashlib.sha256(json.dumps([str(attached), sorted(current.items())]).encode()).hexdigest()
+        return Pointers(attached=attached, current=current, fingerprint=fingerprint)
+
+    # Moving.
+
+    def advance(self, version: AdapterVersion) -> None:
+        """Makes a new version current, unless it or a newer one has been before."""
+        number = version.version
+
+        def target(pointer: _Pointer) -> _Pointer | None:
+            return None if number <= _newest_of(pointer) else {**pointer, "version": number, "newest": number}
+
+        self._move(version.name, target)
+
+    def set_current(self, version: AdapterVersion, *, only_from: int | None = None) -> int:
+        """Moves the adapter's pointer, also backwards, and returns the number that was current.
+
+        Args:
+            only_from: the number that must be current now.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            Conflict: it is being removed, or another version is current than ``only_from``.
+        """
+        self._check_kept(version)
+        before = 0
+
+        def target(pointer: _Pointer) -> _Pointer | None:
+            nonlocal before
+            before = int(pointer.get("version", 0))
+            if only_from is not None and before != only_from:
+                raise Conflict(
+                    f"{version.name}@{before} has become current meanwhile, it was {version.name}@{only_from}: say "
+                    "which version to go back to",
+                    param="version",
+                )
+            if before == version.version:
+                return None
+            move = {"from": before, "to": version.version, "at": round(time.time(), 3)}
+            moves = [*pointer.get("moves", []), move][-_MOVES:]
+            newest = max(_newest_of(pointer), version.version)
+            return {"version": version.version, "newest": newest, "moves": moves}
+
+        undo = self._move(version.name, target)
+        self._check_still_kept(version, current_key(version.name), undo)
+        return before
+
+    def rollback(self, name: str, number: int | None = None) -> Rollback:
+        """Makes an earlier version current; a newer version of the adapter that is attached goes back with it.
+
+        Args:
+            number: the version; None: the newest one below the current one.
+
+        Raises:
+            ModelNotFound: there is no such adapter or version.
+            Conflict: there is no earlier version, or a publisher or another rollback came in between.
+        """
+        current = self.current(name)
+        if number is None:
+            earlier = [manifest.version for manifest in self.versions(name) if manifest.version < current.version]
+            if not earlier:
+                raise Conflict(
+                    f"{current} is the earliest version of {name} that is kept: there is none to go back to; detach "
+                    "it, or give a version",
+                    param="version",
+                )
+            target = AdapterVersion(name, max(earlier))
+            before = self.set_current(target, only_from=current.version)
+        else:
+            target = AdapterVersion(name, number)
+            before = self.set_current(target)
+        attached = self.attached()
+        if attached is not None and attached.name == name and attached > target:
+            attached = self._attach(target, lambda now: now is not None and now.name == name and now > target)
+        mine = attached if attached is not None and attached.name == name else None
+        return Rollback(AdapterVersion(name, before), target, mine)
+
+    def moves(self, name: str) -> list[dict[str, Any]]:
+        """The newest rollbacks of an adapter, {"from", "to", "at" (unix seconds)} each, oldest first."""
+        pointer = self._read_json(current_key(check_adapter_name(name)))
+        return list(pointer[0].get("moves", [])) if pointer is not None else []
+
+    def attach(self, version: AdapterVersion, *, forward_only: bool = False) -> AdapterVersion:
+        """Plain requests for the base model are answered with this version from now on; returns what is attached.
+
+        Args:
+            forward_only: leave a newer version of the same adapter attached; for jobs, whose end may be repeated.
+
+        Raises:
+            ModelNotFound: there is no such version.
+            Conflict: it is being removed.
+        """
+
+        def wanted(now: AdapterVersion | None) -> bool:
+            return not (forward_only and now is not None and now.name == version.name and now > version)
+
+        return self._attach(version, wanted) or version
+
+    def _attach(
+        self, version: AdapterVersion, wanted: Callable[[AdapterVersion | None], bool]
+    ) -> AdapterVersion | None:
+        """Attaches the version if that is ``wanted`` instead of what is attached; returns what is attached then."""
+        self._check_kept(version)
+        data = json.dumps(POINTER.stamped({"adapter": str(version)})).encode()
+        for _ in range(RACES):
+            pointer = self._read_json(self._attachment)
+            attached = _parse_attachment(pointer[0]) if pointer is not None else None
+            if not wanted(attached):
+                return attached
+            if self._swap(self._attachment, pointer, data):
+                before = pointer[0] if pointer is not None else {"adapter": None}
+                self._check_still_kept(version, self._attachment, (before, json.loads(data)))
+                return version
+        raise Unavailable("what is attached to the base model kept changing; retry")
+
+    def detach(self) -> None:
+        """Plain requests for the base model are answered by the base model."""
+        self._store.put(self._attachment, json.dumps(POINTER.stamped({"adapter": None})).encode())
+
+    # Parts.
+
+    def _move(self, name: str, target: Callable[[_Pointer], _Pointer | None]) -> tuple[_Pointer, _Pointer] | None:
+        """Writes what ``target`` makes of the pointer ({} if there is none); returns both, None if nothing moved."""
+        for _ in range(RACES):
+            pointer = self._read_json(current_key(name))
+            before = pointer[0] if pointer is not None else {}
+            target_now = target(before)
+            if target_now is None:
+                return None
+            moved = POINTER.stamped(target_now)
+            if self._swap(current_key(name), pointer, json.dumps(moved).encode()):
+                return before, moved
+        raise Unavailable(f"the pointer of adapter {name!r} kept moving; retry")
+
+    def _check_kept(self, version: AdapterVersion) -> None:
+        """Raises ModelNotFound if there is no such version, Conflict if somebody is removing it right now."""
+        self.manifest(version)
+        if self._store.list(removing_prefix(version)):
+            raise Conflict(f"{version} is being removed by retention: choose another version", param="version")
+
+    def _check_still_kept(self, version: AdapterVersion, key: str, moved: tuple[_Pointer, _Pointer] | None) -> None:
+        """Called once a pointer has been moved to a version. Whoever removes a version says so first and then looks at
+        the pointers; here it is the other way round, so that one of the two sees the other and gives way."""
+        try:
+            self._check_kept(version)
+        except (ModelNotFound, Conflict):
+            pointer = self._read_json(key)
+            if moved is not None and pointer is not None and pointer[0] == moved[1]:
+                self._swap(key, pointer, json.dumps(moved[0]).encode())
+            raise
+
+    def _swap(self, key: str, pointer: tuple[dict[str, Any], str] | None, data: bytes) -> bool:
+        """Writes a pointer, unless somebody has moved it since ``pointer`` was read; whether it did."""
+        try:
+            if pointer is None:
+                self._store.put(key, data, if_absent=True)
+            else:
+                self._store.put(key, data, if_match=pointer[1])
+        except PreconditionFailed:
+            return False
+        return True
+
+    def _read_json(self, key: str) -> tuple[dict[str, Any], str] | None:
+        """The object's JSON and its etag. Raises NewerSchema."""
+        try:
+            stored = self._store.get(key)
+        except ObjectNotFound:
+            return None
+        pointer: _Pointer = json.loads(stored.data)
+        POINTER.check(pointer.get(FIELD), key)
+        return pointer, stored.etag
+
+
+def _newest_of(pointer: Mapping[str, Any]) -> int:
+    return int(pointer.get("newest", pointer.get("version", 0)))
+
+
+def _parse_attachment(pointer: Mapping[str, Any]) -> AdapterVersion | None:
+    ref = pointer.get("adapter")
+    if ref is None:
+        return None
+    name, number = parse_adapter_ref(str(ref))
+    return AdapterVersion(name, number) if number is not None else None

@@ -1,0 +1,256 @@
+"""Adapter versions in the object store: immutable objects, a pointer per adapter, and what is attached to the base.
+
+Layout, under one bucket:
+    adapters/{name}/versions/{n:08d}/claim              who took this number (If-None-Match)
+    adapters/{name}/versions/{n:08d}/adapter_*          the PEFT files (If-None-Match)
+    adapters/{name}/versions/{n:08d}/manifest.json      written last (If-None-Match): the version exists from here on
+    adapters/{name}/versions/{n:08d}/removing-{id}      somebody removes it (services/common/adapters/retention.py)
+    adapters/{name}/versions/{n:08d}/removed            all that is left of a version that was removed
+    adapters/{name}/jobs/{job id}                       which number a job publishes as (If-None-Match)
+    adapters/{name}/CURRENT                             {"version": n, "newest": m, "moves": […]}, moved by If-Match
+    attached/{served model name}                        {"adapter": "name@n"} or {"adapter": null}
+    deleted/{name}                                      {"newest": m}: a number is never used twice, also after delete
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.common.adapters.keys import (
+    current_key,
+    job_key,
+    manifest_key,
+    version_prefix,
+    versions_prefix,
+)
+from services.common.adapters.manifest import CONFIG as CONFIG
+from services.common.adapters.manifest import WEIGHTS as WEIGHTS
+from services.common.adapters.manifest import FileEntry, Lineage, files_digest, parsed_config, stated_rank
+from services.common.adapters.manifest import Manifest as Manifest
+from services.common.adapters.names import AdapterVersion, check_adapter_name
+from services.common.adapters.pointers import RACES, AdapterPointers
+from services.common.adapters.pointers import Pointers as Pointers
+from services.common.errors import AdapterRejected, Conflict, InvalidRequest, ModelNotFound, Unavailable
+from services.common.storage.object_store import ObjectNotFound, ObjectStore, PreconditionFailed
+from services.common.storage.record_versions import MANIFEST, POINTER
+
+
+class AdapterRegistry(AdapterPointers):
+    """Adapter versions and pointers. Thread-safe and blocking; Unavailable when the object store is away."""
+
+    def __init__(self, store: ObjectStore, served_model_name: str) -> None:
+        super().__init__(store, served_model_name)
+        self._served_model_name = served_model_name
+
+    # Reading.
+
+    def names(self) -> list[str]:
+        """Adapters that have a current version, sorted."""
+        return sorted(self.pointers().current)
+
+    def versions(self, name: str) -> list[Manifest]:
+        """Complete versions in ascending order; empty if there is no such adapter."""
+        prefix = versions_prefix(check_adapter_name(name))
+        manifests = [key for key in self._store.list(prefix) if key.endswith("/manifest.json")]
+        found = [self._read_manifest(AdapterVersion(name, int(key[len(prefix) :].split("/")[0]))) for key in manifests]
+        return sorted((m for m in found if m is not None), key=lambda m: m.version)
+
+    def manifest(self, version: AdapterVersion) -> Manifest:
+        """Raises ModelNotFound if there is no such complete version."""
+        manifest = self._read_manifest(version)
+        if manifest is None:
+            raise ModelNotFound(f"adapter version {version} does not exist", param="adapter")
+        return manifest
+
+    def config(self, version: AdapterVersion) -> dict[str, Any]:
+        """What adapter_config.json of a version says.
+
+        Raises:
+            ModelNotFound: no such version.
+            AdapterRejected: it is missing or no JSON object.
+        """
+        try:
+            data = self._store.get(f"{version_prefix(version)}{CONFIG}").data
+        except ObjectNotFound as error:
+            self.manifest(version)
+            raise AdapterRejected(f"{version}: {CONFIG} is missing from the object store") from error
+        return parsed_config(data)
+
+    def was_published(self, version: AdapterVersion) -> bool:
+        """Whether there is, or was before it was deleted, such a version."""
+        return version.version <= self._newest(version.name)
+
+    def files(self, version: AdapterVersion) -> dict[str, bytes]:
+        """The version's files.
+
+        Raises:
+            ModelNotFound: no such version.
+            AdapterRejected: a file is missing or differs from the manifest's digest.
+        """
+        manifest = self.manifest(version)
+        files: dict[str, bytes] = {}
+        for filename, entry in manifest.files.items():
+            try:
+                data = self._store.get(f"{version_prefix(version)}{filename}").data
+            except ObjectNotFound as error:
+                self.manifest(version)  # removed since?
+                raise AdapterRejected(f"{version}: {filename} is missing from the object store") from error
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise AdapterRejected(f"{version}: {filename} does not match its SHA-256 in the manifest")
+            files[filename] = data
+        return files
+
+    def published(self, name: str, job_id: str) -> Manifest | None:
+        """What this job published, if it got so far; the pointer may not have moved yet."""
+        record = self._read_json(job_key(check_adapter_name(name), job_id))
+        return self._read_manifest(AdapterVersion(name, int(record[0]["version"]))) if record is not None else None
+
+    # Writing.
+
+    def check_new_name(self, name: str) -> None:
+        """Raises InvalidRequest for a name that no adapter may have."""
+        check_adapter_name(name)
+        if name == self._served_model_name:
+            raise InvalidRequest(
+                f"adapter name {name!r} is the name of the base model, which would hide it: choose another",
+                param="adapter",
+            )
+
+    def publish(
+        self,
+        name: str,
+        files: Mapping[str, bytes],
+        *,
+        base_digest: str,
+        job_id: str | None = None,
+        parent: str | None = None,
+        lineage: Lineage | None = None,
+        metrics: Mapping[str, float] | None = None,
+        fence: Callable[[], None] | None = None,
+    ) -> Manifest:
+        """Makes a new version of ``name`` current.
+
+        Idempotent per job: a repeated publish returns the first one's manifest, however the first attempt died, and
+        does not undo a rollback made in between. Concurrent publishers get distinct numbers.
+
+        Args:
+            files: adapter_model.safetensors and adapter_config.json.
+            fence: called right before the manifest and right before the pointer is written; raises if the caller
+                lost the right to publish.
+
+        Raises:
+            AdapterRejected: the set of files or adapter_config.json is malformed.
+            InvalidRequest: no adapter may have this name.
+        """
+        self.check_new_name(name)
+        rank = stated_rank(files)
+        version = self._claim(name, job_id)
+        manifest = self._read_manifest(version)
+        if manifest is None:
+            entries = {filename: self._put_file(version, filename, data) for filename, data in sorted(files.items())}
+            manifest = Manifest(
+                name=name,
+                version=version.version,
+                digest=files_digest(entries),
+                base_digest=base_digest,
+                files=entries,
+                rank=rank,
+                job_id=job_id,
+                parent=parent,
+                lineage=lineage,
+                created_at=time.time(),
+                metrics=dict(metrics or {}),
+            )
+            if fence is not None:
+                fence()
+            manifest = self._put_manifest(version, manifest)
+        if fence is not None:
+            fence()
+        self.advance(version)
+        return manifest
+
+    def delete(self, name: str) -> None:
+        """Removes an adapter with all its versions.
+
+        Raises:
+            ModelNotFound: there is no such adapter.
+            Conflict: a version of it is attached.
+        """
+        self.current(name)
+        attached = self.attached()
+        if attached is not None and attached.name == name:
+            raise Conflict(f"adapter {attached} is attached to the base model; detach it first", param="adapter")
+        newest = self._newest(name)
+        self._store.put(f"deleted/{name}", json.dumps(POINTER.stamped({"newest": newest})).encode())
+        self._store.delete(current_key(name))
+        keys = self._store.list(f"adapters/{name}/")
+        for key in sorted(keys, key=lambda key: not key.endswith("/manifest.json")):
+            self._store.delete(key)
+
+    # Parts.
+
+    def _claim(self, name: str, job_id: str | None) -> AdapterVersion:
+        """The number to publish as: the job's own from an earlier attempt, or the next free one."""
+        record = job_key(name, job_id or "")
+        if job_id is not None:
+            earlier = self._read_json(record)
+            if earlier is not None:
+                return AdapterVersion(name, int(earlier[0]["version"]))
+        claim = json.dumps({"job_id": job_id, "claim": uuid.uuid4().hex}).encode()
+        number = self._newest(name) + 1
+        for _ in range(RACES):
+            try:
+                self._store.put(f"{version_prefix(AdapterVersion(name, number))}claim", claim, if_absent=True)
+                break
+            except PreconditionFailed:
+                number += 1
+        else:
+            raise Unavailable(f"too many concurrent publishers of adapter {name!r}; retry")
+        if job_id is not None:
+            try:
+                self._store.put(record, json.dumps(POINTER.stamped({"version": number})).encode(), if_absent=True)
+            except PreconditionFailed:  # a twin of this job was quicker: its number counts, ours stays empty
+                return self._claim(name, job_id)
+        return AdapterVersion(name, number)
+
+    def _newest(self, name: str) -> int:
+        deleted = self._read_json(f"deleted/{name}")
+        numbers = [int(part) for part in self._store.list_dirs(versions_prefix(name)) if part.isdigit()]
+        return max([*numbers, int(deleted[0]["newest"]) if deleted else 0])
+
+    def _put_file(self, version: AdapterVersion, filename: str, data: bytes) -> FileEntry:
+        key = f"{version_prefix(version)}{filename}"
+        try:
+            self._store.put(key, data, if_absent=True)
+        except PreconditionFailed:
+            # An earlier attempt of the same job wrote it and its bytes are as good; never overwrite what a twin may
+            # already have described in a manifest.
+            data = self._store.get(key).data
+        return FileEntry(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+
+    def _put_manifest(self, version: AdapterVersion, manifest: Manifest) -> Manifest:
+        try:
+            data = json.dumps(MANIFEST.stamped(manifest.model_dump(mode="json")), indent=1).encode()
+            self._store.put(manifest_key(version), data, if_absent=True)
+        except PreconditionFailed:
+            return self.manifest(version)
+        return manifest
+
+    def _read_manifest(self, version: AdapterVersion) -> Manifest | None:
+        try:
+            data = self._store.get(manifest_key(version)).data
+        except ObjectNotFound:
+            return None
+        try:
+            return Manifest.model_validate(MANIFEST.unstamped(json.loads(data), f"the manifest of {version}"))
+        except ValidationError as error:
+            raise AdapterRejected(f"{version}: manifest.json is malformed: {error.error_count()} errors") from error
+        except (ValueError, AttributeError) as error:
+            raise AdapterRejected(f"{version}: manifest.json is no JSON object") from error

@@ -1,0 +1,128 @@
+"""What jobs that learn from examples have in common: the examples, how they are gone through, what is held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.common.jobs.base import SAYS, JobBase, Message, SentModel, left_open
+from services.common.jobs.fields.acceptance import Better
+from services.common.jobs.fields.messages import check_asks
+from services.common.jobs.permutation import permutation
+from services.common.validation.json_rules import SOME, Rule, Rules, either, exactly_one, has, if_any
+
+E = TypeVar("E", bound=SentModel)
+Numbered: TypeAlias = list[tuple[int, E]]
+"""Examples with their index in the field of the job that they come from."""
+EVALUATES: Rule = either(has(eval_examples=SOME), has(eval_fraction={"exclusiveMinimum": 0}))
+"""Holds of an ExampleJob that computes evaluations."""
+
+
+HOLDS_NOTHING_OUT: Rule = either(has(eval_examples=SOME), if_any(eval_fraction=0))
+
+
+def held_out(count: int, fraction: float) -> int:
+    """How many of ``count`` examples a share of them is."""
+    return 0 if fraction == 0 else min(max(1, count - 1), max(1, math.floor(count * fraction + 0.5)))
+
+
+def split_evaluation(count: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Indices to train on and to hold out: at least one of each, of two examples or more, when ``fraction`` is above
+    0."""
+    held = held_out(count, fraction)
+    if not held:
+        return list(range(count)), []
+    order = permutation(count, seed * 1_000_003 - 1)
+    return sorted(order[held:]), sorted(order[:held])
+
+
+class ExampleJob(JobBase, Generic[E]):
+    """A job whose optimizer steps each take ``batch_size`` examples."""
+
+    examples: list[E] = Field(min_length=1)
+    eval_examples: list[E] = Field(default_factory=list)
+    eval_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the examples held out for evaluation, when eval_examples is not given."""
+    eval_every: int | None = Field(None, ge=1)
+    """Optimizer steps between evaluations; None: at the end of each epoch."""
+    epochs: int | None = Field(None, ge=1, le=1000, exclude_if=left_open)
+    """Passes over the examples. None: by the method and how many there are (services/trainer/jobs/defaults.py)."""
+    batch_size: int = Field(8, ge=1)
+    """Examples an optimizer step. It is cut into microbatches of max_tokens_per_microbatch whose gradients add up."""
+    shuffle: bool = True
+
+    kind: Literal["sft", "dpo", "kto"]
+    evaluated: ClassVar[Mapping[str, Better]]
+    """Metrics of an evaluation, and which way is better; each method has its own."""
+    json_rules: ClassVar[Rules] = (either(HOLDS_NOTHING_OUT, has(examples={"minItems": 2})),)
+
+    @model_validator(mode="after")
+    def _enough_to_split(self) -> ExampleJob[E]:
+        if self.held_out and len(self.examples) < 2:
+            raise PydanticCustomError(
+                "contradiction",
+                "eval_fraction holds one of the examples out, and there is only one: give more, or eval_examples",
+                {"param": "eval_fraction"},
+            )
+        return self
+
+    @property
+    def held_out(self) -> int:
+        """How many of the examples are held out: at least one, and at least one is left, if there is to be one."""
+        return 0 if self.eval_examples else held_out(len(self.examples), self.eval_fraction)
+
+    @property
+    def split(self) -> tuple[Numbered[E], Numbered[E], str]:
+        """What to train on, what to hold out, and the field that the held-out examples come from."""
+        if self.eval_examples:
+            return list(enumerate(self.examples)), list(enumerate(self.eval_examples)), "eval_examples"
+        train, held = split_evaluation(len(self.examples), self.eval_fraction, self.seed)
+        return (
+            [(index, self.examples[index]) for index in train],
+            [(index, self.examples[index]) for index in held],
+            "examples",
+        )
+
+    @property
+    def eval_metrics(self) -> Mapping[str, Better]:
+        """See JobBase."""
+        return self.evaluated if self.eval_examples or self.eval_fraction > 0 else {}
+
+    @property
+    def evaluation_way_out(self) -> str:
+        """See JobBase."""
+        return "give eval_examples, or hold some examples out with eval_fraction"
+
+    def numbered_examples(self) -> Iterator[tuple[str, E]]:
+        """Every example with its place in the job, "examples[3]"."""
+        for field, examples in (("examples", self.examples), ("eval_examples", self.eval_examples)):
+            for index, example in enumerate(examples):
+                yield f"{field}[{index}]", example
+
+
+class AskedExample(SentModel):
+    """A prompt that completions answer."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    """The conversation that the completions answer, when `prompt` is not given."""
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template."""
+
+    json_rules: ClassVar[Rules] = (exactly_one("prompt", "messages"), if_any(prompt=SAYS, messages=SAYS))
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> AskedExample:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt, messages")
+        check_asks(self.asked, "messages" if self.prompt is None else "prompt")
+        return self
+
+    @property
+    def asked(self) -> str | list[Message]:
+        """The prompt, whichever way it was given."""
+        return self.messages or [] if self.prompt is None else self.prompt

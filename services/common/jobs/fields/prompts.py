@@ -1,0 +1,44 @@
+"""A prompt that a job samples completions of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from services.common.jobs.base import SAYS, Message, SentModel
+from services.common.jobs.fields.messages import check_asks
+from services.common.validation.json_rules import Rules, exactly_one, if_any, left_out, only_with
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class SampledPrompt(SentModel):
+    """One prompt, as text, as a conversation or as token ids."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    prompt_token_ids: TokenIds | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
+
+    json_rules: ClassVar[Rules] = (
+        exactly_one("prompt", "messages", "prompt_token_ids"),
+        if_any(prompt=SAYS, messages=SAYS),
+        only_with("tools", left_out("prompt_token_ids")),
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> SampledPrompt:
+        if sum(form is not None for form in (self.prompt, self.messages, self.prompt_token_ids)) != 1:
+            raise ValueError("give exactly one of prompt, messages, prompt_token_ids")
+        if self.prompt_token_ids is not None and self.tools is not None:
+            raise ValueError("tools are part of prompt_token_ids already")
+        check_asks(self.prompt, "prompt")
+        check_asks(self.messages, "messages")
+        return self
+
+
+def as_prompt(value: Any) -> Any:
+    """A plain string stands for a prompt object."""
+    return {"prompt": value} if isinstance(value, str) else value

@@ -1,0 +1,108 @@
+"""A job that samples its own rollouts: prompts, rounds, and how to score what comes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from services.common.jobs.base import SentModel
+from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
+from services.common.jobs.rewards.specs import ANSWER, NumericReward, RewardSpec, answer_number
+from services.common.validation.json_rules import (
+    SOME,
+    Rules,
+    contains,
+    either,
+    given,
+    has,
+    if_any,
+    items,
+    only_with,
+    where,
+)
+
+
+def _as_text(value: Any) -> Any:
+    # JSON writes many answers as numbers; True is none.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class RolloutPrompt(SampledPrompt):
+    """One prompt, as text, as a conversation or as token ids, and what its rewards compare with."""
+
+    answer: Annotated[str | None, BeforeValidator(_as_text, json_schema_input_type=str | float | None)] = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """Handed to webhooks as it is."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
+Prompt = Annotated[RolloutPrompt, BeforeValidator(as_prompt, json_schema_input_type=str | RolloutPrompt)]
+
+
+_Rewards = Annotated[list[RewardSpec], Field(min_length=1, max_length=16)]
+
+
+_COMPARES = either(has(type={"enum": ["exact", "numeric"]}), has(type="regex", pattern={"pattern": re.escape(ANSWER)}))
+"""A reward that needs an answer."""
+
+
+class GenerateSettings(SentModel):
+    """Each round: `completions` samples of each of `prompts_per_round` prompts by the policy as it is then, their
+    rewards, and the job's optimizer steps on them."""
+
+    prompts: list[Prompt] = Field(min_length=1)
+    rounds: int = Field(ge=1, le=100_000)
+    prompts_per_round: int | None = Field(None, ge=1)
+    """None: all of them. They are taken in shuffled order, each once before one comes again."""
+    completions: int = Field(8, ge=2, le=1024)
+    """Of each prompt: they are compared with each other."""
+    max_tokens: int = Field(ge=1)
+    """Of each completion. One that is cut off is scored as it is."""
+    temperature: float = Field(1.0, gt=0, le=100)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """End a completion, besides the model's own end tokens."""
+    reward: Annotated[_Rewards, BeforeValidator(_as_list, json_schema_input_type=RewardSpec | _Rewards)]
+    """One, or several whose weighted scores are added."""
+    eval_prompts: list[Prompt] = Field(default_factory=list)
+    """Held out: answered greedily and scored before the first round and every eval_every rounds."""
+    eval_every: int | None = Field(None, ge=1)
+    """Rounds; None: after the last one only."""
+
+    json_rules: ClassVar[Rules] = (
+        only_with("eval_every", has(eval_prompts=SOME)),
+        where(
+            has(reward=either(_COMPARES, contains(_COMPARES))),
+            if_any(prompts=items(given("answer")), eval_prompts=items(given("answer"))),
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerateSettings:
+        if self.prompts_per_round is not None and self.prompts_per_round > len(self.prompts):
+            raise ValueError(
+                f"prompts_per_round is {self.prompts_per_round}, but there are {len(self.prompts)} prompts"
+            )
+        if self.eval_every is not None and not self.eval_prompts:
+            raise ValueError("eval_every needs eval_prompts")
+        needed = next((reward.type for reward in self.reward if reward.needs_answer), None)
+        numeric = any(isinstance(reward, NumericReward) for reward in self.reward)
+        for field, prompts in (("prompts", self.prompts), ("eval_prompts", self.eval_prompts)):
+            for index, prompt in enumerate(prompts):
+                if needed is not None and prompt.answer is None:
+                    raise ValueError(f"{field}[{index}] has no answer, which the {needed} reward compares with")
+                if numeric and answer_number(prompt.answer or "") is None:
+                    raise ValueError(
+                        f"{field}[{index}].answer is {(prompt.answer or '')[:80]!r}: the numeric reward needs a finite "
+                        "number"
+                    )
+        return self
+
+    @property
+    def round_prompts(self) -> int:
+        """Prompts of one round."""
+        return self.prompts_per_round or len(self.prompts)

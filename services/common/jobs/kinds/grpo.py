@@ -1,0 +1,370 @@
+"""Group-relative policy optimisation: its request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from services.common.adapters.names import BASE, SAMPLER_SCHEMA, AdapterVersion, field_check, parse_adapter_version
+from services.common.errors import InvalidRequest
+from services.common.jobs.base import SAYS, JobBase, Message, SentModel
+from services.common.jobs.fields.messages import check_asks
+from services.common.jobs.kinds.generate import GenerateSettings
+from services.common.jobs.strict import absent
+from services.common.validation.json_rules import (
+    NOT_NULL,
+    NULL,
+    SOME,
+    Rules,
+    at_least_one,
+    at_most_one,
+    both,
+    either,
+    exactly_one,
+    given,
+    has,
+    if_any,
+    items,
+    left_out,
+    never,
+    only_with,
+    true_only_with,
+    where,
+)
+
+Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""Bounded, so that statistics over rewards stay finite."""
+
+LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"]
+MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+RewardScale: TypeAlias = Literal["group", "batch", "none"]
+
+GSPO_CLIP = (3e-4, 4e-4)
+"""What the GSPO paper clips with (arXiv 2507.18071, §5.1): a mean over a sequence moves far less than one token."""
+
+
+def _scale_of_flag(value: object) -> object:
+    return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
+
+
+_SIMPLE = ("prompt", "completions", "rewards", "truncated", "temperature")
+"""Fields of the simple form: one group of texts."""
+MOST_SAMPLERS = 64
+"""Adapter versions that the rollouts of a job may name; each is looked up."""
+
+
+def _sampler(text: str) -> str:
+    return text if text == BASE else str(parse_adapter_version(text))
+
+
+class GrpoCompletion(SentModel):
+    """One scored rollout: by completion_id, by token ids with their behaviour log-probabilities, or as text."""
+
+    completion_id: str | None = None
+    token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    logprobs: list[Annotated[float, Field(le=1e-3)]] | None = None
+    """log softmax(logits / temperature) of each sampled token, as `sampling_logprobs` of a response gives it;
+    never over 0 by more than rounding."""
+    text: str | None = None
+    """Accepted, tokenized again, and its behaviour log-probabilities recomputed: marked `recomputed`."""
+    temperature: float = Field(1.0, ge=0, le=100)
+    truncated: bool | None = Field(
+        default_factory=lambda given: None if given.get("text") is not None else False, exclude_if=absent
+    )
+    """The completion hit max_tokens: it does not end its turn. Of a text, false says that it does: the end token was
+    sampled and is learnt. null does not say, and only the text is learnt."""
+    adapter: Annotated[str, field_check(_sampler), Field(json_schema_extra=dict(SAMPLER_SCHEMA))] | None = None
+    """"name@n" that sampled it, or "base"; a version must exist when the job is submitted."""
+    reward: Reward
+
+    json_rules: ClassVar[Rules] = (
+        exactly_one("completion_id", "token_ids", "text"),
+        if_any(token_ids=either(NULL, SOME)),
+        only_with("logprobs", given("token_ids")),
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> GrpoCompletion:
+        forms = [self.completion_id is not None, self.token_ids is not None, self.text is not None]
+        if sum(forms) != 1:
+            raise ValueError("give exactly one of completion_id, token_ids, text")
+        if self.token_ids is not None and not self.token_ids:
+            raise ValueError("token_ids must not be empty")
+        if self.logprobs is not None and (self.token_ids is None or len(self.logprobs) != len(self.token_ids)):
+            raise ValueError("logprobs must have one entry per token id")
+        return self
+
+
+class GrpoGroup(SentModel):
+    """Completions of one prompt, compared with each other. completion_id rollouts bring their own prompt."""
+
+    prompt: str | list[Message] | None = None
+    messages: list[Message] | None = None
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template; not with prompt_token_ids."""
+    completions: list[GrpoCompletion] = Field(min_length=1)
+
+    json_rules: ClassVar[Rules] = (
+        at_most_one("prompt", "messages", "prompt_token_ids"),
+        either(at_least_one("prompt", "messages", "prompt_token_ids"), has(completions=items(given("completion_id")))),
+        if_any(prompt=SAYS, messages=SAYS),
+        only_with("tools", left_out("prompt_token_ids")),
+    )
+
+    @model_validator(mode="after")
+    def _prompt(self) -> GrpoGroup:
+        forms = [self.prompt is not None, self.messages is not None, self.prompt_token_ids is not None]
+        by_id = [c.completion_id is not None for c in self.completions]
+        if sum(forms) > 1:
+            raise ValueError("give one of prompt, messages, prompt_token_ids")
+        if not any(forms) and not all(by_id):
+            raise ValueError("a group without a prompt needs completion_id in every completion")
+        if self.prompt_token_ids is not None and self.tools is not None:
+            raise ValueError("tools are part of prompt_token_ids already")
+        check_asks(self.prompt, "prompt")
+        check_asks(self.messages, "messages")
+        return self
+
+    @property
+    def rewards(self) -> list[float]:
+        return [completion.reward for completion in self.completions]
+
+    @property
+    def has_spread(self) -> bool:
+        """Some completion is better than another; without, the group teaches nothing."""
+        return max(self.rewards) > min(self.rewards)
+
+
+class ScoredCompletion(SentModel):
+    """`{completion_id, reward}`: everything else is what the engine remembers."""
+
+    completion_id: str
+    reward: Reward
+
+
+class GrpoJob(JobBase):
+    """Group-relative policy optimisation on scored rollouts.
+
+    Three ways to give the rollouts, which may not be mixed: `prompt` + `completions` + `rewards` (one group of texts),
+    `groups`, or `rollouts` of completion ids (grouped by equal prompt). Or none: with `generate` the job samples and
+    scores them itself, round after round.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    prompt: str | list[Message] | None = None
+    completions: list[str] | None = None
+    rewards: list[Reward] | None = None
+    truncated: list[bool] | None = Field(None, exclude_if=absent)
+    """Of each of `completions`: whether it hit max_tokens (`finish_reason` "length"). Left out: not known, and the
+    token that ends a completion is not learnt."""
+    temperature: float | None = Field(None, ge=0, le=100, exclude_if=absent)
+    """That `completions` were sampled at. None: 1."""
+    groups: list[GrpoGroup] | None = None
+    rollouts: list[ScoredCompletion] | None = None
+    generate: GenerateSettings | None = None
+    epochs: int = Field(1, ge=1, le=100)
+    """Passes over the rollouts; with `generate`, over each round's."""
+    groups_per_step: int | None = Field(None, ge=1)
+    """Groups an optimizer step; None: all of them."""
+    loss_type: LossType = "dapo"
+    """What is clipped and what the sum over tokens is divided by; docs/guides/training/grpo.md has the formulas."""
+    clip_low: float = Field(default_factory=lambda given: _clip(given, 0, 0.2), ge=0, lt=1)
+    """The ratio counts from 1 - clip_low on. Default 0.2, of gspo 0.0003."""
+    clip_high: float = Field(default_factory=lambda given: _clip(given, 1, 0.28), ge=0, le=1e3)
+    """The ratio counts up to 1 + clip_high. Default 0.28, of gspo 0.0004."""
+    cispo_max_ratio: float = Field(5.0, gt=0, le=1e3)
+    """Upper bound of the ratio as a weight of cispo, which has no other bound."""
+    max_completion_length: int | None = Field(None, ge=1)
+    """dr_grpo divides by it: the `max_tokens` of the rollouts. None: the longest completion of the job."""
+    mask_truncated: bool = False
+    """Truncated completions count in their group's baseline, and nothing is learnt from their tokens."""
+    beta: float = Field(0.0, ge=0, le=100)
+    """Weight of the k3 KL to the base model without adapter."""
+    unbiased_kl: bool = False
+    """Multiply the KL estimate by the ratio, so that its gradient is that of the KL also off policy."""
+    scale_rewards: Annotated[
+        RewardScale, BeforeValidator(_scale_of_flag, json_schema_input_type=bool | RewardScale)
+    ] = "group"
+    """Divide the advantage by the standard deviation of the group's rewards, of all rewards of the job (batch), or not
+    at all. true means group, false none."""
+    mismatch_correction: MismatchCorrection = "none"
+    """What makes up for the trainer's log-probabilities not being the sampler's: weights trainer / sampler, of a token
+    or a sequence, bounded (truncate) or dropped (mask) over mismatch_cap. The ratio is then against the trainer's."""
+    mismatch_cap: float = Field(3.0, gt=0, le=1e6)
+    exact_forward: bool = False
+    """Take the values of all log-probabilities from the engine, by the sampler's own kernels, and the gradients from
+    the trainer's forward: rollouts are decoded again before each step that did not sample them."""
+
+    json_rules: ClassVar[Rules] = (
+        either(
+            both(
+                has(prompt=both(NOT_NULL, SAYS), completions=SOME, rewards=SOME),
+                left_out("groups", "rollouts", "generate"),
+            ),
+            both(has(groups=SOME), left_out(*_SIMPLE, "rollouts", "generate")),
+            both(has(rollouts=SOME), left_out(*_SIMPLE, "groups", "generate")),
+            both(given("generate"), left_out(*_SIMPLE, "groups", "rollouts")),
+        ),
+        # What would do nothing has its default.
+        where(has(loss_type="cispo"), if_any(clip_low=0.2, clip_high=0.28)),
+        where(if_any(loss_type={"not": {"const": "cispo"}}), if_any(cispo_max_ratio=5)),
+        only_with("max_completion_length", has(loss_type="dr_grpo")),
+        true_only_with("unbiased_kl", has(beta={"exclusiveMinimum": 0})),
+        where(if_any(mismatch_correction="none"), if_any(mismatch_cap=3)),
+        where(both(given("generate"), has(exact_forward=True)), if_any(mismatch_correction="none")),
+        never(given("publish_if")),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _checkpoint_each_round(cls, data: Any) -> Any:
+        # What a round sampled is dear and not sampled alike again beside other traffic.
+        if isinstance(data, dict) and data.get("generate") is not None:
+            return {"checkpoint_every": 1, **data}
+        return data
+
+    @model_validator(mode="after")
+    def _one_form(self) -> GrpoJob:
+        forms = [
+            any(getattr(self, part) is not None for part in _SIMPLE),
+            self.groups is not None,
+            self.rollouts is not None,
+            self.generate is not None,
+        ]
+        if sum(forms) != 1:
+            raise ValueError("give exactly one of prompt+completions+rewards, groups, rollouts, generate")
+        if forms[0]:
+            if self.prompt is None or self.completions is None or self.rewards is None:
+                raise ValueError("prompt, completions and rewards go together")
+            if not self.completions:
+                raise ValueError("completions must not be empty")
+            if len(self.completions) != len(self.rewards):
+                raise ValueError(
+                    f"completions has {len(self.completions)} entries and rewards {len(self.rewards)}: one reward each"
+                )
+            if self.truncated is not None and len(self.completions) != len(self.truncated):
+                raise ValueError(
+                    f"completions has {len(self.completions)} entries and truncated {len(self.truncated)}: one each"
+                )
+            check_asks(self.prompt, "prompt")
+        if self.groups is not None and not self.groups:
+            raise ValueError("groups must not be empty")
+        if self.rollouts is not None and not self.rollouts:
+            raise ValueError("rollouts must not be empty")
+        return self
+
+    @model_validator(mode="after")
+    def _said_to_no_purpose(self) -> GrpoJob:
+        # What a setting cannot do must not look done. By value: what the queue stores has every field.
+        def default(name: str) -> Any:
+            return type(self).model_fields[name].get_default(call_default_factory=True, validated_data={})
+
+        cispo = self.loss_type == "cispo"
+        for name, read, way_out in (
+            ("clip_low", not cispo, "cispo bounds the ratio by cispo_max_ratio only"),
+            ("clip_high", not cispo, "cispo bounds the ratio by cispo_max_ratio only"),
+            ("cispo_max_ratio", cispo, "only loss_type cispo reads it; the others read clip_low and clip_high"),
+            ("max_completion_length", self.loss_type == "dr_grpo", "only loss_type dr_grpo divides by it"),
+            ("unbiased_kl", self.beta > 0, "it says how the KL is estimated, and beta 0 leaves the KL out"),
+            ("mismatch_cap", self.mismatch_correction != "none", "only a mismatch_correction reads it"),
+            (
+                "mismatch_correction",
+                self.generate is None or not self.exact_forward,
+                "with exact_forward the log-probabilities of what the job samples are the sampler's own",
+            ),
+        ):
+            if not read and getattr(self, name) != default(name):
+                raise ValueError(f"{name} would do nothing here: {way_out}")
+        return self
+
+    @model_validator(mode="after")
+    def _divides_by_enough(self) -> GrpoJob:
+        if self.generate is not None and (self.max_completion_length or self.generate.max_tokens) < (
+            self.generate.max_tokens
+        ):
+            raise ValueError(
+                f"max_completion_length is {self.max_completion_length} and generate.max_tokens "
+                f"{self.generate.max_tokens}: leave max_completion_length out"
+            )
+        return self
+
+    @property
+    def scored_groups(self) -> list[GrpoGroup]:
+        """The groups, whichever way they were given; none for completion ids that are still to be resolved."""
+        if self.completions is not None and self.rewards is not None:
+            flags: Sequence[bool | None] = self.truncated or [None] * len(self.completions)
+            temperature = 1.0 if self.temperature is None else self.temperature
+            completions = [
+                GrpoCompletion(text=text, reward=reward, truncated=flag, temperature=temperature)
+                for text, reward, flag in zip(self.completions, self.rewards, flags, strict=True)
+            ]
+            return [GrpoGroup(prompt=self.prompt, completions=completions)]
+        return self.groups or []
+
+    @property
+    def sampled_by(self) -> dict[AdapterVersion, str]:
+        """Adapter versions that rollouts name, each with the first field that names it.
+
+        Raises:
+            InvalidRequest: there are more than MOST_SAMPLERS.
+        """
+        found: dict[str | None, str] = {}
+        for number, group in enumerate(self.groups or ()):
+            for member, completion in enumerate(group.completions):
+                found.setdefault(completion.adapter, f"groups[{number}].completions[{member}].adapter")
+        versions = {parse_adapter_version(name): field for name, field in found.items() if name and name != BASE}
+        if len(versions) > MOST_SAMPLERS:
+            raise InvalidRequest(
+                f"the rollouts were sampled by {len(versions)} adapter versions, over the limit of {MOST_SAMPLERS} a "
+                "job: train on those of fewer versions, or leave `adapter` out",
+                param="groups",
+            )
+        return versions
+
+    @property
+    def completion_ids(self) -> list[str]:
+        """The completion ids to resolve. The gateway replaces them by groups of `prompt_token_ids` and completions of
+        `token_ids`, `logprobs`, `temperature`, `truncated` and `adapter` before the job enters the queue."""
+        listed = [scored.completion_id for scored in self.rollouts or ()]
+        grouped = [rollout.completion_id for group in self.groups or () for rollout in group.completions]
+        return listed + [found for found in grouped if found is not None]
+
+
+def _clip(given: dict[str, Any], side: int, usual: float) -> float:
+    return GSPO_CLIP[side] if given.get("loss_type") == "gspo" else usual
+
+
+def check_unmasked(groups: Sequence[GrpoGroup], *, mask_truncated: bool) -> None:
+    """Some group that has spread has a completion to learn from.
+
+    Raises:
+        InvalidRequest: they are truncated, all of them.
+    """
+    differing = [group for group in groups if group.has_spread]
+    if mask_truncated and all(completion.truncated for group in differing for completion in group.completions):
+        raise InvalidRequest(
+            f"nothing to learn: mask_truncated leaves out every completion of the {len(differing)} groups whose "
+            "rewards differ; sample with a higher max_tokens, or set mask_truncated to false",
+            param="mask_truncated",
+        )
+
+
+def check_spread(groups: Sequence[GrpoGroup]) -> None:
+    """Some group has something to learn from.
+
+    Raises:
+        InvalidRequest: all rewards are equal in each of them.
+    """
+    if any(group.has_spread for group in groups):
+        return
+    rewards = [reward for group in groups for reward in group.rewards]
+    raise InvalidRequest(
+        f"nothing to learn: in each of the {len(groups)} groups all rewards are equal "
+        f"(mean {math.fsum(rewards) / len(rewards):g}), so no completion is better than another; sample more "
+        "completions, at a higher temperature, or score them more finely",
+        param="rewards",
+    )

@@ -1,0 +1,58 @@
+"""Supervised fine-tuning: its request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from services.common.jobs.base import SAYS, Message, SentModel
+from services.common.jobs.fields.acceptance import Better, publish_if_rule
+from services.common.jobs.fields.examples import EVALUATES, ExampleJob
+from services.common.jobs.fields.messages import TEACHES, check_asks, check_taught
+from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
+
+
+class SftExample(SentModel):
+    """prompt + completion (loss on the completion), messages (loss on the assistant turns), or text (on all of it)."""
+
+    prompt: str | list[Message] | None = None
+    completion: str | None = None
+    messages: list[Message] | None = None
+    text: str | None = Field(None, min_length=1)
+    """Plain text, tokenized as it is; the token that ends a generation is put behind it."""
+    tools: list[dict[str, Any]] | None = None
+    """Function definitions, rendered by the chat template."""
+
+    json_rules: ClassVar[Rules] = (
+        either(
+            both(given("prompt", "completion"), left_out("messages", "text")),
+            both(given("messages"), left_out("prompt", "completion", "text")),
+            both(given("text"), left_out("prompt", "completion", "messages", "tools")),
+        ),
+        if_any(prompt=SAYS, messages=either(NULL, TEACHES)),
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> SftExample:
+        given = {name for name in ("prompt", "completion", "messages", "text") if getattr(self, name) is not None}
+        if given not in ({"prompt", "completion"}, {"messages"}, {"text"}):
+            raise ValueError("give either prompt and completion, or messages, or text")
+        check_asks(self.prompt, "prompt")
+        if self.messages is not None:
+            check_taught(self.messages, "messages")
+        if self.text is not None and self.tools is not None:
+            raise ValueError("tools are rendered by the chat template, which plain text does not go through")
+        return self
+
+
+class SftJob(ExampleJob[SftExample]):
+    """Supervised fine-tuning."""
+
+    evaluated: ClassVar[Mapping[str, Better]] = {"eval_loss": "lower", "eval_token_accuracy": "higher"}
+    json_rules: ClassVar[Rules] = (publish_if_rule(evaluated, EVALUATES),)
+
+    kind: Literal["sft"] = "sft"
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What happens to an example over the token limit."""

@@ -1,0 +1,396 @@
+"""Calls of training sessions as data: what a researcher sends, what the engine executes. No torch, no gRPC.
+
+The same models validate a call in the gateway and in the engine, so that what is wrong with it is said before it has a
+place in the session's line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+
+from pydantic import AfterValidator, Field, TypeAdapter, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.common.adapters.names import NAME_SCHEMA, AdapterName, AdapterRef, check_adapter_name
+from services.common.errors import InvalidRequest
+from services.common.jobs.base import LoraSettings, Recompute, SentModel
+from services.common.validation.json_rules import (
+    NULL,
+    Rule,
+    Rules,
+    at_most_one,
+    both,
+    contains,
+    either,
+    exactly_one,
+    given,
+    has,
+    if_any,
+    items,
+    left_out,
+    true_only_with,
+)
+
+Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
+MAX_SEQ = 2**53 - 1
+MAX_DATA = 4096
+"""Data of one call; how many tokens they may have together is the engine's setting."""
+MAX_SAMPLES = 1024
+"""Completions of one call."""
+_LOSS_FIELDS: dict[Loss, frozenset[str]] = {
+    "cross_entropy": frozenset(),
+    "importance_sampling": frozenset(),
+    "ppo": frozenset({"clip_low", "clip_high"}),
+    "cispo": frozenset({"cap"}),
+}
+_SESSION = re.compile(r"ts-([0-9a-f]{12})-([0-9a-f]{12})")
+_FUTURE = re.compile(r"tf-([0-9a-f]{12})-([0-9a-f]{12})-([0-9a-f]{1,14})-([0-9a-f]{6})")
+
+
+def _wrong(message: str, param: str) -> PydanticCustomError:
+    """An error of a whole model that names the field at fault."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "param": param})
+
+
+def _checkpoint_name(name: str) -> str:
+    try:
+        return check_adapter_name(name)
+    except InvalidRequest as error:
+        raise ValueError(error.message.replace("adapter name", "checkpoint name")) from error
+
+
+CheckpointName = Annotated[str, AfterValidator(_checkpoint_name), WithJsonSchema({"type": "string", **NAME_SCHEMA})]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Factor = Annotated[float, Field(ge=-1e9, le=1e9)]
+"""Bounded, so that sums stay finite."""
+Seq = Annotated[int, Field(ge=1, le=MAX_SEQ)]
+
+
+class OpenSession(SentModel):
+    """POST /v1/train/sessions: a new adapter, a version to continue, or a checkpoint to take up again."""
+
+    adapter: AdapterRef | None = None
+    """"name" or "name@n" to start from; its shape is kept."""
+    checkpoint: CheckpointName | None = None
+    """What a session saved as a checkpoint: the adapter together with its optimizer."""
+    lora: LoraSettings = LoraSettings()
+    """Shape and seed of a new adapter. What is given must agree with an adapter or checkpoint to start from."""
+    ttl_seconds: float | None = Field(None, gt=0)
+    """Idle time after which the session is dropped; every call counts, and so does waiting for one. None: the engine's
+    default."""
+    max_tokens_per_microbatch: int | None = Field(None, ge=1)
+    """Short data are packed up to this many tokens a forward and backward. None: 2048 on a GPU, 512 on a CPU."""
+    recompute: Recompute = "none"
+    """What the backward computes again instead of keeping it: "none" is fastest, "selective" and "full" need less
+    memory."""
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
+
+    json_rules: ClassVar[Rules] = (at_most_one("adapter", "checkpoint"),)
+
+    @model_validator(mode="after")
+    def _one_start(self) -> OpenSession:
+        if self.adapter is not None and self.checkpoint is not None:
+            raise _wrong("give adapter or checkpoint to start from, not both", "checkpoint")
+        return self
+
+
+class Datum(SentModel):
+    """One sequence and what the loss says about it. All lists have the length of ``token_ids``.
+
+    Without ``targets``, entry i of a list belongs to token i: its weight, its advantage, its log-probability given the
+    tokens before it. The first token has nothing before it, so its weight is 0. With ``targets``, entry i belongs to
+    ``targets[i]``, the token after ``token_ids[i]``.
+    """
+
+    token_ids: list[TokenId] = Field(min_length=1)
+    targets: list[TokenId] | None = None
+    """None: the next token of ``token_ids``."""
+    weights: list[Factor] | None = None
+    """A token of weight 0 is not scored. None: 1 for every token that has one before it."""
+    advantages: list[Factor] | None = None
+    logprobs: list[Annotated[float, Field(ge=-1e9, le=1e-3)]] | None = None
+    """Of the policy that sampled: ``sampling_logprobs`` of a response."""
+
+    json_rules: ClassVar[Rules] = (
+        either(given("targets"), has(token_ids={"minItems": 2})),
+        either(given("targets"), if_any(weights=either(NULL, {"prefixItems": [{"const": 0}]}))),
+        if_any(weights=either(NULL, contains({"not": {"const": 0}}))),
+    )
+
+    @model_validator(mode="after")
+    def _agree(self) -> Datum:
+        count = len(self.token_ids)
+        for name in ("targets", "weights", "advantages", "logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != count:
+                raise _wrong(f"{name} has {len(values)} entries and token_ids {count}: one each", name)
+        if self.targets is None:
+            if count < 2:
+                raise _wrong("one token alone predicts nothing: give more, or targets", "token_ids")
+            if self.weights is not None and self.weights[0] != 0:
+                raise _wrong(
+                    "weights[0] must be 0: nothing comes before the first token (entry i of a list belongs to token "
+                    "i; give targets where it should belong to the token after it)",
+                    "weights",
+                )
+        if self.weights is not None and not any(self.weights):
+            raise _wrong("all weights are 0: nothing would be scored", "weights")
+        return self
+
+    @property
+    def inputs(self) -> list[int]:
+        """What the model reads."""
+        return self.token_ids if self.targets is not None else self.token_ids[:-1]
+
+    @property
+    def predicted(self) -> list[int]:
+        """The token after each input."""
+        return self.targets if self.targets is not None else self.token_ids[1:]
+
+    @property
+    def effective_weights(self) -> list[float]:
+        """Of each predicted token."""
+        if self.weights is None:
+            return [1.0] * len(self.inputs)
+        return self._aligned(self.weights)
+
+    def aligned(self, name: Literal["advantages", "logprobs"]) -> list[float]:
+        """Of each predicted token. Raises ValueError if the list was not given."""
+        values = getattr(self, name)
+        if values is None:
+            raise ValueError(f"{name} was not given")
+        return self._aligned(values)
+
+    @property
+    def unpredicted(self) -> int:
+        """Entries at the head of each list that belong to no predicted token."""
+        return 0 if self.targets is not None else 1
+
+    def _aligned(self, values: list[float]) -> list[float]:
+        return values[self.unpredicted :]
+
+
+class LossConfig(SentModel):
+    """Settings of a loss; one that the chosen loss does not have is refused."""
+
+    clip_low: float | None = Field(None, ge=0, lt=1)
+    """ppo: the ratio is clipped at 1 - clip_low. Default 0.2."""
+    clip_high: float | None = Field(None, ge=0, le=1e6)
+    """ppo: and at 1 + clip_high. Default 0.2."""
+    cap: float | None = Field(None, gt=0, le=1e6)
+    """cispo: the ratio's weight is at most this. Default 5."""
+
+
+class _Call(SentModel):
+    seq: Seq
+    """Place in the session's line, from 1. A repeated number with the same body is the same call."""
+
+
+def _of_loss(loss: Loss) -> Rule:
+    """What a call with this loss has: its settings and no others, and what sampled the data if it needs that."""
+    config = left_out(*sorted(LossConfig.model_fields.keys() - _LOSS_FIELDS[loss]))
+    sampled = ("advantages", "logprobs")
+    if loss == "cross_entropy":  # the default, where there is one
+        return if_any(loss=loss, loss_config=config, data=items(left_out(*sampled)))
+    return both(has(loss=loss, data=items(given(*sampled))), if_any(loss_config=config))
+
+
+class _Scoring(_Call):
+    loss: Loss
+    data: list[Datum] = Field(min_length=1, max_length=MAX_DATA)
+    loss_config: LossConfig = LossConfig()
+    temperature: float = Field(1.0, gt=0, le=100)
+    """Log-probabilities are those of logits / temperature."""
+
+    json_rules: ClassVar[Rules] = (either(*map(_of_loss, get_args(Loss))),)
+
+    @model_validator(mode="after")
+    def _of_this_loss(self) -> _Scoring:
+        for name in sorted(self.loss_config.model_fields_set - _LOSS_FIELDS[self.loss]):
+            if getattr(self.loss_config, name) is not None:
+                known = ", ".join(sorted(_LOSS_FIELDS[self.loss])) or "none"
+                raise _wrong(f"the loss {self.loss} has no setting {name} (it has: {known})", f"loss_config.{name}")
+        needs = self.loss != "cross_entropy"
+        for index, datum in enumerate(self.data):
+            for name in ("advantages", "logprobs"):
+                given = getattr(datum, name) is not None
+                if given != needs:
+                    does = "needs" if needs else "does not take"
+                    raise _wrong(f"the loss {self.loss} {does} data[{index}].{name}", f"data[{index}].{name}")
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.token_ids) for datum in self.data)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest datum."""
+        return max(len(datum.token_ids) for datum in self.data)
+
+
+class ForwardBackward(_Scoring):
+    """Adds the gradient of the loss to what has been accumulated since the last optim_step."""
+
+    kind: Literal["forward_backward"] = "forward_backward"
+
+
+class Forward(_Scoring):
+    """The same without gradient."""
+
+    kind: Literal["forward"] = "forward"
+    loss: Loss = "cross_entropy"
+
+
+class OptimStep(_Call):
+    """AdamW over the accumulated gradients, which are forgotten after it."""
+
+    kind: Literal["optim_step"] = "optim_step"
+    learning_rate: float | None = Field(None, ge=0, le=1)
+    """None: by the model's width, 0.0001 at 4B (services/trainer/jobs/defaults.py). The result says what it was. 0
+    moves the moments only: many schedules begin or end with it."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0, le=1)
+    weight_decay: float = Field(0.0, ge=0, le=1e3)
+    max_grad_norm: float | None = Field(None, gt=0)
+    """None: gradients are not clipped."""
+
+
+class Save(_Call):
+    """Publishes the weights as a version of an adapter, or keeps weights and optimizer as a checkpoint."""
+
+    kind: Literal["save"] = "save"
+    name: AdapterName | None = None
+    """The adapter that gets a new version."""
+    attach: bool = False
+    """Attach the version to the base model's name."""
+    checkpoint: CheckpointName | None = None
+    """Replaces a checkpoint of the same name."""
+
+    json_rules: ClassVar[Rules] = (exactly_one("name", "checkpoint"), true_only_with("attach", given("name")))
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Save:
+        if (self.name is None) == (self.checkpoint is None):
+            raise _wrong("give exactly one of name (publishes a version) and checkpoint (keeps the optimizer)", "name")
+        if self.attach and self.name is None:
+            raise _wrong("a checkpoint cannot be attached: give name to publish a version", "attach")
+        return self
+
+
+class Load(_Call):
+    """Replaces the session's weights: by a version's, with a fresh optimizer, or by a checkpoint's with its optimizer.
+    Accumulated gradients are forgotten."""
+
+    kind: Literal["load"] = "load"
+    adapter: AdapterRef | None = None
+    checkpoint: CheckpointName | None = None
+
+    json_rules: ClassVar[Rules] = (exactly_one("adapter", "checkpoint"),)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Load:
+        if (self.adapter is None) == (self.checkpoint is None):
+            raise _wrong("give exactly one of adapter and checkpoint", "adapter")
+        return self
+
+
+class Sample(_Call):
+    """Completions of the session's weights as they are now, by the engine: batched, behind users' requests."""
+
+    kind: Literal["sample"] = "sample"
+    prompts: list[Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]] = Field(
+        min_length=1, max_length=MAX_DATA
+    )
+    """Token ids, or text."""
+    prompt_format: Literal["chat", "raw"] = "raw"
+    """How a text is read: as it is, or as one user message."""
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    """Completions a prompt."""
+    max_tokens: int = Field(ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, le=100)
+    """0 is greedy."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """The same weights, prompts and seed give the same tokens."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    """Besides the model's own end tokens."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Sample:
+        if len(self.prompts) * self.n > MAX_SAMPLES:
+            raise _wrong(
+                f"{len(self.prompts)} prompts with {self.n} completions each are over the limit of {MAX_SAMPLES} a "
+                "call: split it",
+                "prompts",
+            )
+        return self
+
+
+Call: TypeAlias = ForwardBackward | Forward | OptimStep | Sample | Save | Load
+CALL: TypeAdapter[Call] = TypeAdapter(Annotated[Call, Field(discriminator="kind")])
+"""Parses and validates a call of any kind."""
+
+
+def check_tokens(call: Call, *, vocab_size: int, max_train_tokens: int, max_call_tokens: int) -> None:
+    """What depends on the engine. A limit of 0 is not known here and is left to the engine.
+
+    Raises:
+        InvalidRequest: a token id outside the vocabulary, a datum or the call too long.
+    """
+    if isinstance(call, Sample):
+        _check_vocabulary("stop_token_ids", call.stop_token_ids, vocab_size)
+        for index, prompt in enumerate(call.prompts):
+            _check_vocabulary(f"prompts[{index}]", () if isinstance(prompt, str) else prompt, vocab_size)
+        return
+    if not isinstance(call, ForwardBackward | Forward):
+        return
+    for index, datum in enumerate(call.data):
+        if max_train_tokens and len(datum.token_ids) > max_train_tokens:
+            raise InvalidRequest(
+                f"data[{index}] has {len(datum.token_ids)} tokens and the limit for training is {max_train_tokens} "
+                "(TEMPER_MAX_TRAIN_TOKENS): shorten it",
+                param=f"data[{index}].token_ids",
+            )
+        _check_vocabulary(f"data[{index}].token_ids", datum.token_ids, vocab_size)
+        _check_vocabulary(f"data[{index}].targets", datum.targets or (), vocab_size)
+    if max_call_tokens and call.num_tokens > max_call_tokens:
+        raise InvalidRequest(
+            f"the call has {call.num_tokens} tokens and one call may have {max_call_tokens} "
+            "(TEMPER_SESSION_CALL_TOKENS): split it, gradients accumulate over calls",
+            param="data",
+        )
+
+
+def _check_vocabulary(field: str, tokens: Sequence[int], vocab_size: int) -> None:
+    if vocab_size and tokens and (highest := max(tokens)) >= vocab_size:
+        raise InvalidRequest(
+            f"{field} has the token id {highest}, and the vocabulary ends at {vocab_size - 1}", param=field
+        )
+
+
+# Ids: which engine process, which session, which call.
+
+
+def session_id(instance: str, serial: str) -> str:
+    """Both parts are 12 hex digits."""
+    return f"ts-{instance}-{serial}"
+
+
+def future_id(session: str, seq: int, nonce: str) -> str:
+    """``nonce``: 6 hex digits, another for each attempt at one place of the line."""
+    return f"tf-{session.removeprefix('ts-')}-{seq:x}-{nonce}"
+
+
+def session_instance(session: str) -> str | None:
+    """The engine process that a session's id names; None if it is no such id."""
+    match = _SESSION.fullmatch(session)
+    return match.group(1) if match else None
+
+
+def future_session(future: str) -> str | None:
+    """The session that a future's id names; None if it is no such id."""
+    match = _FUTURE.fullmatch(future)
+    return session_id(match.group(1), match.group(2)) if match else None

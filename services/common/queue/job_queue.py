@@ -1,0 +1,216 @@
+"""The job queue on Redis Streams, as the gateway and the CLI see it: submit, look, cancel, follow.
+
+services/common/queue/consumer.py has the trainer's face; services/common/queue/lua.py the key layout and the Lua
+scripts. Delivery is at least once: a job outlives its owner, Redis restarts (append-only file) and lost answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeAlias, cast
+
+from services.common.adapters.names import AdapterVersion
+from services.common.errors import Conflict, InvalidRequest
+from services.common.jobs import Job, JobEvent, JobState, Spec
+from services.common.queue import lua as scripts
+from services.common.queue.consumer import ClaimedJob, JobConsumer, JobLost
+from services.common.queue.reader import Ledger
+from services.common.queue.records import (
+    FIELDS,
+    event_from_entry,
+    job_from_fields,
+    new_job_id,
+    spec_json,
+    spec_sha,
+    versions_needed,
+)
+from services.common.settings import CommonSettings
+from services.common.storage.redis import BLOCK_SECONDS, call_async
+
+__all__ = ["ClaimedJob", "JobConsumer", "JobLost", "JobQueue"]
+
+_EVENT_ID = re.compile(r"\d{1,19}(-\d{1,19})?")
+_TERMINAL = {str(state) for state in JobState if state.terminal}
+_KEY_LIMIT = 256
+
+# Spelled out, because JobQueue has a method `list`.
+Jobs: TypeAlias = list[Job]
+Versions: TypeAlias = set[AdapterVersion]
+Entries: TypeAlias = list[tuple[str, dict[str, str]]]
+
+
+class JobQueue(Ledger[Job]):
+    """Submits and observes jobs. For one asyncio loop; every method may raise Unavailable."""
+
+    fields = FIELDS
+    called = "job"
+
+    def __init__(self, settings: CommonSettings) -> None:
+        super().__init__(settings, scripts.TRAINING)
+        self._submit = self._script(scripts.SUBMIT)
+        self._cancel = self._script(scripts.CANCEL)
+        self._unfinished = self._script(scripts.UNFINISHED)
+
+    def record(self, values: Any) -> Job | None:
+        return job_from_fields(values)
+
+    async def submitted(self, idempotency_key: str, request_sha: str, *, key_id: str = "") -> Job | None:
+        """The job that this request made when it came before under the same key.
+
+        Args:
+            key_id: of the API key that sends it; idempotency keys of others are others'.
+
+        Raises:
+            Conflict: the key came with another request.
+            InvalidRequest: the key is empty or longer than 256 characters.
+        """
+        key = scripts.idempotency_key(_checked(idempotency_key), key_id)
+        known = await call_async(lambda: cast(Awaitable[str | None], self._redis.get(key)))
+        if known is None:
+            return None
+        job_id, sha = known.split(" ")
+        if sha != request_sha:
+            raise _key_used(idempotency_key, job_id)
+        return await self._find(job_id)
+
+    async def submit(
+        self,
+        spec: Spec,
+        *,
+        idempotency_key: str | None = None,
+        request_sha: str | None = None,
+        traceparent: str = "",
+        key_id: str = "",
+    ) -> Job:
+        """Queues a job. The same key with the same request returns the same job, for a week.
+
+        Args:
+            key_id: of the API key whose job it is; empty: there are no keys.
+            traceparent: of the request that submits it.
+            request_sha: digest of what the client sent, when the spec was made from it; default: the spec's own.
+
+        Raises:
+            Conflict: the key was used with another request.
+            InvalidRequest: the key is empty or longer than 256 characters.
+        """
+        if idempotency_key is not None:
+            _checked(idempotency_key)
+        job_id = new_job_id()
+        keys = [
+            scripts.STREAM,
+            scripts.INDEX,
+            scripts.job_key(job_id),
+            scripts.events_key(job_id),
+            scripts.idempotency_key(idempotency_key or "", key_id),
+            scripts.line_key(spec.adapter),
+        ]
+        # A large spec takes a second to write out: not on the event loop.
+        text = await asyncio.to_thread(spec_json, spec)
+        if request_sha is None:
+            request_sha = await asyncio.to_thread(spec_sha, spec)
+        args = [job_id, text, request_sha, spec.kind, spec.adapter, json.dumps(spec.metadata)]
+        args += ["0" if idempotency_key is None else "1", "", traceparent, "", key_id]
+        outcome, existing = await call_async(lambda: self._submit(keys=keys, args=args))
+        if outcome == "conflict":
+            raise _key_used(idempotency_key or "", existing)
+        return await self.get(existing)
+
+    async def list(
+        self,
+        *,
+        limit: int = 50,
+        after: str | None = None,
+        state: JobState | None = None,
+        adapter: str | None = None,
+        key_id: str | None = None,
+    ) -> Jobs:
+        """Jobs, newest first.
+
+        Args:
+            key_id: of one API key only; None: everybody's.
+            after: continue behind this job id (the last one of the page before).
+
+        Raises:
+            NotFound: there is no job ``after``.
+        """
+
+        def wanted(job: Job) -> bool:
+            return (
+                (state is None or job.state == state)
+                and (adapter is None or job.adapter == adapter)
+                and (key_id is None or job.key_id == key_id)
+            )
+
+        return await self._page(scripts.INDEX, limit, after, wanted)
+
+    async def versions_needed(self) -> Versions:
+        """The adapter versions that unfinished jobs name."""
+        flat: Any = await call_async(lambda: self._unfinished(keys=[scripts.INDEX]))
+        return await asyncio.to_thread(versions_needed, flat)  # specs may be megabytes
+
+    async def cancel(self, job_id: str) -> Job:
+        """Cancels a queued job at once and asks the owner of a running one to stop. Terminal jobs stay as they are.
+
+        Raises:
+            NotFound: there is no such job.
+            Conflict: its result is being published.
+        """
+        keys = [scripts.job_key(job_id), scripts.events_key(job_id), scripts.STREAM]
+        answer = await call_async(lambda: self._cancel(keys=keys, args=[scripts.GROUP, scripts.TRAINING.settles]))
+        if answer == "MISSING":
+            raise self.missing(job_id)
+        if answer == "LATE":
+            raise Conflict(
+                f"job {job_id} has trained and is publishing its adapter: too late to cancel; when it has ended, "
+                "attach the version from before to undo it",
+                param="id",
+            )
+        return await self.get(job_id)
+
+    async def events(self, job_id: str, last_event_id: str | None = None) -> AsyncIterator[JobEvent]:
+        """Replays the job's events behind ``last_event_id`` (None: all), then follows until it is terminal.
+
+        Raises:
+            NotFound: there is no such job.
+            InvalidRequest: last_event_id is not one of ours.
+        """
+        if last_event_id and not _EVENT_ID.fullmatch(last_event_id):
+            raise InvalidRequest(f"Last-Event-ID {last_event_id[:40]!r} is not an event id", param="Last-Event-ID")
+        await self.get(job_id)
+        position = last_event_id or "0"
+        block: int | None = None
+        while True:
+            entries = await self._read(job_id, position, block)
+            for entry_id, fields in entries:
+                position = entry_id
+                event = event_from_entry(entry_id, fields)
+                yield event
+                if event.kind == "state" and event.data.get("state") in _TERMINAL:
+                    return
+            if not entries:
+                job = await self._find(job_id)
+                # A terminal job with nothing left to read: its last event was seen before, or has expired.
+                if job is None or (job.state.terminal and not await self._read(job_id, position, None)):
+                    return
+                block = int(BLOCK_SECONDS * 1000)
+
+    async def _read(self, job_id: str, position: str, block: int | None) -> Entries:
+        key = scripts.events_key(job_id)
+        reply: Any = await call_async(lambda: self._redis.xread({key: position}, count=500, block=block))
+        return reply[0][1] if reply else []
+
+
+def _checked(key: str) -> str:
+    if not 0 < len(key) <= _KEY_LIMIT:
+        raise InvalidRequest(f"idempotency key must have 1 to {_KEY_LIMIT} characters", param="idempotency_key")
+    return key
+
+
+def _key_used(key: str, job_id: str) -> Conflict:
+    return Conflict(
+        f"idempotency key {key!r} was used for job {job_id} with another request; use a new key",
+        param="idempotency_key",
+    )

@@ -1,0 +1,420 @@
+"""How jobs lie in Redis, and the Lua scripts that change them. Both faces of the queue use these and nothing else.
+
+A `Space` is one queue with its keys; the scripts are the same for all. Those of training jobs (TRAINING) are:
+    temper:jobs                 stream of work: entries {job: id}, or {spec: JSON, idempotency_key?} straight from CI
+    temper:jobs:index           sorted set of job ids by creation time, for listing
+    temper:jobs:dead            stream of what was given up: {job?, entry, reason, spec?}
+    temper:job:{id}             hash: the job, its spec and who owns it now
+    temper:job:{id}:events      stream of JobEvents
+    temper:line:{adapter}       list of the adapter's unfinished job ids in the order of submission
+    temper:idempotency:{key}    "job-id request-sha", expires
+
+A job is in exactly one of these places: unread in the stream (queued), pending for its owner in the consumer group
+(running), only in its adapter's line (queued, delivered while an earlier job of the adapter was unfinished), or nowhere
+(terminal). Jobs of one adapter run one after another, whoever runs them, so that each starts from what the one before
+made: only the head of a line may begin, and the end of its job puts the next one back into the stream. An entry handed
+back is pending with an old idle time, so that the next claim takes it first. Scripts are atomic; those of an owner
+compare the fencing token and answer LOST when it is stale. Every script may be repeated when its answer got lost: what
+an owner reports carries a number that grows, and what is not above its last one (`said`) has been written already.
+
+Times are Redis's own clock in unix seconds, so that hosts need not agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.storage.record_versions import JOB, Schema
+
+JOB_TTL = 30 * 86400
+"""Seconds that a terminal job stays visible."""
+EVENTS_TTL = 7 * 86400
+"""Seconds that a terminal job's events stay replayable."""
+IDEMPOTENCY_TTL = 7 * 86400
+EVENTS_LENGTH = 10_000
+DEAD_LENGTH = 1_000
+LOST = "LOST"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """One queue: its keys and its consumer group.
+
+    Args:
+        stream: of work; index and dead letters are beside it.
+        group: the consumers'.
+        jobs, lines, keys: what the names of jobs, lines and idempotency keys begin with.
+        schema: of the jobs' hashes.
+        settled_by_owner: what an attempt has made is kept when its job is cancelled. So a job that has once begun is
+            delivered even then, for its owner to end it.
+    """
+
+    stream: str
+    group: str
+    jobs: str
+    lines: str
+    keys: str
+    schema: Schema
+    settled_by_owner: bool = False
+
+    @property
+    def index(self) -> str:
+        return f"{self.stream}:index"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.stream}:dead"
+
+    @property
+    def settles(self) -> str:
+        """``settled_by_owner`` as the scripts take it."""
+        return "1" if self.settled_by_owner else "0"
+
+    def job_key(self, job_id: str) -> str:
+        return f"{self.jobs}{job_id}"
+
+    def events_key(self, job_id: str) -> str:
+        return f"{self.jobs}{job_id}:events"
+
+    def line_key(self, line: str) -> str:
+        return f"{self.lines}{line}"
+
+    def idempotency_key(self, key: str) -> str:
+        return f"{self.keys}{key}"
+
+    def lua(self, script: str) -> str:
+        """A script of this module for this queue."""
+        return f"local JOBS, LINES, SCHEMA = '{self.jobs}', '{self.lines}', {self.schema.version}\n{script}"
+
+
+TRAINING = Space("temper:jobs", "trainers", "temper:job:", "temper:line:", "temper:idempotency:", JOB)
+STREAM, GROUP, INDEX, DEAD = TRAINING.stream, TRAINING.group, TRAINING.index, TRAINING.dead
+
+
+def job_key(job_id: str) -> str:
+    return TRAINING.job_key(job_id)
+
+
+def events_key(job_id: str) -> str:
+    return TRAINING.events_key(job_id)
+
+
+def line_key(adapter: str) -> str:
+    return TRAINING.line_key(adapter)
+
+
+def idempotency_key(key: str, key_id: str = "") -> str:
+    """Of a submission by an API key, whose id stands before a space, which no client can send."""
+    return TRAINING.idempotency_key(f"{key_id} {key}" if key_id else key)
+
+
+_PRELUDE = f"""
+local function now()
+  local t = redis.call('TIME')
+  return string.format('%d.%06d', tonumber(t[1]), tonumber(t[2]))
+end
+local function emit(events, kind, data)
+  redis.call('XADD', events, 'MAXLEN', '~', {EVENTS_LENGTH}, '*', 'kind', kind, 'time', now(), 'data', data)
+end
+local function owned(job, fence)
+  return redis.call('HGET', job, 'fence') == fence and redis.call('HGET', job, 'state') == 'running'
+end
+local function said(job, fence, number)
+  if number == '' then return false end
+  local before, last = string.match(redis.call('HGET', job, 'said') or '', '^(%S+) (%S+)$')
+  if before == fence and tonumber(last) >= tonumber(number) then return true end
+  redis.call('HSET', job, 'said', fence .. ' ' .. number)
+  return false
+end
+local function head(line)
+  while true do
+    local id = redis.call('LINDEX', line, 0)
+    if not id then return nil end
+    local state = redis.call('HGET', JOBS .. id, 'state')
+    if state == 'queued' or state == 'running' then return id end
+    redis.call('LPOP', line)
+  end
+end
+local function leave_line(job, stream)
+  local line = LINES .. (redis.call('HGET', job, 'adapter') or '')
+  redis.call('LREM', line, 0, redis.call('HGET', job, 'id') or '')
+  local id = head(line)
+  if id and redis.call('HGET', JOBS .. id, 'entry') == '' then
+    redis.call('HSET', JOBS .. id, 'entry', redis.call('XADD', stream, '*', 'job', id))
+  end
+end
+local function finish(job, events, stream, group, state, reason, result)
+  local entry = redis.call('HGET', job, 'entry')
+  redis.call('HSET', job, 'state', state, 'reason', reason, 'result_adapter', result, 'finished_at', now())
+  if state ~= 'failed' then redis.call('HDEL', job, 'spec') end
+  if entry ~= '' then
+    redis.call('XACK', stream, group, entry)
+    redis.call('XDEL', stream, entry)
+  end
+  leave_line(job, stream)
+  local data = {{state = state}}
+  if reason ~= '' then data.reason = reason end
+  if result ~= '' then data.result_adapter = result end
+  emit(events, 'state', cjson.encode(data))
+  redis.call('EXPIRE', job, {JOB_TTL})
+  redis.call('EXPIRE', events, {EVENTS_TTL})
+end
+local function bury(dead, entry, job, reason, spec)
+  local fields = {{'entry', entry, 'reason', reason, 'time', now()}}
+  if job ~= '' then table.insert(fields, 'job') table.insert(fields, job) end
+  if spec ~= '' then table.insert(fields, 'spec') table.insert(fields, spec) end
+  redis.call('XADD', dead, 'MAXLEN', '~', {DEAD_LENGTH}, '*', unpack(fields))
+end
+"""
+
+SUBMIT = (
+    _PRELUDE
+    + f"""
+-- KEYS stream index job events idempotency line; ARGV id spec sha kind adapter metadata has_key entry traceparent
+-- schema key_id
+-- sha: of the request, which an idempotency key stands for, as long as its job is there. entry: '' to add one, else the
+-- id of the stream entry that brought this spec. schema: '' or nothing for the present one.
+if ARGV[7] == '1' then
+  local known = redis.call('GET', KEYS[5])
+  if known then
+    local id, sha = string.match(known, '^(%S+) (%S+)$')
+    if redis.call('EXISTS', JOBS .. id) == 1 then
+      if sha == ARGV[3] then return {{'existing', id}} end
+      return {{'conflict', id}}
+    end
+  end
+end
+if redis.call('EXISTS', KEYS[3]) == 1 then return {{'existing', ARGV[1]}} end
+if ARGV[7] == '1' then redis.call('SET', KEYS[5], ARGV[1] .. ' ' .. ARGV[3], 'EX', {IDEMPOTENCY_TTL}) end
+local entry = ARGV[8]
+if entry == '' then entry = redis.call('XADD', KEYS[1], '*', 'job', ARGV[1]) end
+local created = now()
+redis.call('HSET', KEYS[3], 'id', ARGV[1], 'spec', ARGV[2], 'kind', ARGV[4], 'adapter', ARGV[5], 'metadata',
+  ARGV[6], 'entry', entry, 'state', 'queued', 'created_at', created, 'attempts', '0', 'fence', '0', 'schema',
+  (ARGV[10] or '') ~= '' and ARGV[10] or SCHEMA)
+if (ARGV[9] or '') ~= '' then redis.call('HSET', KEYS[3], 'traceparent', ARGV[9]) end
+if (ARGV[11] or '') ~= '' then redis.call('HSET', KEYS[3], 'key_id', ARGV[11]) end
+redis.call('ZADD', KEYS[2], created, ARGV[1])
+redis.call('RPUSH', KEYS[6], ARGV[1])
+emit(KEYS[4], 'state', '{{"state":"queued"}}')
+return {{'created', ARGV[1]}}
+"""
+)
+
+BEGIN = (
+    _PRELUDE
+    + """
+-- KEYS stream job events dead; ARGV group entry id claim owner max_attempts settled_by_owner
+local job = redis.call('HMGET', KEYS[2], 'state', 'entry', 'claim', 'cancel', 'attempts', 'fence', 'last_error',
+  'adapter', 'schema')
+local state, entry, attempts = job[1], job[2], tonumber(job[5] or '0')
+if not state or entry ~= ARGV[2] or (state ~= 'queued' and state ~= 'running') then
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+  redis.call('XDEL', KEYS[1], ARGV[2])
+  return {'dropped'}
+end
+-- Of a later release: left alone, so that one of those takes it once this delivery has been silent for long enough.
+if (tonumber(job[9] or '1') or 0) > SCHEMA then return {'newer', job[9]} end
+if state == 'running' and job[3] == ARGV[4] then return {'claimed', job[6], job[5]} end
+if job[4] == '1' and (ARGV[7] ~= '1' or redis.call('HEXISTS', KEYS[2], 'started_at') == 0) then
+  finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'cancelled', 'cancelled on request', '')
+  return {'dropped'}
+end
+if attempts >= tonumber(ARGV[6]) then
+  local why = job[7] or 'its engine died or stopped answering each time'
+  local reason = 'given up after ' .. attempts .. ' attempts: ' .. why
+  bury(KEYS[4], ARGV[2], ARGV[3], reason, '')
+  finish(KEYS[2], KEYS[3], KEYS[1], ARGV[1], 'failed', reason, '')
+  return {'dropped'}
+end
+local first = head(LINES .. job[8])
+if first and first ~= ARGV[3] then
+  redis.call('HSET', KEYS[2], 'entry', '')
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+  redis.call('XDEL', KEYS[1], ARGV[2])
+  emit(KEYS[3], 'log', cjson.encode({message = 'waits for ' .. first .. ', an earlier job of this adapter'}))
+  return {'waits', first}
+end
+local fence = redis.call('HINCRBY', KEYS[2], 'fence', 1)
+attempts = redis.call('HINCRBY', KEYS[2], 'attempts', 1)
+redis.call('HSETNX', KEYS[2], 'started_at', now())
+redis.call('HSET', KEYS[2], 'state', 'running', 'claim', ARGV[4], 'owner', ARGV[5])
+emit(KEYS[3], 'state', cjson.encode({state = 'running', attempt = attempts}))
+return {'claimed', tostring(fence), tostring(attempts)}
+"""
+)
+
+BURY_ENTRY = (
+    _PRELUDE
+    + """
+-- KEYS stream dead; ARGV group entry reason spec
+bury(KEYS[2], ARGV[2], '', ARGV[3], ARGV[4])
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+redis.call('XDEL', KEYS[1], ARGV[2])
+return 'OK'
+"""
+)
+
+HEARTBEAT = (
+    _PRELUDE
+    + f"""
+-- KEYS job stream; ARGV fence group owner entry. Inside the fence, or an old owner would steal its entry back.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[3], 0, ARGV[4], 'JUSTID')
+if redis.call('HGET', KEYS[1], 'cancel') == '1' then return 'CANCEL' end
+return 'OK'
+"""
+)
+
+REPORT = (
+    _PRELUDE
+    + f"""
+-- KEYS job events; ARGV fence number progress metrics data. number: see said.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
+local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
+for name, value in pairs(cjson.decode(ARGV[4])) do metrics[name] = value end
+redis.call('HSET', KEYS[1], 'progress', ARGV[3], 'metrics', cjson.encode(metrics))
+emit(KEYS[2], 'progress', ARGV[5])
+return 'OK'
+"""
+)
+
+DESCRIBE = (
+    _PRELUDE
+    + f"""
+-- KEYS job; ARGV fence number settings notes metrics
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
+local metrics = cjson.decode(redis.call('HGET', KEYS[1], 'metrics') or '{{}}')
+for name, value in pairs(cjson.decode(ARGV[5])) do metrics[name] = value end
+redis.call('HSET', KEYS[1], 'settings', ARGV[3], 'notes', ARGV[4], 'metrics', cjson.encode(metrics))
+return 'OK'
+"""
+)
+
+EVENT = (
+    _PRELUDE
+    + f"""
+-- KEYS job events; ARGV fence number kind data
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if said(KEYS[1], ARGV[1], ARGV[2]) then return 'OK' end
+emit(KEYS[2], ARGV[3], ARGV[4])
+return 'OK'
+"""
+)
+
+PARENT = (
+    _PRELUDE
+    + f"""
+-- KEYS job; ARGV fence parent. The first attempt's answer counts for every later one.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('HSETNX', KEYS[1], 'parent', ARGV[2])
+return redis.call('HGET', KEYS[1], 'parent')
+"""
+)
+
+STAGE = (
+    _PRELUDE
+    + f"""
+-- KEYS job events; ARGV fence stage progressed field value ... The owner's own fields; '@first' as a value: now, unless
+-- there is one already. Progressed: what was made stays, so the deliveries before this one were no failures.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+local answer = {{redis.call('HGET', KEYS[1], 'cancel') == '1' and 'CANCEL' or 'OK'}}
+for i = 4, #ARGV, 2 do
+  if ARGV[i + 1] == '@first' then
+    redis.call('HSETNX', KEYS[1], ARGV[i], now())
+  else
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+  table.insert(answer, redis.call('HGET', KEYS[1], ARGV[i]))
+end
+if ARGV[3] == '1' then redis.call('HSET', KEYS[1], 'attempts', '1') end
+if ARGV[2] ~= (redis.call('HGET', KEYS[1], 'stage') or '') then
+  redis.call('HSET', KEYS[1], 'stage', ARGV[2])
+  emit(KEYS[2], 'state', cjson.encode({{state = 'running', stage = ARGV[2]}}))
+end
+return answer
+"""
+)
+
+PUBLISHING = (
+    _PRELUDE
+    + f"""
+-- KEYS job; ARGV fence. From here on the job's version may exist, so it can no longer be cancelled; a cancellation
+-- that came first wins.
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if redis.call('HGET', KEYS[1], 'publishing') == '1' then return 'OK' end
+if redis.call('HGET', KEYS[1], 'cancel') == '1' then return 'CANCEL' end
+redis.call('HSET', KEYS[1], 'publishing', '1')
+return 'OK'
+"""
+)
+
+FINISH = (
+    _PRELUDE
+    + f"""
+-- KEYS job events stream dead; ARGV fence group state reason result dead id
+if redis.call('HGET', KEYS[1], 'fence') == ARGV[1] and redis.call('HGET', KEYS[1], 'state') == ARGV[3] then
+  return 'OK'
+end
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+if ARGV[6] == '1' then bury(KEYS[4], redis.call('HGET', KEYS[1], 'entry'), ARGV[7], ARGV[4], '') end
+finish(KEYS[1], KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+return 'OK'
+"""
+)
+
+RELEASE = (
+    _PRELUDE
+    + f"""
+-- KEYS job events stream; ARGV fence group owner entry counts reason
+-- The entry stays pending but looks long abandoned: the next claim takes it, before anything newer.
+if redis.call('HGET', KEYS[1], 'fence') == ARGV[1] and redis.call('HGET', KEYS[1], 'state') == 'queued' then
+  return 'OK'
+end
+if not owned(KEYS[1], ARGV[1]) then return '{LOST}' end
+redis.call('HSET', KEYS[1], 'state', 'queued', 'owner', '')
+if ARGV[5] == '1' then
+  redis.call('HSET', KEYS[1], 'last_error', ARGV[6])
+else
+  redis.call('HINCRBY', KEYS[1], 'attempts', -1)
+end
+redis.call('XCLAIM', KEYS[3], ARGV[2], ARGV[3], 0, ARGV[4], 'IDLE', 864000000, 'JUSTID')
+emit(KEYS[2], 'state', cjson.encode({{state = 'queued', reason = ARGV[6]}}))
+return 'OK'
+"""
+)
+
+CANCEL = (
+    _PRELUDE
+    + """
+-- KEYS job events stream; ARGV group settled_by_owner
+local state = redis.call('HGET', KEYS[1], 'state')
+if not state then return 'MISSING' end
+if (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'publishing') == '1' then
+  return 'LATE'
+end
+local kept = ARGV[2] == '1' and redis.call('HEXISTS', KEYS[1], 'started_at') == 1
+if state == 'queued' and not kept then
+  finish(KEYS[1], KEYS[2], KEYS[3], ARGV[1], 'cancelled', 'cancelled before it started', '')
+elseif (state == 'queued' or state == 'running') and redis.call('HGET', KEYS[1], 'cancel') ~= '1' then
+  redis.call('HSET', KEYS[1], 'cancel', '1', 'cancel_at', now())
+  emit(KEYS[2], 'log', '{"message":"cancellation requested"}')
+end
+return 'OK'
+"""
+)
+
+UNFINISHED = """
+-- KEYS index. Spec and parent ('' where there is none) of every queued or running job, flat.
+local found = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  local job = redis.call('HMGET', JOBS .. id, 'state', 'spec', 'parent')
+  if job[1] == 'queued' or job[1] == 'running' then
+    table.insert(found, job[2] or '')
+    table.insert(found, job[3] or '')
+  end
+end
+return found
+"""

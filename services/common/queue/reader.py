@@ -1,0 +1,111 @@
+"""Looking at the jobs of a queue on Redis, from asyncio; one class a kind of work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from redis.commands.core import AsyncScript
+
+from services.common.errors import NotFound
+from services.common.queue import lua as scripts
+from services.common.queue.depth import QueueDepth, measure
+from services.common.settings import CommonSettings
+from services.common.storage.redis import call_async, connect_async
+
+_PAGE = 100
+
+Record = TypeVar("Record")
+
+
+class Ledger(ABC, Generic[Record]):
+    """The records of one queue. For one asyncio loop; every method may raise Unavailable."""
+
+    fields: ClassVar[Sequence[str]]
+    """Of the hash, that a record is made of."""
+    called: ClassVar[str]
+    """What a record is, in messages."""
+
+    def __init__(self, settings: CommonSettings, space: scripts.Space) -> None:
+        self._redis = connect_async(settings)
+        self._space = space
+
+    @abstractmethod
+    def record(self, values: Any) -> Record | None:
+        """A record of the values of ``fields``; None if the hash is gone."""
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def ping(self) -> None:
+        """Raises Unavailable if Redis does not answer."""
+        await call_async(self._redis.ping)
+
+    async def depth(self) -> QueueDepth:
+        """How much waits and runs, whoever's it is."""
+        return await measure(self._redis, self._space)
+
+    async def get(self, job_id: str) -> Record:
+        """Raises NotFound."""
+        found = await self._find(job_id)
+        if found is None:
+            raise self.missing(job_id)
+        return found
+
+    def missing(self, job_id: str) -> NotFound:
+        """The error for an id that nothing has."""
+        return NotFound(f"no such {self.called}: {job_id[:80]!r}", param="id")
+
+    def _script(self, script: str) -> AsyncScript:
+        return self._redis.register_script(self._space.lua(script))
+
+    async def _page(
+        self,
+        index: str,
+        limit: int,
+        after: str | None,
+        wanted: Callable[[Record], bool],
+        *,
+        oldest_first: bool = False,
+    ) -> list[Record]:
+        """Records of an index, newest first unless it is said otherwise, from behind ``after`` on. Raises NotFound."""
+        start = 0
+        if after is not None:
+            rank_of = self._redis.zrank if oldest_first else self._redis.zrevrank
+            rank = await call_async(lambda: cast(Awaitable[int | None], rank_of(index, after)))
+            if rank is None:
+                raise self.missing(after)
+            start = rank + 1
+        found: list[Record] = []
+        while len(found) < limit:
+            ids = await self._ids(index, start, newest_first=not oldest_first)
+            if not ids:
+                break
+            start += len(ids)
+            for job_id, record in zip(ids, await self._find_many(ids), strict=True):
+                if record is None:  # expired since
+                    await self._forget(index, job_id)
+                    start -= 1
+                elif wanted(record):
+                    found.append(record)
+        return found[:limit]
+
+    async def _ids(self, index: str, start: int, *, newest_first: bool) -> list[str]:
+        reply: Any = await call_async(lambda: self._redis.zrange(index, start, start + _PAGE - 1, desc=newest_first))
+        return [str(job_id) for job_id in reply]
+
+    async def _forget(self, index: str, job_id: str) -> None:
+        await call_async(lambda: self._redis.zrem(index, job_id))
+
+    async def _find(self, job_id: str) -> Record | None:
+        return (await self._find_many([job_id]))[0]
+
+    async def _find_many(self, job_ids: Sequence[str]) -> list[Record | None]:
+        async def read() -> Any:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for job_id in job_ids:
+                    pipe.hmget(self._space.job_key(job_id), list(self.fields))
+                return await pipe.execute()
+
+        return [self.record(values) for values in await call_async(read)]

@@ -1,0 +1,203 @@
+"""Files that clients upload and that batches write, in the object store.
+
+Objects:
+    files/{owner}/{id}/{000000}     the content in pieces of PIECE_BYTES: objects are written by one PUT each, and no
+                                    process ever holds a whole file
+    files/{owner}/{id}/file.json    the FileInfo, written last and removed first: a file exists while this does
+    file-expiry/{unix}/{owner}/{id} empty: what to look at then. A file that is being written has one for a day later:
+                                    what an interrupted upload left is removed as well
+
+``owner`` is the digest of who owns the file, so one owner's ids mean nothing to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from services.common.errors import NotFound, Unavailable
+from services.common.ids import PATTERN, key_of, ulid
+from services.common.jobs.strict import StrictModel
+from services.common.storage.object_store import ObjectNotFound, ObjectStore
+from services.common.storage.record_versions import FILE
+
+PIECE_BYTES = 4 * 2**20
+Purpose = Literal["batch", "batch_output"]
+_ROOT = "files"
+_EXPIRY = "file-expiry"
+_UNFINISHED_SECONDS = 86_400
+_ID = re.compile(rf"file-{PATTERN}")
+
+# Spelled out, because FileStore has a method `list`.
+Ids: TypeAlias = list[str]
+
+
+class FileInfo(StrictModel):
+    """What is known of a file."""
+
+    id: str
+    bytes: int
+    created_at: int
+    """Unix seconds, like every time here."""
+    expires_at: int | None = None
+    filename: str
+    purpose: Purpose
+    sha256: str
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file to be written.
+
+    Args:
+        owner: whose it is.
+        seconds: after which it expires; None: never.
+    """
+
+    owner: str
+    id: str
+    filename: str
+    purpose: Purpose
+    created_at: int
+    seconds: int | None = None
+
+
+def new_file_id() -> str:
+    """`file-` and 26 characters that sort by time."""
+    return "file-" + ulid()
+
+
+class FileStore:
+    """Files in an object store. Thread-safe; every method blocks and may raise Unavailable."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    @property
+    def objects(self) -> ObjectStore:
+        """Where the files are."""
+        return self._store
+
+    def create(self, new: NewFile, content: Iterable[bytes]) -> FileInfo:
+        """Writes a file; the same id and content may be written again.
+
+        Args:
+            content: in blocks of any size; what it raises ends the writing and leaves no file.
+        """
+        prefix = self._prefix(new.owner, new.id)
+        guard = self._expiry(int(time.time()) + _UNFINISHED_SECONDS, new.owner, new.id)
+        self._store.put(guard, b"")
+        digest, size, pieces = hashlib.sha256(), 0, 0
+        try:
+            for piece in _pieces(content):
+                self._store.put(f"{prefix}{pieces:06d}", piece)
+                digest.update(piece)
+                size, pieces = size + len(piece), pieces + 1
+            expires_at = None if new.seconds is None else new.created_at + new.seconds
+            if expires_at is not None:
+                self._store.put(self._expiry(expires_at, new.owner, new.id), b"")
+            info = FileInfo(
+                id=new.id,
+                bytes=size,
+                created_at=new.created_at,
+                expires_at=expires_at,
+                filename=new.filename,
+                purpose=new.purpose,
+                sha256=digest.hexdigest(),
+                pieces=pieces,
+            )
+            self._store.put(f"{prefix}file.json", json.dumps(FILE.stamped(info.model_dump())).encode())
+        except Unavailable:
+            raise  # the store is away: the guard is there for what was written
+        except Exception:
+            self._store.delete_prefix(prefix)
+            self._store.delete(guard)
+            raise
+        self._store.delete(guard)
+        return info
+
+    def get(self, owner: str, file_id: str) -> FileInfo:
+        """Raises NotFound: no such file, or it has expired."""
+        if _ID.fullmatch(file_id) is None:
+            raise _missing(file_id)
+        try:
+            info = self._info(self._prefix(owner, file_id))
+        except ObjectNotFound as error:
+            raise _missing(file_id) from error
+        if info.expires_at is not None and info.expires_at <= time.time():
+            raise _missing(file_id)
+        return info
+
+    def ids(self, owner: str) -> Ids:
+        """Of all files of an owner, oldest first; some may be gone when they are read."""
+        return [name for name in self._store.list_dirs(f"{_ROOT}/{key_of(owner)}/") if _ID.fullmatch(name)]
+
+    def piece(self, owner: str, info: FileInfo, number: int) -> bytes:
+        """One piece of the content. Raises NotFound if the file was deleted meanwhile."""
+        try:
+            return self._store.get(f"{self._prefix(owner, info.id)}{number:06d}").data
+        except ObjectNotFound as error:
+            raise _missing(info.id) from error
+
+    def delete(self, owner: str, file_id: str) -> None:
+        """Raises NotFound."""
+        self.get(owner, file_id)
+        self._remove(self._prefix(owner, file_id))
+
+    def sweep(self) -> int:
+        """Removes files that have expired and what interrupted uploads left; returns how many."""
+        removed = 0
+        for key in self._store.list(f"{_EXPIRY}/"):
+            _, at, owner, file_id = key.split("/")
+            if int(at) > time.time():
+                break
+            prefix = f"{_ROOT}/{owner}/{file_id}/"
+            if self._is_over(prefix):
+                self._remove(prefix)
+                removed += 1
+            self._store.delete(key)
+        return removed
+
+    def _is_over(self, prefix: str) -> bool:
+        try:
+            info = self._info(prefix)
+        except ObjectNotFound:
+            return True
+        return info.expires_at is not None and info.expires_at <= time.time()
+
+    def _info(self, prefix: str) -> FileInfo:
+        """Raises ObjectNotFound, NewerSchema."""
+        key = f"{prefix}file.json"
+        return FileInfo.model_validate(FILE.unstamped(json.loads(self._store.get(key).data), key))
+
+    def _remove(self, prefix: str) -> None:
+        self._store.delete(f"{prefix}file.json")
+        self._store.delete_prefix(prefix)
+
+    def _prefix(self, owner: str, file_id: str) -> str:
+        return f"{_ROOT}/{key_of(owner)}/{file_id}/"
+
+    def _expiry(self, at: int, owner: str, file_id: str) -> str:
+        return f"{_EXPIRY}/{at:012d}/{key_of(owner)}/{file_id}"
+
+
+def _pieces(content: Iterable[bytes]) -> Iterator[bytes]:
+    """The content in pieces of PIECE_BYTES, the last one shorter."""
+    waiting = bytearray()
+    for block in content:
+        waiting += block
+        while len(waiting) >= PIECE_BYTES:
+            yield bytes(waiting[:PIECE_BYTES])
+            del waiting[:PIECE_BYTES]
+    if waiting:
+        yield bytes(waiting)
+
+
+def _missing(file_id: str) -> NotFound:
+    return NotFound(f"no such file: {file_id[:80]!r}", param="file_id")

@@ -1,0 +1,324 @@
+"""The S3 object store: whole objects, conditional writes, short timeouts.
+
+The minio SDK signs and sends; it has no public argument for If-Match and If-None-Match, so conditional writes use its
+single-PUT building block (`Minio._put_object`), in this module only. Objects are written by one PUT each, because
+conditions are not dependable on multipart uploads.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import tenacity
+import urllib3
+from minio import Minio
+from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+
+from services.common.errors import Conflict, NotFound, Refused, TemperError, Unavailable
+from services.common.security.outbound import pool
+from services.common.settings import CommonSettings
+from services.common.storage.s3_credentials import s3_url, store_credentials
+
+CONNECT_SECONDS = 2.0
+READ_SECONDS = 5.0
+"""Silence after which a server counts as frozen; larger bodies get a second more for every 20 MB."""
+CONDITION_SECONDS = 10.0
+"""What a conditional write gets on top. SeaweedFS decides conditions under a lock of the object's, and who finds it
+taken asks again after a whole second (its `weed/cluster/lock_client.go`): the last of N at once waits for up to N."""
+RETRY_SECONDS = 4.0
+"""No attempt starts later than this after the first one, so a call on a frozen server ends after one read timeout."""
+ATTEMPTS = 4
+_BYTES_PER_SECOND = 20e6
+_STREAM_BYTES = 1 << 20
+_CONDITIONS = frozenset({"If-Match", "If-None-Match"})
+_MISSING = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
+_REFUSED = frozenset(
+    {"AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId", "AuthorizationHeaderMalformed", "NoSuchBucket"}
+)
+_MET = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+_OWNED = frozenset({"BucketAlreadyOwnedByYou", "BucketAlreadyExists"})
+
+T = TypeVar("T")
+Keys: TypeAlias = list[str]
+Listing: TypeAlias = "list[ListedObject]"
+"""Both spelled out, because ObjectStore has a method `list`."""
+
+
+class ObjectNotFound(NotFound):
+    """No object has this key."""
+
+
+class PreconditionFailed(Conflict):
+    """The object is not in the state that a conditional write asked for."""
+
+
+class StoreRejected(TemperError):
+    """The S3 server cannot keep adapters safely."""
+
+    code: ClassVar[str] = "store_rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object's bytes and its etag (without quotes)."""
+
+    data: bytes
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedObject:
+    """What a listing says of an object."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified: datetime
+
+
+class _Pool(urllib3.PoolManager):
+    """Gives every request its timeout, which grows with the body: a socket's timeout covers the whole of a send.
+
+    Args:
+        inner: has the connections.
+    """
+
+    def __init__(self, inner: urllib3.PoolManager) -> None:
+        super().__init__(num_pools=1)
+        self._inner = inner
+
+    def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
+        body = kw.get("body")
+        extra = len(body) / _BYTES_PER_SECOND if isinstance(body, bytes | memoryview) else 0.0
+        turn = CONDITION_SECONDS if _CONDITIONS & set(kw.get("headers") or ()) else 0.0
+        kw["timeout"] = urllib3.Timeout(connect=CONNECT_SECONDS + extra, read=READ_SECONDS + turn + extra)
+        kw["retries"] = False
+        return self._inner.urlopen(method, url, redirect, **kw)
+
+
+class ObjectStore:
+    """One bucket of an S3 server. Thread-safe; every method blocks for seconds at most, conditional writes for longest.
+
+    Every method may raise Unavailable: the server is away, frozen, or refuses the credentials.
+    """
+
+    def __init__(self, settings: CommonSettings) -> None:
+        self._bucket = settings.s3_bucket
+        self._endpoint = settings.s3_endpoint
+        self._client = Minio(
+            settings.s3_endpoint,
+            credentials=store_credentials(settings),
+            secure=settings.s3_secure,
+            region=settings.s3_region,
+            http_client=_Pool(pool(settings, s3_url(settings.s3_endpoint, settings.s3_secure), maxsize=16)),
+        )
+
+    def get(self, key: str) -> StoredObject:
+        """Raises ObjectNotFound if there is none."""
+
+        def read() -> StoredObject:
+            response = self._client.get_object(self._bucket, key)
+            try:
+                return StoredObject(response.read(), response.headers.get("etag", "").strip('"'))
+            finally:
+                response.close()
+                response.release_conn()
+
+        return self._call(f"get {key}", read)
+
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """Reads the bytes of an object from ``offset`` on into a buffer that is not empty.
+
+        Returns:
+            How many there were: fewer than asked for at the object's end.
+
+        Raises:
+            ObjectNotFound: there is no such object.
+        """
+
+        def read() -> int:
+            try:
+                response = self._client.get_object(self._bucket, key, offset=offset, length=len(target))
+            except S3Error as error:
+                if error.code == "InvalidRange":
+                    return 0
+                raise
+            try:
+                if offset and response.status != 206:
+                    raise InvalidResponseError(response.status, response.headers.get("content-type"), "not the range")
+                count = 0
+                for block in response.stream(_STREAM_BYTES):
+                    block = block[: len(target) - count]
+                    target[count : count + len(block)] = block
+                    count += len(block)
+                return count
+            finally:
+                response.close()
+                response.release_conn()
+
+        return self._call(f"read {key}", read)
+
+    def put(self, key: str, data: bytes | memoryview, *, if_match: str | None = None, if_absent: bool = False) -> str:
+        """Writes an object and returns its etag.
+
+        Args:
+            if_match: only if the object has this etag now.
+            if_absent: only if there is no such object.
+
+        Raises:
+            PreconditionFailed: the condition does not hold. A write that was retried because its first answer got
+                lost is recognised by its content and succeeds.
+        """
+        headers: dict[str, str] = {}
+        if if_match is not None:
+            headers["If-Match"] = f'"{if_match}"'
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        body: Any = data  # minio says bytes; it, urllib3 and sockets take any buffer
+        attempts = 0
+
+        def write() -> str:
+            nonlocal attempts
+            attempts += 1
+            return str(self._client._put_object(self._bucket, key, body, headers=dict(headers)).etag)
+
+        try:
+            return self._call(f"put {key}", write)
+        except ObjectNotFound as error:  # AWS answers If-Match on a missing key with 404
+            raise PreconditionFailed(f"object {key} does not exist any more") from error
+        except PreconditionFailed:
+            if attempts == 1:
+                raise
+            stored = self.get(key)
+            if stored.data != data:
+                raise
+            return stored.etag
+
+    def head(self, key: str) -> str | None:
+        """The object's etag; None if there is no such object."""
+        try:
+            return self._call(f"head {key}", lambda: self._client.stat_object(self._bucket, key).etag)
+        except ObjectNotFound:
+            return None
+
+    def list(self, prefix: str, recursive: bool = True) -> Keys:
+        """The keys that start with ``prefix``, sorted; not recursive: those directly under it (which ends in "/")."""
+
+        def read() -> Keys:
+            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=recursive)
+            return sorted(entry.object_name for entry in found if entry.object_name and not entry.is_dir)
+
+        return self._call(f"list {prefix}", read)
+
+    def list_objects(self, prefix: str) -> Listing:
+        """The objects whose keys start with ``prefix``, sorted by key."""
+
+        def read() -> Listing:
+            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            listed = (
+                ListedObject(entry.object_name, entry.size or 0, entry.last_modified or datetime.fromtimestamp(0, UTC))
+                for entry in found
+                if entry.object_name and not entry.is_dir
+            )
+            return sorted(listed, key=lambda entry: entry.key)
+
+        return self._call(f"list {prefix}", read)
+
+    def list_dirs(self, prefix: str) -> Keys:
+        """The names of the "directories" directly under ``prefix`` (which ends in "/"), sorted."""
+
+        def read() -> Keys:
+            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=False)
+            names = (entry.object_name for entry in found if entry.object_name and entry.is_dir)
+            return sorted(name[len(prefix) :].rstrip("/") for name in names)
+
+        return self._call(f"list {prefix}", read)
+
+    def delete(self, key: str) -> None:
+        """Removes an object; none there is fine."""
+        try:
+            self._call(f"delete {key}", lambda: self._client.remove_object(self._bucket, key))
+        except ObjectNotFound:
+            return
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Removes every object whose key starts with ``prefix``."""
+        for key in self.list(prefix):
+            self.delete(key)
+
+    def check(self) -> None:
+        """Makes the bucket and proves that the server honours conditional writes.
+
+        Raises:
+            StoreRejected: it overwrites objects although the condition does not hold.
+        """
+        self._call(f"make bucket {self._bucket}", self._make_bucket)
+        key = f"probe/{uuid.uuid4().hex}"
+        try:
+            self.put(key, b"first", if_absent=True)
+            for header, condition in (
+                ("If-None-Match", {"if_absent": True}),
+                ("If-Match", {"if_match": "0" * 32}),
+            ):
+                try:
+                    self.put(key, b"second", **condition)
+                except PreconditionFailed:
+                    continue
+                raise StoreRejected(
+                    f"the S3 server at {self._endpoint} ignores {header}: concurrent jobs could overwrite each other's "
+                    "adapters. Use a server with conditional writes (MinIO RELEASE.2024-05-07 or newer, SeaweedFS, AWS "
+                    "S3), or leave TEMPER_S3_ENDPOINT unset so that `temper up` starts one"
+                )
+        finally:
+            self.delete(key)
+
+    def _make_bucket(self) -> None:
+        if self._client.bucket_exists(self._bucket):
+            return
+        try:
+            self._client.make_bucket(self._bucket)
+        except S3Error as error:
+            if error.code not in _OWNED:
+                raise
+
+    def _call(self, what: str, operation: Callable[[], T]) -> T:
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_transient),
+            stop=tenacity.stop_after_attempt(ATTEMPTS) | tenacity.stop_after_delay(RETRY_SECONDS),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
+            reraise=True,
+        )
+        try:
+            return retrying(operation)
+        except S3Error as error:
+            raise self._translate(what, error) from error
+        except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
+            raise Unavailable(f"S3 at {self._endpoint} is away ({what}): {_first_line(error)}") from error
+
+    def _translate(self, what: str, error: S3Error) -> TemperError:
+        if error.code in _MISSING:
+            return ObjectNotFound(f"no such object ({what})")
+        if error.code == "PreconditionFailed":
+            return PreconditionFailed(f"condition does not hold ({what})")
+        if error.code in _REFUSED:
+            return Refused(
+                f"S3 at {self._endpoint} refused {what}: {error.code}; check TEMPER_S3_ACCESS_KEY, "
+                "TEMPER_S3_SECRET_KEY and TEMPER_S3_BUCKET"
+            )
+        return Unavailable(f"S3 at {self._endpoint} failed ({what}): {error.code} {error.message}")
+
+
+def _transient(error: BaseException) -> bool:
+    if isinstance(error, S3Error):
+        # 409: two conditional writes met, or two that make the bucket at a first start; one of them is to be repeated.
+        return error.code in _MET or error.response.status >= 500
+    return isinstance(error, urllib3.exceptions.HTTPError | ServerError | InvalidResponseError | OSError)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -1,0 +1,130 @@
+"""Redis connections as every part of Temper makes them: RESP2 shapes, short timeouts, errors of our own tree."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
+import tenacity
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from services.common.errors import Unavailable
+from services.common.settings import CommonSettings
+from services.common.storage.redis_url import sentinel_url
+
+CONNECT_SECONDS = 2.0
+SOCKET_SECONDS = 4.0
+"""Silence after which a server counts as frozen; also the upper limit of blocking commands."""
+BLOCK_SECONDS = 2.0
+"""The longest that one blocking command waits."""
+RETRY_SECONDS = 2.0
+"""Refused connections are retried for this long; a command that timed out is not repeated."""
+ASYNC_CONNECTIONS = 1000
+"""Of one gateway: a client that follows a job's events holds one."""
+
+_NOT_UTF8 = "backslashreplace"
+"""Pipelines write to the stream as well: bytes that are no text must not be an exception in every reader, for ever."""
+
+_TEXT: Mapping[str, Any] = {
+    "decode_responses": True,
+    "encoding_errors": _NOT_UTF8,
+    "socket_timeout": SOCKET_SECONDS,
+    "socket_connect_timeout": CONNECT_SECONDS,
+}
+T = TypeVar("T")
+_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
+_REFUSED = (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError, redis.exceptions.AuthenticationError)
+
+
+def connect(settings: CommonSettings) -> redis.Redis:
+    """A blocking client that decodes to str."""
+    return client_of(settings, **_TEXT, retry=Retry(NoBackoff(), 0))
+
+
+def client_of(settings: CommonSettings, **options: Any) -> redis.Redis:
+    """A blocking client of what TEMPER_REDIS_URL names.
+
+    Args:
+        options: of redis.Redis.
+
+    Raises:
+        ValueError: the URL is none.
+    """
+    url = settings.redis_url.get_secret_value()
+    options = {"protocol": 2, **options}
+    named = sentinel_url(url)
+    if named is None:
+        return redis.Redis.from_url(url, **options, **_trust(settings, url.startswith("rediss://")))
+    options |= named.login | _trust(settings, named.tls)
+    watch = redis.sentinel.Sentinel(named.sentinels, sentinel_kwargs=_asking(options), **options)  # type: ignore[no-untyped-call]
+    client: redis.Redis = watch.master_for(named.service, db=named.database)  # type: ignore[no-untyped-call]
+    return client
+
+
+def connect_async(settings: CommonSettings) -> redis.asyncio.Redis:
+    """An asyncio client that decodes to str."""
+    url = settings.redis_url.get_secret_value()
+    options = {"protocol": 2, **_TEXT, "max_connections": ASYNC_CONNECTIONS, "retry": AsyncRetry(NoBackoff(), 0)}
+    named = sentinel_url(url)
+    if named is None:
+        return redis.asyncio.Redis.from_url(url, **options, **_trust(settings, url.startswith("rediss://")))
+    options |= named.login | _trust(settings, named.tls)
+    watch = redis.asyncio.sentinel.Sentinel(named.sentinels, sentinel_kwargs=_asking(options), **options)  # type: ignore[no-untyped-call]
+    client: redis.asyncio.Redis = watch.master_for(named.service, db=named.database)
+    return client
+
+
+def _trust(settings: CommonSettings, tls: bool) -> dict[str, Any]:
+    """Authorities beside the public ones, which redis-py trusts anyway."""
+    return {"ssl_ca_certs": str(settings.ca_bundle)} if tls and settings.ca_bundle is not None else {}
+
+
+def _asking(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A Sentinel answers at once, or another is asked."""
+    kept = ("username", "password", "ssl", "ssl_ca_certs", "protocol")
+    return {
+        **{name: options[name] for name in kept if name in options},
+        "socket_timeout": CONNECT_SECONDS,
+        "socket_connect_timeout": CONNECT_SECONDS,
+    }
+
+
+def call(operation: Callable[[], T]) -> T:
+    """Runs a command that may be repeated. Raises Unavailable when Redis is away."""
+    try:
+        return tenacity.Retrying(**_policy())(operation)
+    except (*_AWAY, *_REFUSED) as error:
+        raise unavailable(error) from error
+
+
+async def call_async(operation: Callable[[], Awaitable[T]]) -> T:
+    """`call` for asyncio."""
+
+    async def attempt() -> T:  # tenacity awaits coroutine functions only
+        return await operation()
+
+    try:
+        return await tenacity.AsyncRetrying(**_policy())(attempt)
+    except (*_AWAY, *_REFUSED) as error:
+        raise unavailable(error) from error
+
+
+def unavailable(error: Exception) -> Unavailable:
+    """Without the URL, which may hold a password."""
+    text = (str(error) or type(error).__name__).splitlines()[0][:200]
+    return Unavailable(f"Redis (TEMPER_REDIS_URL) is away: {text}")
+
+
+def _policy() -> dict[str, Any]:
+    return {
+        "retry": tenacity.retry_if_exception_type(_AWAY),
+        "stop": tenacity.stop_after_delay(RETRY_SECONDS),
+        "wait": tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
+        "reraise": True,
+    }

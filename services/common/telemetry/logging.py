@@ -1,0 +1,100 @@
+"""Logs and metrics, set up the same way in every service.
+
+Logs are structlog events with a service name and an ISO time: JSON for machines, coloured text for a terminal. Nothing
+secret is logged: settings hold secrets as SecretStr, and keys that look like credentials are masked here as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+
+from services.common.security import api_keys
+from services.common.settings import CommonSettings
+
+_SECRET = re.compile(r"secret|password|passwd|authorization|api_?key|access_key|token$|redis_url", re.IGNORECASE)
+_API_KEY = re.compile(api_keys.PATTERN)
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@")
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds, for histograms of requests and steps."""
+
+
+def configure_logging(settings: CommonSettings, *, service: str) -> None:
+    """Sends structlog and the standard library's loggers to stderr in one format. Call once, in main."""
+    level = getattr(logging, settings.log_level.upper())
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _ServiceName(service),
+        mask_secrets,
+    ]
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer()
+        if settings.log_format == "json"
+        # Plain: the traceback of rich shows local variables, and one of them is a key.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+    )
+    exceptions = [structlog.processors.format_exc_info] if settings.log_format == "json" else []
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.processors.StackInfoRenderer(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            # Of foreign records only: structlog's own carry their logger object as an extra.
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), _drop_colours],
+            processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, *exceptions, renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for noisy in ("urllib3", "asyncio", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(max(level, logging.WARNING))
+
+
+def mask_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Masks values whose key looks like a credential, API keys inside texts, and passwords inside URLs."""
+    for key, value in event.items():
+        if _SECRET.search(key):
+            event[key] = "***"
+        elif isinstance(value, str):
+            if api_keys.PREFIX in value:
+                value = event[key] = _API_KEY.sub(f"{api_keys.PREFIX}***", value)
+            if "://" in value:
+                event[key] = _URL_PASSWORD.sub(r"\1:***@", value)
+    return event
+
+
+def _drop_colours(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """uvicorn adds its messages a second time, with terminal codes."""
+    event.pop("color_message", None)
+    return event
+
+
+class _ServiceName:
+    """Adds the service's name to every event."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    def __call__(self, _: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event["service"] = self._service
+        return event
