@@ -26,7 +26,7 @@ from images.project import requirements
 
 GATEWAY_STRANGERS = ("torch", "numpy", "triton", "transformers", "setuptools", "pip", "wheel")
 ENGINE_STRANGERS = ("transformers", "peft", "setuptools", "pip", "wheel")
-_PROBE = ("python", "-m", "services.gateway.probe")
+_PROBE = ("python", "-m", "services.gateway.server.probe")
 _CACHE = ROOT / ".venv" / "cache" / "images"
 _EXIT_SECONDS = 30.0
 

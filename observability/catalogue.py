@@ -21,8 +21,8 @@ from services.engine.observability.metrics import EngineMetrics
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
 from services.engine.scheduler.config import Counts
-from services.gateway.histogram import LoopHistogram
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.core.histogram import LoopHistogram
+from services.gateway.core.metrics import GatewayMetrics
 from services.trainer.metrics import TrainerMetrics
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}

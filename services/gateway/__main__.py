@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from services.common.shutdown import end_on_signals
 from services.common.telemetry.logging import configure_logging
-from services.gateway.app import BadSetting, create_app
-from services.gateway.drain import LAST_WORDS_SECONDS, Server, is_draining
-from services.gateway.protocol import HttpProtocol
+from services.gateway.server.app import BadSetting, create_app
+from services.gateway.server.http_protocol import HttpProtocol
+from services.gateway.server.shutdown import LAST_WORDS_SECONDS, Server, is_draining
 from services.gateway.settings import GatewaySettings
 
 

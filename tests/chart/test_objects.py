@@ -11,8 +11,8 @@ import pytest
 
 from services.common.settings import CommonSettings
 from services.engine.settings import EngineSettings
+from services.gateway.server.smoke_test import SmokeSettings
 from services.gateway.settings import GatewaySettings
-from services.gateway.smoke import SmokeSettings
 from services.model_source.settings import ModelSourceSettings
 from services.trainer.settings import TrainerSettings
 from tests.chart.conftest import COMBINATIONS

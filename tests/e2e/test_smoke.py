@@ -14,7 +14,7 @@ from tests.stack import ROOT, Stack, clean_environment
 
 def smoke(url: str, *options: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services.gateway.smoke", url, *options],
+        [sys.executable, "-m", "services.gateway.server.smoke_test", url, *options],
         capture_output=True,
         text=True,
         timeout=200,

@@ -218,7 +218,7 @@ print(round(time.monotonic() - began, 1))
 def test_without_a_collector_nothing_of_it_is_loaded() -> None:
     code = """
 import sys
-import services.gateway.app, services.engine.server.service, services.trainer.runtime.worker
+import services.gateway.server.app, services.engine.server.service, services.trainer.runtime.worker
 from services.common.settings import CommonSettings
 from services.common.telemetry.tracing import NO_TRACER, open_tracer
 assert open_tracer(CommonSettings(), "test") is NO_TRACER

@@ -25,7 +25,7 @@ from services.common.queue.delivery import JobLost
 from services.common.settings import CommonSettings
 from services.common.storage.files import FileStore
 from services.common.storage.object_store import ObjectStore
-from services.gateway.batches.host import BatchStores
+from services.gateway.api.batches.dependencies import BatchStores
 from tests.integration.servers import RunningServer
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.fake_engine import FakeEngine, says

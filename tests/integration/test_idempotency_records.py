@@ -10,7 +10,7 @@ import redis
 
 from services.common.errors import Unavailable
 from services.common.settings import CommonSettings
-from services.gateway.idempotency import CLAIM_SECONDS, KEEP_SECONDS, Answer, RedisRecords
+from services.gateway.api.base.idempotency import CLAIM_SECONDS, KEEP_SECONDS, Answer, RedisRecords
 from tests.integration.servers import RunningServer
 
 

@@ -22,7 +22,7 @@ from services.common.security.tls import Certificates
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.common.storage.s3_credentials import AmbientCredentials
-from services.gateway.channels import Channels
+from services.gateway.engines.channel import Channels
 from services.model_source.errors import SourceBroken
 from services.model_source.hub import HubSource
 from services.model_source.settings import ModelSourceSettings

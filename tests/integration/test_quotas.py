@@ -12,12 +12,13 @@ import redis
 
 from services.common.errors import RateLimited
 from services.common.settings import CommonSettings
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.quotas import scripts, shared
-from services.gateway.quotas.decision import Decision, Level, Limits
-from services.gateway.quotas.limiter import Grant, Quotas
-from services.gateway.quotas.local import LocalLimiter
-from services.gateway.quotas.shared import CALL_SECONDS, PROBE_SECONDS
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.rate_limits import lua as scripts
+from services.gateway.rate_limits import redis_limiter as shared
+from services.gateway.rate_limits.limiter import Grant, Quotas
+from services.gateway.rate_limits.limits import Decision, Level, Limits
+from services.gateway.rate_limits.memory_limiter import LocalLimiter
+from services.gateway.rate_limits.redis_limiter import CALL_SECONDS, PROBE_SECONDS
 from tests.integration.servers import RunningServer
 
 ME = "k-me"

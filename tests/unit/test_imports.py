@@ -136,7 +136,7 @@ def test_no_torch_where_none_belongs(module: str, path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "services.gateway.app",
+        "services.gateway.server.app",
         "services.engine.scheduler.scheduler",
         "services.model_source.fetch",
         "cli.main",

@@ -33,7 +33,7 @@ ANONYMOUS = "anonymous"
 """Who calls a gateway without keys."""
 MAX_FILE_BYTES = 16 * 2**20
 MAX_PER_MINUTE = 100_000_000
-"""So that the arithmetic of the limits stays exact in 53 bits: see services/gateway/quotas/bucket.py."""
+"""So that the arithmetic of the limits stays exact in 53 bits: see services/gateway/rate_limits/token_bucket.py."""
 
 
 class Scope(enum.StrEnum):

@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 
 from models.tiny.recipe.skills.words import invented, word
-from services.gateway.messages import as_chat
-from services.gateway.responses.translation import chat_fields
-from services.gateway.schemas.chat import ChatRequest
-from services.gateway.schemas.messages import MessagesRequest
-from services.gateway.schemas.responses import ResponseRequest
+from services.gateway.api.messages.to_chat import as_chat
+from services.gateway.api.responses.to_chat.translation import chat_fields
+from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.messages.request import MessagesRequest
+from services.gateway.protocol.responses.request import ResponseRequest
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
 """What teach.py learnt, a directory an agent."""

@@ -22,7 +22,7 @@ from services.engine.constraints.refusal import Refused
 from services.engine.requests.constraint import Constraint, Thinking
 from services.engine.requests.request import SamplingParams
 from services.engine.server.errors import to_message
-from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
+from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (
     SIZE,
     codec,

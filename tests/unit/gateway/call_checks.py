@@ -20,9 +20,9 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.vocabulary import Vocabulary as Tokens
 from services.engine.requests.constraint import Constraint, ConstraintKind
-from services.gateway.text.assembler import TextAssembler
-from services.gateway.text.chat import ChatParser, Delta
-from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
+from services.gateway.text.detokenizer import TextAssembler
+from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from services.gateway.text.output_parser import ChatParser, Delta
 from services.gateway.text.vocabulary import MARKUP, Vocabulary
 from tests.unit.gateway.hostile_calls import Drawn, canonical, draw, writable
 from tests.unit.gateway.test_tool_corpus import joined, loads

@@ -29,11 +29,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from services.gateway.decoding import BodyDecoding
-from services.gateway.errors import install_error_handlers
-from services.gateway.framing import MAX_HEAD_BYTES
-from services.gateway.middleware import BodyLimit, HeadRequests
-from services.gateway.protocol import HttpProtocol
+from services.gateway.core.errors import install_error_handlers
+from services.gateway.middleware.content_encoding import BodyDecoding
+from services.gateway.middleware.request_context import BodyLimit, HeadRequests
+from services.gateway.server.framing import MAX_HEAD_BYTES
+from services.gateway.server.http_protocol import HttpProtocol
 
 BODY_LIMIT = 256 * 1024
 _METHODS = ("POST", "POST", "POST", "PUT", "DELETE", "GET", "HEAD", "OPTIONS")

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.responses_answers import ResponseOut
+from services.gateway.protocol.responses.response import ResponseOut
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, fails, hangs, says

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.breaker import BreakerPolicy, BreakerState, CircuitBreaker
+from services.gateway.engines.circuit_breaker import BreakerPolicy, BreakerState, CircuitBreaker
 
 POLICY = BreakerPolicy(failures=3, window_seconds=10.0, open_seconds=2.0, longest_seconds=7.0)
 

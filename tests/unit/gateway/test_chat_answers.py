@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.chat_answers import ChatCompletion, ChatCompletionChunk
-from services.gateway.text.assembler import TextAssembler
+from services.gateway.protocol.chat.response import ChatCompletion, ChatCompletionChunk
+from services.gateway.text.detokenizer import TextAssembler
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.test_bad_input import CHAT, error_of

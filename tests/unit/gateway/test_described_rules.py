@@ -12,13 +12,13 @@ from pydantic import BaseModel, ValidationError
 from services.common.jobs import DpoJob, GrpoJob, KtoJob, OpdJob, SftJob
 from services.common.jobs.rewards.specs import WebhookReward
 from services.common.jobs.training_sessions import Forward, ForwardBackward, Load, OpenSession, Save
-from services.gateway.schemas.adapter_tools import MergeRequest
-from services.gateway.schemas.chat import ChatRequest
-from services.gateway.schemas.completions import CompletionRequest
-from services.gateway.schemas.messages import MessagesRequest
-from services.gateway.schemas.readings import ScoreRequest
-from services.gateway.schemas.responses import ResponseRequest
-from services.gateway.schemas.tokenize import TokenizeRequest
+from services.gateway.protocol.adapters.versions import MergeRequest
+from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.completions.request import CompletionRequest
+from services.gateway.protocol.messages.request import MessagesRequest
+from services.gateway.protocol.pooling import ScoreRequest
+from services.gateway.protocol.responses.request import ResponseRequest
+from services.gateway.protocol.tokenize import TokenizeRequest
 from tests.unit.gateway.conftest import MODEL
 
 USER = {"role": "user", "content": "a"}

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.readings import EmbeddingsResponse
+from services.gateway.protocol.pooling import EmbeddingsResponse
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import fails, hangs
 from tests.unit.gateway.reading_engine import WIDTH, reads, vector

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2
-from services.gateway.breaker import BreakerState
-from services.gateway.discovery import Discovery, EngineTarget, resolve
-from services.gateway.engine_client import EngineClient
-from services.gateway.engines import EnginePool
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.routing import Affinity, route_of
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.engines.circuit_breaker import BreakerState
+from services.gateway.engines.client import EngineClient
+from services.gateway.engines.discovery import Discovery, EngineTarget, resolve
+from services.gateway.engines.load_balancing import Affinity, route_of
+from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, dies, fails, hangs, says

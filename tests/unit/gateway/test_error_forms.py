@@ -18,8 +18,8 @@ from services.common.errors import (
     TemperError,
     Unavailable,
 )
-from services.gateway.errors import error_payload, payload_of, response_of
-from services.gateway.schemas.message_answers import AnthropicErrorBody
+from services.gateway.core.errors import error_payload, payload_of, response_of
+from services.gateway.protocol.messages.response import AnthropicErrorBody
 
 ERRORS = [
     (InvalidRequest("m", param="p"), 400, "invalid_request_error"),

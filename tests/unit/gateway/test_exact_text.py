@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.text.tokenizer import TextCodec
-from services.gateway.text.assembler import TextAssembler
+from services.gateway.text.detokenizer import TextAssembler
 from services.gateway.text.vocabulary import Vocabulary
 from tests.unit.gateway import tokens
 

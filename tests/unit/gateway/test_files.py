@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import NotFound, PayloadTooLarge, Unavailable
 from services.common.storage.files import PIECE_BYTES, FileStore, NewFile, new_file_id
-from services.gateway.file_uploads import clean_name
+from services.gateway.api.batches.file_upload import clean_name
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_stores import MemoryStore
 

@@ -18,8 +18,8 @@ from backports import zstd
 from starlette.applications import Starlette
 
 from services.common.security.api_keys import Scope
-from services.gateway.access.rules import RULES
-from services.gateway.protocol import HttpProtocol
+from services.gateway.auth.route_permissions import RULES
+from services.gateway.server.http_protocol import HttpProtocol
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys
 from tests.unit.gateway.raw_exchanges import run, serving

@@ -16,7 +16,7 @@ import pytest
 
 from services.common.security.api_keys import Scope
 from services.engine.requests.sessions import SessionName
-from services.gateway.schemas.histories import DeletedSession, SessionList, SessionObject
+from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject
 from tests.unit.engine.memory_histories import MAGIC, PIECE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine

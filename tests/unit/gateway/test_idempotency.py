@@ -146,7 +146,7 @@ def test_completions_cannot_keep_their_answer(running: Running, http: httpx.Clie
 
 
 def test_the_description_says_which_routes_take_it(http: httpx.Client) -> None:
-    from services.gateway.access.rules import RULES
+    from services.gateway.auth.route_permissions import RULES
 
     taking = {
         f"{method.upper()} {path}": any(one["name"] == "idempotency-key" for one in operation.get("parameters", ()))

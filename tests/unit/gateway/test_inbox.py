@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from services.common.pb import engine_pb2
-from services.gateway.inbox import EngineLost, Inbox
-from services.gateway.sse import EventTemplate, event
-from services.gateway.turns import Turns
+from services.gateway.core.sse import EventTemplate, event
+from services.gateway.engines.fair_wakeup import Turns
+from services.gateway.engines.update_queue import EngineLost, Inbox
 
 
 def update(token: int, **fields: object) -> engine_pb2.Update:

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 import pytest
 from starlette.types import Message
 
-from services.gateway import sse
-from services.gateway.sse import KEEP_ALIVE, EventStream
+from services.gateway.core import sse
+from services.gateway.core.sse import KEEP_ALIVE, EventStream
 
 
 async def test_a_comment_that_waits_for_its_client_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from starlette.types import Message
 
 from services.common.security.api_keys import KeyLimits, Scope, digest, new_key
 from services.common.telemetry.logging import mask_secrets
-from services.gateway.access.principal import INTERNAL
-from services.gateway.access.rules import RULES, UNKNOWN, RuleBook
-from services.gateway.app import BadSetting, create_app
+from services.gateway.auth.principal import INTERNAL
+from services.gateway.auth.route_permissions import RULES, UNKNOWN, RuleBook
+from services.gateway.server.app import BadSetting, create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, hangs, says
@@ -166,7 +166,7 @@ def test_every_route_has_a_scope() -> None:
     routes = [f"{method} {path}" for method, path in _routes(app.routes)]
     assert len(routes) > 30
     missing = set(routes) - {rule.route for rule in RULES}
-    assert not missing, "give these routes a scope in services/gateway/access/rules.py"
+    assert not missing, "give these routes a scope in services/gateway/auth/route_permissions.py"
     described = {
         f"{method.upper()} {path}" for path, operations in app.openapi()["paths"].items() for method in operations
     }

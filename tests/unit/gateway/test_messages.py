@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.message_answers import MessageAnswer, MessageEvent
+from services.gateway.protocol.messages.response import MessageAnswer, MessageEvent
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, Send, says
 

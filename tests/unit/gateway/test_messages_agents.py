@@ -10,8 +10,8 @@ import httpx
 import pytest
 from anthropic.types.beta import BetaMessage, BetaMessageTokensCount, BetaRawMessageDeltaEvent
 
-from services.gateway.context_edits import CLEARED
-from services.gateway.schemas.message_answers import MessageAnswer, TokenCount
+from services.gateway.api.messages.context_edits import CLEARED
+from services.gateway.protocol.messages.response import MessageAnswer, TokenCount
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.test_messages import BODY, ROUTE, USER, WEATHER, events_of
 

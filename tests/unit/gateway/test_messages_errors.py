@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.message_answers import AnthropicErrorBody
+from services.gateway.protocol.messages.response import AnthropicErrorBody
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import dies, fails, hangs
 from tests.unit.gateway.test_messages import BODY, ROUTE, USER, WEATHER, events_of

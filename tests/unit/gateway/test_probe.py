@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway import probe
+from services.gateway.server import probe
 
 
 class _Handler(BaseHTTPRequestHandler):

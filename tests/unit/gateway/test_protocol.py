@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from services.gateway.protocol import MAX_HEAD_BYTES, HttpProtocol
+from services.gateway.server.http_protocol import MAX_HEAD_BYTES, HttpProtocol
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
 

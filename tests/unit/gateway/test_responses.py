@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from services.common.pb import engine_pb2
-from services.gateway.schemas.responses_answers import InputItemsOut, ResponseOut
-from services.gateway.schemas.responses_events import ResponseStreamEvent as Described
+from services.gateway.protocol.responses.events import ResponseStreamEvent as Described
+from services.gateway.protocol.responses.response import InputItemsOut, ResponseOut
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, dies, fails, hangs, says
 

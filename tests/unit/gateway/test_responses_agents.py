@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.responses.calls import InputText
-from services.gateway.schemas.responses_answers import InputItemsOut
+from services.gateway.api.responses.streaming.calls import InputText
+from services.gateway.protocol.responses.response import InputItemsOut
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import says
 from tests.unit.gateway.test_responses import ROUTE, events_of, plain, prompt, same, stream

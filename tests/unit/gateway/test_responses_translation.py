@@ -10,11 +10,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
-from services.gateway.errors import validation_response
-from services.gateway.responses.record import given_items, parsed
-from services.gateway.responses.translation import ChatFields, chat_fields
-from services.gateway.schemas.responses import ResponseRequest
-from services.gateway.schemas.responses_items import ItemReference
+from services.gateway.api.responses.store.record import given_items, parsed
+from services.gateway.api.responses.to_chat.translation import ChatFields, chat_fields
+from services.gateway.core.errors import validation_response
+from services.gateway.protocol.responses.items import ItemReference
+from services.gateway.protocol.responses.request import ResponseRequest
 from tests.unit.gateway.conftest import MODEL, Running
 
 ROUTE = "/v1/responses"

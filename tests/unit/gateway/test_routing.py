@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pb import engine_pb2
-from services.gateway.prefixes import BLOCK_TOKENS, Prediction, PrefixIndex, hash_chain
-from services.gateway.routing import Affinity, Candidate, Route, allowance, choose, route_of, share
+from services.gateway.engines.load_balancing import Affinity, Candidate, Route, allowance, choose, route_of, share
+from services.gateway.engines.prefix_index import BLOCK_TOKENS, Prediction, PrefixIndex, hash_chain
 
 CANDIDATES = st.lists(
     st.builds(

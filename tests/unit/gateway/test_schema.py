@@ -16,7 +16,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from services.gateway.app import create_app
+from services.gateway.server.app import create_app
 from services.gateway.settings import GatewaySettings
 from tests.unit.gateway.conftest import Running
 from tests.unit.gateway.reading_engine import reads

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.schemas.readings import ScoreResponse
+from services.gateway.protocol.pooling import ScoreResponse
 from tests.unit.gateway.conftest import MODEL, Running
 from tests.unit.gateway.fake_engine import hangs
 from tests.unit.gateway.reading_engine import logprob, rank, reads, top_ids

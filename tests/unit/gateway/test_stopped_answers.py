@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway import exchange
-from services.gateway.schemas.chat_answers import ChatCompletion
+from services.gateway.engines import request_group as exchange
+from services.gateway.protocol.chat.response import ChatCompletion
 from tests.unit.gateway import test_messages as messages_api
 from tests.unit.gateway import test_responses
 from tests.unit.gateway.conftest import MODEL, Running, Starter

@@ -13,7 +13,7 @@ import pytest
 
 from services.common.errors import Unavailable
 from services.common.pb import engine_pb2
-from services.gateway.api.answers import StartedEvents, error_event
+from services.gateway.api.base.serving import StartedEvents, error_event
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import Behaviour, FakeEngine, fails, hangs, says
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import ANONYMOUS, Scope
-from services.gateway.access.caller import Caller, working_for
-from services.gateway.access.principal import Principal
-from services.gateway.engines import ServedModel
-from services.gateway.prompts import turn_boundaries
-from services.gateway.routing import Affinity, route_of
+from services.gateway.auth.caller import Caller, working_for
+from services.gateway.auth.principal import Principal
+from services.gateway.engines.load_balancing import Affinity, route_of
+from services.gateway.engines.pool import ServedModel
+from services.gateway.inference.cache_isolation import cache_salt
+from services.gateway.inference.prompts import turn_boundaries
 from services.gateway.settings import CacheScope, GatewaySettings
-from services.gateway.tenancy import cache_salt
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys
 from tests.unit.gateway.reading_engine import reads

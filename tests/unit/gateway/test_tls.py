@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from services.common.security.tls import Certificates, read_material
-from services.gateway import renewal
-from services.gateway.app import BadSetting, create_app
-from services.gateway.engines import EnginePool
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.engines import certificate_rotation as renewal
+from services.gateway.engines.pool import EnginePool
+from services.gateway.server.app import BadSetting, create_app
 from services.gateway.settings import GatewaySettings
 from tests.certificates import DAY, Authority
 from tests.unit.gateway.fake_engine import FakeEngine, says

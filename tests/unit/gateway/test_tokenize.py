@@ -12,8 +12,8 @@ import pytest
 
 from services.common.telemetry.version import installed_version
 from services.common.text.tokenizer import TextCodec
-from services.gateway.schemas.models import ModelList, ModelObject
-from services.gateway.schemas.tokenize import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest
+from services.gateway.protocol.models import ModelList, ModelObject
+from services.gateway.protocol.tokenize import DetokenizeAnswer, TokenizeAnswer, TokenizeRequest
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.test_adapters import CONFIG, WEIGHTS, config, upload, weights

@@ -19,9 +19,9 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
-from services.gateway.text.chat import ChatParser, TextDelta
-from services.gateway.text.tool_grammar import CallForm, Form, tool_grammar
-from services.gateway.text.tools import CLOSE, OPEN
+from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from services.gateway.text.output_parser import ChatParser, TextDelta
+from services.gateway.text.tool_calls.parser import CLOSE, OPEN
 from services.gateway.text.vocabulary import MARKUP
 from tests.unit.constraints.support import constraint
 from tests.unit.gateway.test_tool_corpus import joined

@@ -1,0 +1,210 @@
+"""/v1/adapters: versions, uploads, downloads, and what is attached to the base model's name."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.formparsers import MultiPartException
+
+from services.common.adapters.names import NAME_SCHEMA, AdapterVersion, check_adapter_name
+from services.common.adapters.registry import CONFIG, WEIGHTS, Manifest, Pointers
+from services.common.errors import Conflict, InvalidRequest, NotFound
+from services.gateway.api.adapters.archive import tar_gz
+from services.gateway.api.adapters.upload import check_files, read_form
+from services.gateway.api.base.idempotency import IdempotencyKey, idempotent, json_answer
+from services.gateway.api.base.routing import multipart, router
+from services.gateway.context import Gateway, GatewayDep
+from services.gateway.protocol.adapters.attachment import AdapterPath, VersionRequest
+
+routes = router("adapters")
+
+_UPLOAD = multipart(
+    {
+        "name": {"type": "string", **NAME_SCHEMA},
+        WEIGHTS: {"type": "string", "format": "binary", "minLength": 1},
+        CONFIG: {"type": "string", "format": "binary", "minLength": 1},
+    },
+    required=("name", WEIGHTS, CONFIG),
+)
+VersionQuery = Annotated[int | None, Query(ge=1, lt=2**53)]
+
+
+def _summary(name: str, number: int, pointers: Pointers) -> dict[str, Any]:
+    attached = pointers.attached if pointers.attached is not None and pointers.attached.name == name else None
+    return {
+        "object": "adapter",
+        "name": name,
+        "current": number,
+        "version": f"{name}@{number}",
+        "attached": None if attached is None else str(attached),
+    }
+
+
+def _version(manifest: Manifest, *, current: int | None, attached: AdapterVersion | None) -> dict[str, Any]:
+    return {
+        "object": "adapter.version",
+        "id": str(manifest.ref),
+        **manifest.model_dump(mode="json"),
+        "size_bytes": manifest.size_bytes,
+        "current": manifest.version == current,
+        "attached": attached == manifest.ref,
+    }
+
+
+async def _pick(gateway: Gateway, name: str, version: int | None) -> AdapterVersion:
+    check_adapter_name(name)
+    if version is None:
+        return await gateway.store(gateway.registry.current, name)
+    return AdapterVersion(name, version)
+
+
+@routes.get("/v1/adapters")
+async def list_adapters(gateway: GatewayDep) -> dict[str, Any]:
+    """Every adapter with its current version."""
+    pointers = await gateway.store(gateway.registry.pointers)
+    return {
+        "object": "list",
+        "data": [_summary(name, number, pointers) for name, number in sorted(pointers.current.items())],
+        "attached": None if pointers.attached is None else str(pointers.attached),
+    }
+
+
+@routes.post("/v1/adapters", status_code=201, openapi_extra=_UPLOAD)
+async def upload_adapter(request: Request, gateway: GatewayDep, idempotency_key: IdempotencyKey = None) -> Any:
+    """Publishes a version from PEFT files, after an engine has bound them strictly to the base model."""
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise InvalidRequest(f"send multipart/form-data with the parts name, {WEIGHTS} and {CONFIG}")
+    try:
+        form = await request.form(max_files=4, max_fields=8)
+    except MultiPartException as error:
+        raise InvalidRequest(f"the multipart body is malformed: {error.message}") from error
+    async with gateway.uploads:
+        try:
+            name, files = await read_form(form)
+        finally:
+            await form.close()
+        request.state.audit_targets = [name]
+        if idempotency_key is None:
+            return await _publish(gateway, name, files)
+
+        async def work() -> Response:
+            return json_answer(await _publish(gateway, name, files), 201)
+
+        said = await asyncio.to_thread(_said, name, files)
+        return await gateway.idempotency.answer(request, idempotency_key, said, work)
+
+
+async def _publish(gateway: Gateway, name: str, files: dict[str, bytes]) -> dict[str, Any]:
+    gateway.registry.check_new_name(name)
+    digest = gateway.engines.served.info.digest
+    await gateway.store(check_files, files)
+    await gateway.engines.validate_adapter(files)
+    manifest = await gateway.store(gateway.registry.publish, name, files, base_digest=digest)
+    await gateway.engines.sync_adapters()
+    return _version(manifest, current=manifest.version, attached=None)
+
+
+def _said(name: str, files: dict[str, bytes]) -> bytes:
+    """What an upload says. Its body says the same in other words each time: the boundary is random."""
+    digests = [hashlib.sha256(files[file]).hexdigest() for file in sorted(files)]
+    return "\0".join([name, *digests]).encode()
+
+
+@routes.get("/v1/adapters/{name}")
+async def get_adapter(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
+    """One adapter, with the manifest of its current version."""
+    current = await _pick(gateway, name, None)
+    manifest = await gateway.store(gateway.registry.manifest, current)
+    pointers = await gateway.store(gateway.registry.pointers)
+    summary = _summary(name, current.version, pointers)
+    return {**summary, "manifest": _version(manifest, current=current.version, attached=pointers.attached)}
+
+
+@routes.delete("/v1/adapters/{name}")
+@idempotent
+async def delete_adapter(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
+    """Removes an adapter with all its versions; 409 while one of them is attached."""
+    check_adapter_name(name)
+    await gateway.store(gateway.registry.delete, name)
+    await gateway.engines.sync_adapters()
+    return {"object": "adapter", "name": name, "deleted": True}
+
+
+@routes.get("/v1/adapters/{name}/versions")
+async def list_versions(name: AdapterPath, gateway: GatewayDep) -> dict[str, Any]:
+    """All versions, oldest first."""
+    current = await _pick(gateway, name, None)
+    manifests = await gateway.store(gateway.registry.versions, name)
+    attached = await gateway.store(gateway.registry.attached)
+    data = [_version(manifest, current=current.version, attached=attached) for manifest in manifests]
+    return {"object": "list", "data": data}
+
+
+@routes.get("/v1/adapters/{name}/download", response_class=Response)
+async def download_adapter(
+    name: AdapterPath,
+    gateway: GatewayDep,
+    version: VersionQuery = None,
+    file: Annotated[str | None, Query(max_length=256)] = None,
+) -> Response:
+    """The files of a version (default: the current one) as a tar.gz, or one of them with `file`."""
+    picked = await _pick(gateway, name, version)
+    manifest = await gateway.store(gateway.registry.manifest, picked)
+    if file is not None and file not in manifest.files:
+        raise NotFound(f"{picked} has no file {file[:80]!r}, only {', '.join(sorted(manifest.files))}", param="file")
+    files = await gateway.store(gateway.registry.files, picked)
+    headers = {"x-temper-adapter": str(picked)}
+    if file is not None:
+        media_type = "application/json" if file.endswith(".json") else "application/octet-stream"
+        headers["content-disposition"] = f'attachment; filename="{file}"'
+        return Response(files[file], media_type=media_type, headers=headers)
+    directory = f"{picked.name}-{picked.version}"
+    headers["content-disposition"] = f'attachment; filename="{directory}.tar.gz"'
+    pieces = tar_gz(directory, files, modified=manifest.created_at)
+    return StreamingResponse(pieces, media_type="application/gzip", headers=headers)
+
+
+@routes.post("/v1/adapters/{name}/attach")
+@idempotent
+async def attach_adapter(name: AdapterPath, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
+    """Answers requests for the base model's name with this version from now on."""
+    picked = await _pick(gateway, name, body.version if body is not None else None)
+    await gateway.store(gateway.registry.attach, picked)
+    return await _synced(gateway, str(picked))
+
+
+@routes.post("/v1/adapters/{name}/detach")
+@idempotent
+async def detach_adapter(name: AdapterPath, gateway: GatewayDep, body: VersionRequest | None = None) -> dict[str, Any]:
+    """Answers requests for the base model's name with the base model again; 409 if something else is attached."""
+    check_adapter_name(name)
+    attached = await gateway.store(gateway.registry.attached)
+    wanted = body.version if body is not None else None
+    if attached is None:
+        await gateway.store(gateway.registry.current, name)  # 404 for a name that nobody has
+        return await _synced(gateway, None)
+    if attached.name != name or (wanted is not None and attached.version != wanted):
+        asked = name if wanted is None else f"{name}@{wanted}"
+        raise Conflict(f"{asked} is not attached: {attached} is", param="version" if wanted is not None else "adapter")
+    await gateway.store(gateway.registry.detach)
+    return await _synced(gateway, None)
+
+
+async def _synced(gateway: Gateway, attached: str | None) -> dict[str, Any]:
+    answers = await gateway.engines.sync_adapters()
+    serving = sum((answer.attached or None) == attached for answer in answers)
+    return {"object": "attachment", "attached": attached, "engines": len(answers), "engines_serving": serving}
+
+
+@routes.api_route("/v1/adapters/{rest:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
+async def unknown_path(request: Request, rest: str) -> None:
+    """A name with a slash ends here: refused as a name, so that no path traversal looks like a missing route."""
+    head = rest.split("/")[0]
+    if ".." in rest or "\\" in rest or "//" in rest or "\0" in rest:
+        check_adapter_name(rest)
+    check_adapter_name(head)
+    raise NotFound(f"no such route: {request.method} {request.url.path}")

@@ -1,0 +1,154 @@
+"""/v1/adapters/{name}/merge, /rollback and /prune: what is done with versions that exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Response
+
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import AdapterVersion, check_adapter_name, parse_adapter_ref
+from services.common.adapters.retention import RetentionPolicy, prune
+from services.common.errors import AdapterRejected, InvalidRequest, TemperError
+from services.common.jobs import MergeJob
+from services.common.jobs.fields.continued import stated_shape
+from services.common.jobs.kinds.merge import exact_sum_over
+from services.common.queue.records import spec_sha
+from services.common.telemetry import tracing
+from services.gateway.api.base.idempotency import IdempotencyKey, idempotent
+from services.gateway.api.base.routing import router
+from services.gateway.context import Gateway, GatewayDep
+from services.gateway.inference.cache_isolation import owner
+from services.gateway.protocol.adapters.attachment import AdapterPath
+from services.gateway.protocol.adapters.versions import MergeRequest, PruneRequest, RollbackRequest
+
+routes = router("adapters")
+
+
+@routes.post("/v1/adapters/{name}/merge", status_code=202)
+async def merge_adapters(
+    name: AdapterPath,
+    response: Response,
+    body: MergeRequest,
+    gateway: GatewayDep,
+    idempotency_key: IdempotencyKey = None,
+) -> dict[str, Any]:
+    """Queues a merge of versions into a new version of this adapter; follow it like a training job.
+
+    With an Idempotency-Key, sending it again returns the same job.
+    """
+    gateway.registry.check_new_name(name)
+    sent = MergeJob(adapter=name, **body.model_dump())
+    sha = await asyncio.to_thread(spec_sha, sent)
+    job = None if idempotency_key is None else await gateway.queue.submitted(idempotency_key, sha, key_id=owner())
+    if job is None:
+        spec = await _pinned(gateway, sent)
+        job = await gateway.queue.submit(
+            spec, idempotency_key=idempotency_key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
+        )
+    response.headers["location"] = f"/v1/train/jobs/{job.id}"
+    return job.model_dump(mode="json")
+
+
+async def _pinned(gateway: Gateway, sent: MergeJob) -> MergeJob:
+    """The job with the version of every source, which the engine could merge and serve as far as can be said here.
+
+    Raises:
+        ModelNotFound: a source does not exist.
+        AdapterRejected: it belongs to another base model.
+        InvalidRequest: two sources are the same version, or the result's rank is over the engines' limit.
+    """
+    manifests = [await _source(gateway, source.adapter, index) for index, source in enumerate(sent.sources)]
+    refs = [str(manifest.ref) for manifest in manifests]
+    for ref in refs:
+        if refs.count(ref) > 1:
+            raise InvalidRequest(f"{ref} is among the sources more than once: add its weights up", param="sources")
+    info = gateway.engines.served.info
+    for index, manifest in enumerate(manifests):
+        if manifest.base_digest and manifest.base_digest != info.digest:
+            raise AdapterRejected(
+                f"{manifest.ref} belongs to base model {manifest.base_digest[:12]}, the engines serve "
+                f"{info.digest[:12]}: only versions of one base model can be merged",
+                param=f"sources[{index}].adapter",
+            )
+    if sent.rank is None and info.max_lora_rank:
+        configs = [await gateway.store(gateway.registry.config, manifest.ref) for manifest in manifests]
+        _check_sum(configs, info.max_lora_rank)
+    if info.max_lora_rank and sent.rank is not None and sent.rank > info.max_lora_rank:
+        raise InvalidRequest(
+            f"rank is {sent.rank} and the engines take at most {info.max_lora_rank} (TEMPER_MAX_LORA_RANK): choose a "
+            "lower one",
+            param="rank",
+        )
+    sources = [source.model_copy(update={"adapter": ref}) for source, ref in zip(sent.sources, refs, strict=True)]
+    return sent.model_copy(update={"sources": sources})
+
+
+def _check_sum(configs: Sequence[Mapping[str, Any]], highest: int) -> None:
+    """Without a rank the result's is the largest sum over any layer. Where only the files tell which layers have which
+    rank, the trainer checks it."""
+    shapes = [stated_shape(config) for config in configs]
+    if any(config.get("rank_pattern") for config in configs):
+        return
+    if not all({"rank", "target_modules"} <= shape.keys() for shape in shapes):
+        return
+    modules = {name for shape in shapes for name in shape["target_modules"]}
+    needed = max(sum(shape["rank"] for shape in shapes if name in shape["target_modules"]) for name in modules)
+    if needed > highest:
+        raise exact_sum_over(needed, highest)
+
+
+async def _source(gateway: Gateway, ref: str, index: int) -> Manifest:
+    name, number = parse_adapter_ref(ref)
+    try:
+        version = (
+            await gateway.store(gateway.registry.current, name) if number is None else AdapterVersion(name, number)
+        )
+        return await gateway.store(gateway.registry.manifest, version)
+    except TemperError as error:
+        error.param = f"sources[{index}].adapter"
+        raise
+
+
+@routes.post("/v1/adapters/{name}/rollback")
+@idempotent
+async def roll_back(name: AdapterPath, gateway: GatewayDep, body: RollbackRequest | None = None) -> dict[str, Any]:
+    """Makes an earlier version current, and attached if a newer one of this adapter is.
+
+    409 if there is no earlier one, or if another version became current meanwhile.
+    """
+    check_adapter_name(name)
+    done = await gateway.store(gateway.registry.rollback, name, body.version if body is not None else None)
+    answers = await gateway.engines.sync_adapters()
+    return {
+        "object": "rollback",
+        "name": name,
+        "before": str(done.before),
+        "current": str(done.after),
+        "attached": None if done.attached is None else str(done.attached),
+        "moves": await gateway.store(gateway.registry.moves, name),
+        "engines": len(answers),
+    }
+
+
+@routes.post("/v1/adapters/{name}/prune")
+@idempotent
+async def prune_adapter(name: AdapterPath, gateway: GatewayDep, body: PruneRequest) -> dict[str, Any]:
+    """Removes old versions: never the current one, one that is attached, or one that an unfinished job needs.
+
+    An engine that has a removed version loaded finishes what it answers with it.
+    """
+    check_adapter_name(name)
+    policy = RetentionPolicy(body.keep, body.days)
+    needed = await gateway.queue.versions_needed()
+    pruned = await gateway.store(prune, gateway.registry, name, policy, in_use=needed, dry_run=body.dry_run)
+    return {
+        "object": "prune",
+        "name": name,
+        "dry_run": body.dry_run,
+        "removed": [str(manifest.ref) for manifest in sorted(pruned.removed, key=lambda m: m.version)],
+        "kept": [{"version": f"{name}@{number}", "reason": reason} for number, reason in sorted(pruned.kept.items())],
+        "freed_bytes": pruned.freed_bytes,
+    }

@@ -1,0 +1,256 @@
+"""Idempotency-Key: a request that is sent twice happens once, and gets the same answer for a day.
+
+Follows draft-ietf-httpapi-idempotency-key-header-07, except that another body under a used key is a 409, as it is for
+training jobs. Only answers of success are kept: one that refuses has changed nothing, so its key is free again. While
+the first request runs, a second gets 409 with Retry-After. Keys belong to their principal; those of training jobs, too,
+but the queue keeps them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import inspect
+import json
+import secrets
+import typing
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+import structlog
+from fastapi import Header, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+from services.common.errors import Conflict, InProgress, Unavailable
+from services.common.settings import CommonSettings
+from services.common.storage.redis import call_async, connect_async
+from services.gateway.auth.principal import principal_of
+from services.gateway.core.client_disconnect import cancel
+
+log = structlog.get_logger(__name__)
+KEEP_SECONDS = 86400
+CLAIM_SECONDS = 30
+"""After the last sign of life of a gateway that answers a request, the request may be sent again."""
+_KEPT_HEADERS = ("location", "content-type", "x-temper-adapter")
+
+Work = Callable[[], Awaitable[Response]]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(alias="idempotency-key", min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is kept."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def pack(self) -> str:
+        return json.dumps([self.status, self.headers, self.body.decode()])
+
+    @classmethod
+    def unpack(cls, text: str) -> Answer:
+        status, headers, body = json.loads(text)
+        return cls(status, headers, body.encode())
+
+
+class Records(Protocol):
+    """Where keys are claimed and answers kept. Every method may raise Unavailable."""
+
+    async def claim(self, key: str, sha: str, token: str) -> tuple[str, str]:
+        """("new", ""), ("running", ""), ("other", "") of another request, or ("done", the packed answer)."""
+        ...
+
+    async def renew(self, key: str, token: str) -> None:
+        """The request still runs."""
+        ...
+
+    async def finish(self, key: str, token: str, answer: str) -> None:
+        """The request has been answered."""
+        ...
+
+    async def abandon(self, key: str, token: str) -> None:
+        """Nothing has happened: the key is free again."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+_CLAIM = f"""
+-- KEYS record; ARGV sha token
+local known = redis.call('HMGET', KEYS[1], 'sha', 'answer', 'token')
+if not known[1] then
+  redis.call('HSET', KEYS[1], 'sha', ARGV[1], 'token', ARGV[2])
+  redis.call('EXPIRE', KEYS[1], {CLAIM_SECONDS})
+  return {{'new', ''}}
+end
+if known[1] ~= ARGV[1] then return {{'other', ''}} end
+if known[2] then return {{'done', known[2]}} end
+if known[3] == ARGV[2] then return {{'new', ''}} end
+return {{'running', ''}}
+"""
+_OWNED = "if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 0 end\n"
+_RENEW = _OWNED + f"return redis.call('EXPIRE', KEYS[1], {CLAIM_SECONDS})"
+_FINISH = (
+    _OWNED
+    + f"""
+redis.call('HSET', KEYS[1], 'answer', ARGV[2])
+return redis.call('EXPIRE', KEYS[1], {KEEP_SECONDS})
+"""
+)
+_ABANDON = _OWNED + "return redis.call('DEL', KEYS[1])"
+
+
+class RedisRecords:
+    """In Redis, as temper:answer:{key}. Scripts may be repeated when their answer got lost."""
+
+    def __init__(self, settings: CommonSettings) -> None:
+        self._redis = connect_async(settings)
+        self._claim, self._renew, self._finish, self._abandon = map(
+            self._redis.register_script, (_CLAIM, _RENEW, _FINISH, _ABANDON)
+        )
+
+    async def claim(self, key: str, sha: str, token: str) -> tuple[str, str]:
+        state, answer = await self._run(self._claim, key, sha, token)
+        return state, answer
+
+    async def renew(self, key: str, token: str) -> None:
+        await self._run(self._renew, key, token)
+
+    async def finish(self, key: str, token: str, answer: str) -> None:
+        await self._run(self._finish, key, token, answer)
+
+    async def abandon(self, key: str, token: str) -> None:
+        await self._run(self._abandon, key, token)
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+
+    async def _run(self, script: Any, key: str, *args: str) -> Any:
+        return await call_async(lambda: script(keys=[f"temper:answer:{key}"], args=list(args)))
+
+
+class Idempotency:
+    """Answers requests that carry a key."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+
+    async def answer(self, request: Request, key: str, said: bytes, work: Work) -> Response:
+        """The kept answer, or that of ``work``, which is kept.
+
+        Args:
+            said: what the request says; another text under the same key is another request.
+
+        Raises:
+            Conflict: the key was used for another request.
+            InProgress: the same request is being answered.
+            Unavailable: Redis is away, so nobody can say whether this was sent before.
+        """
+        route = f"{request.method} {request.url.path}"
+        sha = hashlib.sha256(route.encode() + b"\0" + said).hexdigest()
+        # The digest keeps a principal's keys apart from all others', whatever characters are in them.
+        owner = principal_of(request).id
+        name = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
+        token = secrets.token_hex(8)
+        state, kept = await self.records.claim(name, sha, token)
+        if state == "other":
+            raise Conflict(
+                f"the idempotency key {key!r} was used for another request in the last {KEEP_SECONDS // 3600} hours: "
+                "use a new key",
+                param="idempotency-key",
+            )
+        if state == "running":
+            raise InProgress(
+                f"the request with the idempotency key {key!r} is being answered: try again shortly",
+                param="idempotency-key",
+            )
+        if state == "done":
+            answer = Answer.unpack(kept)
+            return Response(answer.body, answer.status, {**answer.headers, "idempotency-replayed": "true"})
+        return await self._first(name, token, work)
+
+    async def _first(self, name: str, token: str, work: Work) -> Response:
+        renewing = asyncio.ensure_future(self._renew(name, token))
+        response: Response | None = None
+        try:
+            response = await work()
+        finally:
+            await cancel(renewing)
+            if response is None or not 200 <= response.status_code < 300:
+                await _tried(self.records.abandon(name, token))
+        if 200 <= response.status_code < 300:
+            headers = {header: response.headers[header] for header in _KEPT_HEADERS if header in response.headers}
+            answer = Answer(response.status_code, headers, bytes(response.body))
+            await _tried(self.records.finish(name, token, answer.pack()))
+        return response
+
+    async def _renew(self, name: str, token: str) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS / 3)
+            await _tried(self.records.renew(name, token))
+
+
+async def _tried(record: Awaitable[None]) -> None:
+    """What has been done is done, and its client gets the answer: only the record of it ends with its claim."""
+    try:
+        await record
+    except Unavailable as error:
+        log.warning("an idempotency key could not be recorded", reason=error.message)
+
+
+Handler = Callable[..., Awaitable[Any]]
+
+
+def idempotent(handler: Handler) -> Handler:
+    """Gives a handler of JSON the header Idempotency-Key. It must have a parameter ``gateway``; put this below the
+    route's decorator, and the route into services/gateway/auth/route_permissions.py with ``idempotent``."""
+
+    @functools.wraps(handler)
+    async def answer(request: Request, idempotency_key: str | None = None, **arguments: Any) -> Any:
+        given = {**arguments, "request": request} if takes_request else arguments
+        if idempotency_key is None:
+            return await handler(**given)
+        status = int(request.scope["route"].status_code or 200)
+
+        async def work() -> Response:
+            result = await handler(**given)
+            return result if isinstance(result, Response) else json_answer(result, status)
+
+        keeper: Idempotency = arguments["gateway"].idempotency
+        return await keeper.answer(request, idempotency_key, _said(arguments), work)
+
+    hints = typing.get_type_hints(handler, include_extras=True)
+    signature = inspect.signature(handler)
+    takes_request = "request" in signature.parameters
+    parameters = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+    ]
+    if not takes_request:
+        parameters.insert(0, inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request))
+    parameters.append(
+        inspect.Parameter("idempotency_key", inspect.Parameter.KEYWORD_ONLY, annotation=IdempotencyKey, default=None)
+    )
+    answer.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters, return_annotation=hints.get("return", Any)
+    )
+    return answer
+
+
+def json_answer(body: Any, status: int) -> Response:
+    """An answer in one piece."""
+    return Response(to_json(body), status, media_type="application/json")
+
+
+def _said(arguments: dict[str, Any]) -> bytes:
+    """The bodies among a handler's arguments. The path is part of the request's name already."""
+    bodies = {name: value for name, value in arguments.items() if isinstance(value, BaseModel)}
+    return json.dumps({name: body.model_dump(mode="json") for name, body in bodies.items()}, sort_keys=True).encode()

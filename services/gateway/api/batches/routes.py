@@ -1,0 +1,82 @@
+"""/v1/batches: files of requests that run when there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Query, Request
+
+from services.common.errors import InvalidRequest, NotFound
+from services.common.queue.batches import ENDPOINTS
+from services.gateway.api.base.idempotency import IdempotencyKey
+from services.gateway.api.base.routing import router
+from services.gateway.api.batches.internal_client import served_endpoints
+from services.gateway.api.batches.limits import check_unfinished
+from services.gateway.auth.principal import principal_of
+from services.gateway.context import GatewayDep
+from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
+
+routes = router("batches")
+
+
+@routes.post("/v1/batches")
+async def create_batch(
+    request: Request, body: BatchRequest, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+) -> BatchObject:
+    """Queues the requests of a file. With an Idempotency-Key, sending it again returns the same batch."""
+    served = await asyncio.to_thread(served_endpoints, request.app)
+    if body.endpoint not in served:
+        known = ", ".join(endpoint for endpoint in ENDPOINTS if endpoint in served)
+        raise InvalidRequest(f"endpoint must be one of {known}", param="endpoint")
+    owner = principal_of(request).id
+    spec = body.spec(owner)
+    batch = None if idempotency_key is None else await gateway.batches.submitted(spec, idempotency_key)
+    if batch is None:
+        try:
+            info = await gateway.store(gateway.files.get, owner, body.input_file_id)
+        except NotFound as error:
+            error.param = "input_file_id"
+            raise
+        if info.purpose != "batch":
+            raise InvalidRequest(
+                f"{info.id} has the purpose {info.purpose!r}: upload the requests with the purpose 'batch'",
+                param="input_file_id",
+            )
+        await check_unfinished(gateway, owner)
+        batch = await gateway.batches.submit(spec, idempotency_key=idempotency_key)
+    return BatchObject.of(batch)
+
+
+@routes.get("/v1/batches")
+async def list_batches(
+    request: Request,
+    gateway: GatewayDep,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+) -> BatchList:
+    """Batches, newest first; `after` is the last id of the page before."""
+    try:
+        found = await gateway.batches.list(principal_of(request).id, limit=limit + 1, after=after)
+    except NotFound as error:
+        error.param = "after"
+        raise
+    data = [BatchObject.of(batch) for batch in found[:limit]]
+    return BatchList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(found) > limit,
+    )
+
+
+@routes.get("/v1/batches/{batch_id}")
+async def get_batch(request: Request, batch_id: str, gateway: GatewayDep) -> BatchObject:
+    """One batch."""
+    return BatchObject.of(await gateway.batches.owned(principal_of(request).id, batch_id))
+
+
+@routes.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: str, gateway: GatewayDep) -> BatchObject:
+    """Stops a batch within seconds; what has run by then is in its files."""
+    return BatchObject.of(await gateway.batches.cancel(principal_of(request).id, batch_id))

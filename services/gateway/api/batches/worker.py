@@ -1,0 +1,226 @@
+"""Claims batches and runs them beside the gateway's own requests, until the gateway stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import redis
+import structlog
+from fastapi import FastAPI
+
+from services.common.errors import TemperError, Unavailable
+from services.common.queue.batches import ClaimedBatch
+from services.common.queue.delivery import JobLost
+from services.gateway.api.batches.dependencies import BatchHost, BatchStores
+from services.gateway.api.batches.internal_client import Caller
+from services.gateway.api.batches.parts import ROOT
+from services.gateway.api.batches.runner import BatchRun, End
+from services.gateway.context import Gateway
+from services.gateway.core.client_disconnect import cancel
+
+_CLAIM_SECONDS = 0.5
+"""The longest that one look for a batch takes, and so the longest that a stop waits for it."""
+_AWAY_SECONDS = 2.0
+_SETTLE_SECONDS = 5.0
+"""How long a gateway that stops tries to hand a batch back; after that it is reclaimed."""
+_TIDY_SECONDS = 600.0
+
+log = structlog.get_logger("batches")
+
+
+class BatchWorker:
+    """The batches of one gateway.
+
+    Args:
+        app: answers their requests.
+        gateway: started.
+    """
+
+    def __init__(self, app: FastAPI, gateway: Gateway, stores: BatchStores) -> None:
+        settings = gateway.settings
+        self._settings = settings
+        self._stopping = gateway.stopping
+        # One thread claims, the others say that those who claimed are alive: neither waits for the other.
+        self._threads = ThreadPoolExecutor(2 + settings.batch_workers, "batches")
+
+        def has_room() -> bool:
+            """Half of the places are for users alone."""
+            return 2 * gateway.admission.taken < settings.max_in_flight
+
+        caller = Caller(app, priority=settings.batch_priority, has_room=has_room)
+        self._host = BatchHost(gateway, stores, caller, self._threads)
+        self._consumer = stores.consumer
+        self._running: set[asyncio.Task[None]] = set()
+        self._away = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to look for batches, unless the settings say that others do."""
+        if self._settings.batch_workers > 0:
+            self._tasks = [asyncio.create_task(self._claim_all()), asyncio.create_task(self._tidy())]
+
+    async def stop(self) -> None:
+        """Waits until all batches are handed back. They begin to be when the gateway's `stopping` is set."""
+        if self._tasks:
+            claiming, tidying = self._tasks
+            await cancel(tidying)
+            await claiming
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._consumer.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _claim_all(self) -> None:
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                if len(self._running) >= self._settings.batch_workers:
+                    await asyncio.wait({*self._running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                claimed = await self._claim()
+                if claimed is not None:
+                    task = asyncio.create_task(self._work(claimed))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+            if self._running:
+                await asyncio.wait(self._running)
+        finally:
+            stopping.cancel()
+
+    async def _claim(self) -> ClaimedBatch | None:
+        try:
+            claimed = await self._host.redis(self._consumer.claim, _CLAIM_SECONDS)
+            self._away = False
+            return claimed
+        except (Unavailable, redis.exceptions.RedisError) as error:  # the latter of a server that is still loading
+            if not self._away:
+                log.warning("queue.away", error=str(error))
+            self._away = True
+        except Exception:  # a bug must not end the batches of this gateway
+            log.exception("claim.failed")
+        await self._pause(_AWAY_SECONDS)
+        return None
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    # One batch.
+
+    async def _work(self, claimed: ClaimedBatch) -> None:
+        note = log.bind(batch=claimed.id, attempt=claimed.attempt)
+        note.info("batch.claimed")
+        metrics = self._host.metrics
+        metrics.batches_running.inc()
+        outcome = "unsettled"
+        try:
+            outcome = await self._run(claimed)
+            note.info("batch.done", outcome=outcome)
+        except JobLost as error:
+            outcome = "lost"
+            note.warning("batch.lost", error=error.message)
+        except Unavailable as error:
+            note.warning("batch.unsettled", error=error.message)
+        except Exception:  # only a bug in settling itself comes here; the batch stays pending and is reclaimed
+            note.exception("batch.unsettled")
+        finally:
+            metrics.batches_running.dec()
+            metrics.batches.labels(outcome).inc()
+
+    async def _run(self, claimed: ClaimedBatch) -> str:
+        cancelled = asyncio.Event()
+        run = BatchRun(self._host, claimed, cancelled)
+        work = asyncio.ensure_future(run.run())
+        beating = asyncio.ensure_future(self._beat(claimed, cancelled))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((work, beating, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if run.settling:
+                await asyncio.wait([work], timeout=_SETTLE_SECONDS)
+            if work.done():
+                return await self._ended(claimed, run, work)
+            if beating.done():
+                beating.result()  # raises JobLost: another gateway has the batch
+            await cancel(work)
+            return await self._hand_back(claimed, run)
+        finally:
+            for task in (work, beating, stopping):
+                await cancel(task)
+
+    async def _ended(self, claimed: ClaimedBatch, run: BatchRun, work: asyncio.Future[End]) -> str:
+        try:
+            return work.result()
+        except JobLost:
+            raise
+        except Exception as error:
+            log.error("batch.crashed", batch=claimed.id, exc_info=error)
+            # The text of a bug is for the log, not for the client.
+            reason = error.message if isinstance(error, TemperError) else "internal error; the log has the details"
+            if run.progressed:  # which is another attempt's first
+                await self._settle(lambda: self._consumer.requeue(claimed, reason))
+            else:
+                await self._settle(lambda: self._consumer.retry(claimed, reason))
+            return "crashed"
+
+    async def _hand_back(self, claimed: ClaimedBatch, run: BatchRun) -> str:
+        """Stores what is there, and lets another gateway go on at once."""
+        with contextlib.suppress(TimeoutError, Unavailable):
+            await asyncio.wait_for(run.flush(), _SETTLE_SECONDS)
+        await self._settle(lambda: self._consumer.requeue(claimed, "its gateway is shutting down"))
+        return "handed_back"
+
+    async def _settle(self, write: Callable[[], None]) -> None:
+        """Writes how an attempt ended. Raises Unavailable: Redis is away, and the batch will be reclaimed."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _SETTLE_SECONDS
+        while True:
+            try:
+                await self._host.redis(write)
+                return
+            except Unavailable:
+                if loop.time() > until:
+                    raise
+            await asyncio.sleep(0.25)
+
+    async def _beat(self, claimed: ClaimedBatch, cancelled: asyncio.Event) -> None:
+        """Says that the batch has an owner, and hears of a cancellation. Ends only by raising JobLost."""
+        away = False
+        while True:
+            try:
+                if await self._host.redis(self._consumer.heartbeat, claimed):
+                    cancelled.set()
+                away = False
+            except JobLost:
+                raise
+            except (Unavailable, redis.exceptions.RedisError) as error:
+                if not away:
+                    log.warning("queue.away", batch=claimed.id, error=str(error))
+                away = True
+            except Exception:  # a bug must not end the heartbeats: the batch would be given to another gateway
+                log.exception("heartbeat.failed", batch=claimed.id)
+            await asyncio.sleep(self._settings.batch_heartbeat_seconds)
+
+    # What is left behind.
+
+    async def _tidy(self) -> None:
+        """Tidies, again and again."""
+        while True:
+            await asyncio.sleep(_TIDY_SECONDS)
+            try:
+                if removed := await self.tidy():
+                    log.info("batches.tidied", removed=removed)
+            except TemperError as error:
+                log.warning("batches.untidy", error=error.message)
+            except Exception:  # a bug in tidying must not end it for good
+                log.exception("tidying.failed")
+
+    async def tidy(self) -> int:
+        """Removes expired files, and parts of batches that have ended; returns how many. May raise Unavailable."""
+        removed = await self._host.store(self._host.files.sweep)
+        objects = self._host.files.objects
+        for batch_id in await self._host.store(objects.list_dirs, ROOT):
+            if await self._host.queue.over(batch_id):
+                await self._host.store(objects.delete_prefix, f"{ROOT}{batch_id}/")
+                removed += 1
+        return removed

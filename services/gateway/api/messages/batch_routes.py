@@ -1,0 +1,147 @@
+"""/v1/messages/batches: Anthropic's batches, over the machinery of /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Query, Request
+from fastapi.responses import Response, StreamingResponse
+
+from services.common.errors import InvalidRequest, NotFound
+from services.common.queue.batches import MESSAGES, Batch, BatchSpec
+from services.common.storage.files import new_file_id
+from services.gateway.api.base.idempotency import IdempotencyKey
+from services.gateway.api.base.routing import router
+from services.gateway.api.batches.file_routes import content_of
+from services.gateway.api.batches.limits import check_unfinished
+from services.gateway.api.batches.message_files import (
+    KEPT_SECONDS,
+    delete_files,
+    digest_of,
+    results_without_file,
+    write_input,
+)
+from services.gateway.auth.principal import principal_of
+from services.gateway.context import GatewayDep
+from services.gateway.protocol.messages.batches import (
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchList,
+    MessageBatchRequest,
+)
+from services.gateway.protocol.messages.response import AnthropicErrorBody
+
+routes = router("batches", errors=AnthropicErrorBody)
+_ROUTE = f"{MESSAGES}/batches"
+_JSONL = "application/x-jsonl"
+_CURSOR = Query(max_length=64)
+
+
+@routes.post(_ROUTE)
+async def create_message_batch(
+    request: Request, body: MessageBatchRequest, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+) -> MessageBatch:
+    """Queues messages. With an Idempotency-Key, sending them again returns the same batch."""
+    limit = gateway.settings.batch_max_requests
+    if len(body.requests) > limit:
+        raise InvalidRequest(
+            f"requests has {len(body.requests)} entries, and a batch may have {limit}: split it", param="requests"
+        )
+    owner = principal_of(request).id
+    # Of megabytes.
+    lines = await asyncio.to_thread(lambda: list(body.lines()))
+    spec = BatchSpec(
+        owner=owner,
+        input_file_id=new_file_id(),
+        endpoint=MESSAGES,
+        output_seconds=KEPT_SECONDS,
+        requests=len(lines),
+        digest=await asyncio.to_thread(digest_of, lines),
+    )
+    batches = gateway.message_batches
+    batch = None if idempotency_key is None else await batches.submitted(spec, idempotency_key)
+    if batch is None:
+        await check_unfinished(gateway, owner)
+        await write_input(gateway, spec.file_owner, spec.input_file_id, lines)
+        batch = await batches.submit(spec, idempotency_key=idempotency_key)
+    return _shown(request, batch)
+
+
+@routes.get(_ROUTE)
+async def list_message_batches(
+    request: Request,
+    gateway: GatewayDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    after_id: Annotated[str | None, _CURSOR] = None,
+    before_id: Annotated[str | None, _CURSOR] = None,
+) -> MessageBatchList:
+    """Batches, newest first: from behind `after_id` on, or the last ones that stand before `before_id`."""
+    if after_id is not None and before_id is not None:
+        raise InvalidRequest("after_id and before_id ask for two pages: send one of them", param="before_id")
+    owner = principal_of(request).id
+    try:
+        found = await gateway.message_batches.list(owner, limit=limit + 1, after=after_id, before=before_id)
+    except NotFound as error:
+        error.param = "after_id" if before_id is None else "before_id"
+        raise
+    # The one too many stands on the side that the pages go to.
+    page = found[:limit] if before_id is None else found[-limit:]
+    data = [_shown(request, batch) for batch in page]
+    return MessageBatchList(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(found) > limit,
+    )
+
+
+@routes.get(f"{_ROUTE}/{{batch_id}}")
+async def get_message_batch(request: Request, batch_id: str, gateway: GatewayDep) -> MessageBatch:
+    """One batch."""
+    return _shown(request, await gateway.message_batches.owned(principal_of(request).id, batch_id))
+
+
+@routes.delete(f"{_ROUTE}/{{batch_id}}")
+async def delete_message_batch(request: Request, batch_id: str, gateway: GatewayDep) -> DeletedMessageBatch:
+    """Forgets a batch that has ended, with its results."""
+    owner = principal_of(request).id
+    batch = await gateway.message_batches.owned(owner, batch_id)
+    if batch.ended:
+        await delete_files(gateway, batch)
+    await gateway.message_batches.remove(owner, batch_id)
+    return DeletedMessageBatch(id=batch_id)
+
+
+@routes.post(f"{_ROUTE}/{{batch_id}}/cancel")
+async def cancel_message_batch(request: Request, batch_id: str, gateway: GatewayDep) -> MessageBatch:
+    """Stops a batch within seconds; what has run by then is among its results."""
+    return _shown(request, await gateway.message_batches.cancel(principal_of(request).id, batch_id))
+
+
+@routes.get(
+    f"{_ROUTE}/{{batch_id}}/results",
+    response_class=Response,
+    responses={200: {"content": {_JSONL: {"schema": {"type": "string"}}}}},
+)
+async def get_message_batch_results(request: Request, batch_id: str, gateway: GatewayDep) -> Response:
+    """A line of JSON for each request, in the order in which they ended: `{"custom_id", "result"}`, where the result
+    has the type succeeded (with the `message`), errored (with the `error`), canceled or expired."""
+    batch = await gateway.message_batches.owned(principal_of(request).id, batch_id)
+    if not batch.ended:
+        raise NotFound(
+            f"batch {batch_id} has no results yet: they are there when its processing_status is 'ended'", param="id"
+        )
+    if batch.output_file_id is None:
+        return StreamingResponse(await results_without_file(gateway, batch), media_type=_JSONL)
+    owner = batch.spec.file_owner
+    info = await gateway.store(gateway.files.get, owner, batch.output_file_id)
+    return await content_of(gateway, owner, info, media_type=_JSONL)
+
+
+def _shown(request: Request, batch: Batch) -> MessageBatch:
+    url = request.base_url.replace(path=f"{_ROUTE}/{batch.id}/results")
+    if request.headers.get("x-forwarded-proto", "").split(",")[0].strip() == "https":
+        # A proxy took the TLS off. The header is believed in this alone: who made it up gets a URL that does not work.
+        url = url.replace(scheme="https")
+    return MessageBatch.of(batch, str(url))

@@ -1,0 +1,295 @@
+"""Anthropic's messages in the form of OpenAI's chat, which is what everything behind it speaks.
+
+What has no counterpart there:
+- Blocks of text of one turn are joined by a newline; those of an assistant by nothing, as the answers they come from.
+- The results of tools become turns of their own, in the order of the calls: the model tells them apart by it.
+- An error of a tool is its text with "Error: " before it.
+- Thinking that another provider encrypted is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any
+
+from pydantic_core import to_json
+
+from services.common.errors import InvalidRequest, TemperError
+from services.gateway.inference.chat_form import parse_chat
+from services.gateway.protocol.chat.request import ChatRequest
+from services.gateway.protocol.fields.hosted_tools import HostedTool
+from services.gateway.protocol.messages.request import (
+    AssistantTurn,
+    ConversationFields,
+    MessagesRequest,
+    SystemTurn,
+    TextBlock,
+    ThinkingAdaptive,
+    ThinkingBlock,
+    ThinkingOn,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserTurn,
+)
+from services.gateway.protocol.messages.tools import (
+    AnyChoice,
+    AutoChoice,
+    ClientTool,
+    NamedChoice,
+    NoChoice,
+    ToolChoice,
+)
+
+_NAMES = (
+    (re.compile(r"\bresponse_format\b(\.json_schema(\.schema)?)?"), "output_config.format"),
+    (re.compile(r"\btools\[(\d+)\]\.function\.parameters\b"), r"tools[\1].input_schema"),
+    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"\bthinking_budget\b"), "thinking.budget_tokens"),
+    (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
+    (re.compile(r"\bchat_template_kwargs\.enable_thinking\b"), "thinking"),
+    (re.compile(r"\bcontinue_final_message\b"), "messages"),
+)
+"""Fields of the chat, as errors name them, and what they are called in a message."""
+_SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+"""Fields that both have, with one meaning."""
+_EFFORTS = {"max": "xhigh"}
+"""Anthropic's names that OpenAI's API has another one for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block with the place of it in the request."""
+
+    value: Any
+    param: str
+
+
+def as_chat(body: ConversationFields) -> ChatRequest:
+    """The same request as a chat.
+
+    Raises:
+        InvalidRequest: calls and results of tools do not match.
+        RequestValidationError: it is more than a chat may be.
+    """
+    return parse_chat(chat_form(body))
+
+
+@contextmanager
+def named_as_sent() -> Iterator[None]:
+    """Errors of the chat inside name the fields of the message that it was made of."""
+    try:
+        yield
+    except TemperError as error:
+        rename(error)
+        raise
+
+
+def rename(error: Exception) -> None:
+    """Makes an error name the fields of the message."""
+    if isinstance(error, TemperError):
+        error.message = _renamed(error.message)
+        error.param = error.param and _renamed(error.param)
+
+
+def _renamed(text: str) -> str:
+    for pattern, name in _NAMES:
+        text = pattern.sub(name, text)
+    return text
+
+
+def chat_form(body: ConversationFields) -> dict[str, Any]:
+    """The same request as the JSON object of a chat.
+
+    Raises:
+        InvalidRequest: calls and results of tools do not match, or there is nothing in it.
+    """
+    messages = _messages(body)
+    if all(message["role"] == "system" for message in messages):
+        raise InvalidRequest("messages say nothing: send a turn of the user", param="messages")
+    form: dict[str, Any] = {"model": body.model, "messages": messages}
+    if messages[-1]["role"] == "assistant":
+        form |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.tools:
+        form["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        form |= _choice(body.tool_choice)
+    form |= _thinking(body)
+    if body.format is not None:
+        schema = {"name": "output", "schema": body.format.schema_, "strict": True}
+        form["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        form |= _sampling(body)
+    return form
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """Those that are set."""
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _sampling(body: MessagesRequest) -> dict[str, Any]:
+    user = None if body.metadata is None else body.metadata.user_id
+    return _given(stop=body.stop_sequences, user=user, **{field: getattr(body, field) for field in _SAME})
+
+
+def _thinking(body: ConversationFields) -> dict[str, Any]:
+    on = isinstance(body.thinking, ThinkingOn | ThinkingAdaptive)
+    form: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": on}}
+    if isinstance(body.thinking, ThinkingOn):
+        form["thinking_budget"] = body.thinking.budget_tokens
+    effort = None if body.output_config is None else body.output_config.effort
+    if isinstance(body.thinking, ThinkingAdaptive) and effort is not None:
+        form["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    return form
+
+
+def _tool(tool: ClientTool | HostedTool) -> dict[str, Any]:
+    if isinstance(tool, HostedTool):
+        return {"type": tool.type}
+    told = _described(tool)
+    given = _given(name=tool.name, description=told, parameters=tool.input_schema, strict=tool.strict)
+    return {"type": "function", "function": given}
+
+
+def _described(tool: ClientTool) -> str | None:
+    if not tool.input_examples:
+        return tool.description
+    examples = "\n".join(to_json(example).decode() for example in tool.input_examples)
+    return "\n\n".join(filter(None, (tool.description, f"Examples of its input:\n{examples}")))
+
+
+def _choice(choice: ToolChoice) -> dict[str, Any]:
+    match choice:
+        case AutoChoice():
+            form: dict[str, Any] = {"tool_choice": "auto"}
+        case AnyChoice():
+            form = {"tool_choice": "required"}
+        case NamedChoice():
+            form = {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+        case NoChoice():
+            return {"tool_choice": "none"}
+    if choice.disable_parallel_tool_use:
+        form["parallel_tool_calls"] = False
+    return form
+
+
+# -- messages
+
+
+def _messages(body: ConversationFields) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append(_system(_texts(body.system)))
+    calls: list[_Block] = []
+    for spoken, group in groupby(enumerate(body.messages), key=lambda entry: entry[1].role == "assistant"):
+        turns = [
+            (role, [block for index, turn in same for block in _blocks(turn, f"messages[{index}].content")])
+            for role, same in groupby(group, key=lambda entry: entry[1].role)
+        ]
+        if spoken:
+            _check_answered(calls, [])
+            blocks = turns[0][1]
+            calls = [block for block in blocks if isinstance(block.value, ToolUseBlock)]
+            messages.append(_assistant(blocks, calls))
+        else:
+            messages += _asked(turns, calls)
+            calls = []
+    _check_answered(calls, [])
+    return messages
+
+
+def _system(texts: Sequence[str]) -> dict[str, Any]:
+    return {"role": "system", "content": "\n".join(texts)}
+
+
+def _blocks(turn: UserTurn | AssistantTurn | SystemTurn, param: str) -> Iterable[_Block]:
+    if isinstance(turn.content, str):
+        return [_Block(TextBlock(type="text", text=turn.content), param)]
+    return [_Block(block, f"{param}[{position}]") for position, block in enumerate(turn.content)]
+
+
+def _texts(content: str | Sequence[TextBlock]) -> list[str]:
+    return [content] if isinstance(content, str) else [block.text for block in content]
+
+
+def _assistant(blocks: Sequence[_Block], calls: Sequence[_Block]) -> dict[str, Any]:
+    seen: set[str] = set()
+    for call in calls:
+        if call.value.id in seen:
+            raise InvalidRequest(
+                f"{call.param}.id: two calls of one turn have the id {call.value.id!r}", param=f"{call.param}.id"
+            )
+        seen.add(call.value.id)
+    thoughts = [block.value.thinking for block in blocks if isinstance(block.value, ThinkingBlock)]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": "".join(block.value.text for block in blocks if isinstance(block.value, TextBlock)),
+    }
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = [_call(call.value) for call in calls]
+    return message
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    arguments = to_json(block.input).decode()
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _asked(turns: Sequence[tuple[str, Sequence[_Block]]], calls: Sequence[_Block]) -> list[dict[str, Any]]:
+    """What stands between two turns of the assistant: the user's turns, and those of the system among them."""
+    said = [block for role, blocks in turns if role == "user" for block in blocks]
+    results = [block for block in said if isinstance(block.value, ToolResultBlock)]
+    for block in said[: len(results)]:
+        if not isinstance(block.value, ToolResultBlock):
+            raise InvalidRequest(
+                f"{block.param}: text of a turn comes after its tool_result blocks: move it behind them",
+                param=block.param,
+            )
+    _check_answered(calls, results)
+    order = {call.value.id: position for position, call in enumerate(calls)}
+    ordered = iter(sorted(results, key=lambda result: order[result.value.tool_use_id]))
+    messages: list[dict[str, Any]] = []
+    for role, blocks in turns:
+        texts = [block.value.text for block in blocks if isinstance(block.value, TextBlock)]
+        if role == "system":
+            messages.append(_system(texts))
+            continue
+        for result in islice(ordered, len(blocks) - len(texts)):
+            tool = {"role": "tool", "tool_call_id": result.value.tool_use_id, "content": _result(result.value)}
+            messages.append(tool)
+        if texts:
+            messages.append({"role": "user", "content": "\n".join(texts)})
+    return messages
+
+
+def _result(block: ToolResultBlock) -> str:
+    text = "\n".join(_texts(block.content or ""))
+    return f"Error: {text}" if block.is_error else text
+
+
+def _check_answered(calls: Sequence[_Block], results: Sequence[_Block]) -> None:
+    """Each call has one result in the turn after it.
+
+    Raises:
+        InvalidRequest: one has none, or more, or there is a result of nothing.
+    """
+    open_calls = {call.value.id: call for call in calls}
+    for result in results:
+        if open_calls.pop(result.value.tool_use_id, None) is None:
+            raise InvalidRequest(
+                f"{result.param}.tool_use_id: {result.value.tool_use_id!r} is no call of the turn before, or one that "
+                "has a result already",
+                param=f"{result.param}.tool_use_id",
+            )
+    for call in open_calls.values():
+        raise InvalidRequest(
+            f"{call.param}: the call {call.value.id!r} has no tool_result in the turn after it: send one, with "
+            "is_error if the tool did not run",
+            param=call.param,
+        )

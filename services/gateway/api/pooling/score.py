@@ -1,0 +1,107 @@
+"""POST /v1/score."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from services.common.errors import InvalidRequest
+from services.gateway.api.base.routing import router
+from services.gateway.api.base.serving import json_response, within
+from services.gateway.context import Gateway, GatewayDep
+from services.gateway.engines.pool import ServedModel
+from services.gateway.inference.generation import traceparent_of
+from services.gateway.inference.limits import check_messages
+from services.gateway.inference.pooling import Question, Reading, Readings, reserve
+from services.gateway.inference.prompt_logprobs import check_size
+from services.gateway.inference.prompts import chat_prompt, encode_texts, token_budget
+from services.gateway.protocol.pooling import ScoreRequest, ScoreResponse
+from services.gateway.settings import GatewaySettings
+
+routes = router("score")
+
+
+@routes.post("/v1/score", responses={200: {"model": ScoreResponse}})
+async def create_scores(request: Request, body: ScoreRequest, gateway: GatewayDep) -> Response:
+    """Says how likely given texts are."""
+    reservation = reserve(gateway, len(body.completions), field="completion")
+    return await within(reservation, request, _score(request, body, gateway))
+
+
+async def _score(request: Request, body: ScoreRequest, gateway: Gateway) -> Response:
+    served, settings = gateway.engines.served, gateway.settings
+    readings = Readings(gateway, body, prefix="score", traceparent=traceparent_of(request))
+    prompt = await _prompt(served, body, settings)
+    encode = served.codec.encode if body.messages is None else served.codec.encode_completion
+    completions = await encode_texts(served, body.completions, settings, field="completion", encode=encode)
+    for position, tokens in enumerate(completions):
+        where = "completion" if len(completions) == 1 else f"completion.{position}"
+        if not tokens:
+            raise InvalidRequest("the completion has no tokens", param=where)
+        if len(prompt) + len(tokens) == 1:
+            raise InvalidRequest(
+                "a single token with nothing before it has no log-probability: send a prompt", param="prompt"
+            )
+        token_budget(len(prompt) + len(tokens), 1, default=1, context=served.info.max_model_len, field=where)
+    alternatives = body.top_logprobs or 0
+    total = sum(map(len, completions))
+    check_size(total, alternatives, limit=settings.max_prompt_logprobs, field="completion")
+
+    def entry(index: int, reading: Reading) -> dict[str, Any]:
+        return _entry(index, completions[index], reading, body, bare=not prompt)
+
+    # What stands before is the same for all: it may come from the prefix cache.
+    parting = [len(prompt)] if prompt else []
+    questions = [Question([*prompt, *tokens], alternatives, len(prompt), boundaries=parting) for tokens in completions]
+    data = await readings.read(questions, entry)
+    adapter = data[0]["adapter"]
+    whole: dict[str, Any] = {
+        "id": readings.id,
+        "object": "list",
+        "created": readings.created,
+        "model": body.model,
+        "adapter": adapter,
+        "data": data,
+        "usage": readings.usage(),
+    }
+    if body.return_token_ids:
+        whole["prompt_token_ids"] = prompt
+    return await asyncio.to_thread(json_response, whole, adapter)
+
+
+async def _prompt(served: ServedModel, body: ScoreRequest, settings: GatewaySettings) -> list[int]:
+    chat = body.chat()
+    if chat is not None:
+        check_messages(chat, settings)
+        return await chat_prompt(served, chat, settings)
+    if body.prompt is None:
+        return []
+    (prompt,) = await encode_texts(served, [body.prompt], settings, field="prompt", encode=served.codec.encode)
+    return prompt
+
+
+def _entry(index: int, tokens: list[int], reading: Reading, body: ScoreRequest, *, bare: bool) -> dict[str, Any]:
+    """One score. ``bare``: the first token has nothing before it."""
+    scores = reading.scores
+    missing: list[None] = [None] if bare else []
+    entry: dict[str, Any] = {
+        "object": "score",
+        "index": index,
+        "logprob": sum(scores.logprobs),
+        "tokens": len(tokens),
+        "is_greedy": all(rank == 1 for rank in scores.ranks),
+        "token_logprobs": [*missing, *scores.logprobs],
+        "ranks": [*missing, *scores.ranks],
+        "adapter": reading.adapter,
+    }
+    if body.top_logprobs is not None:
+        empty: list[list[Any]] = [[]] if bare else []
+        places = range(len(scores.logprobs))
+        entry["top_token_ids"] = [*empty, *map(scores.top_ids, places)]
+        entry["top_logprobs"] = [*empty, *map(scores.top_logprobs, places)]
+    if body.return_token_ids:
+        entry["token_ids"] = tokens
+    return entry

@@ -1,0 +1,158 @@
+"""What a training job names outside of its body: it is there, and fits the job and the engines.
+
+A job may wait behind others that publish what it continues, or in front of engines that are not connected yet: what is
+not decided when a job is submitted is left to the trainer, which checks all of it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from services.common.adapters.manifest import Manifest
+from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_ref
+from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
+from services.common.jobs import GrpoJob, JobState, OpdJob, TrainingSpec
+from services.common.jobs.fields.continued import check_agrees, stated_shape
+from services.common.jobs.fields.linear import TARGET_MODULES
+from services.common.jobs.rewards.specs import WebhookReward
+from services.common.jobs.rewards.webhooks import check_webhook
+from services.common.pb import engine_pb2
+from services.gateway.context import Gateway
+
+
+async def check_references(gateway: Gateway, spec: TrainingSpec) -> None:
+    """Looks up everything that a job names.
+
+    Raises:
+        ModelNotFound: a version does not exist.
+        AdapterRejected: one belongs to another base model.
+        InvalidRequest: the job contradicts what it continues, has nothing to learn of its teacher, or has samples
+            scored where an engine may not send them.
+    """
+    gateway.registry.check_new_name(spec.adapter)
+    start = await _start(gateway, spec)
+    try:
+        await _check_start(gateway, spec, start)
+    except TemperError:
+        if await _starts_there(gateway, spec):
+            raise
+    if isinstance(spec, GrpoJob):
+        _check_webhooks([client.model for client in gateway.engines.clients if client.model is not None], spec)
+        await _check_samplers(gateway, spec)
+    if isinstance(spec, OpdJob):
+        await _check_teacher(gateway, spec, start)
+
+
+async def _start(gateway: Gateway, spec: TrainingSpec) -> Manifest | None:
+    """What the job continues, as it stands now; None: a new adapter."""
+    if spec.start_from == BASE:
+        return None
+    if spec.start_from is None:
+        try:
+            version = await gateway.store(gateway.registry.current, spec.adapter)
+        except ModelNotFound:
+            return None
+        return await _manifest(gateway, version, "adapter")
+    try:
+        name, number = parse_adapter_ref(spec.start_from)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"start_from: {error.message}", param="start_from") from error
+    if number is not None:
+        return await _manifest(gateway, AdapterVersion(name, number), "start_from")
+    try:
+        version = await gateway.store(gateway.registry.current, name)
+    except TemperError as error:
+        error.param = "start_from"
+        raise
+    return await _manifest(gateway, version, "start_from")
+
+
+async def _check_start(gateway: Gateway, spec: TrainingSpec, start: Manifest | None) -> None:
+    """The adapter that is trained has a shape that the engines serve, and is of their base model."""
+    info = gateway.engines.served.info
+    if start is None:
+        if info.max_lora_rank and spec.lora.rank > info.max_lora_rank:
+            default = "" if "rank" in spec.lora.model_fields_set else " by default"
+            raise InvalidRequest(
+                f"lora.rank is {spec.lora.rank}{default} and the engines take at most {info.max_lora_rank} "
+                "(TEMPER_MAX_LORA_RANK): give a lower one",
+                param="lora.rank",
+            )
+        return
+    if start.base_digest and start.base_digest != info.digest:
+        raise AdapterRejected(
+            f"cannot continue from {start.ref}: it belongs to base model {start.base_digest[:12]}, the engines serve "
+            f'{info.digest[:12]}; give start_from: "base" to start afresh',
+            param="start_from",
+        )
+    if spec.lora.model_fields_set - {"seed"}:
+        config = await gateway.store(gateway.registry.config, start.ref)
+        names = {path.rsplit(".", 1)[1] for path in info.linear_layers} or TARGET_MODULES
+        check_agrees(spec.lora, stated_shape(config), sorted(names))
+
+
+async def _check_teacher(gateway: Gateway, spec: OpdJob, start: Manifest | None) -> None:
+    """The teacher exists, and is another policy than the one that is to learn from it."""
+    teacher = None
+    if spec.teacher_version is not None:
+        teacher = await _manifest(gateway, spec.teacher_version, "teacher")
+        digest = gateway.engines.served.info.digest
+        if teacher.base_digest and teacher.base_digest != digest:
+            raise AdapterRejected(
+                f"teacher: {teacher.ref} belongs to base model {teacher.base_digest[:12]}, the engines serve "
+                f"{digest[:12]}: name a version of an adapter of this one",
+                param="teacher",
+            )
+    same = spec.teacher == BASE if start is None else teacher is not None and start.digest == teacher.digest
+    if same and await _starts_there(gateway, spec):
+        raise InvalidRequest(
+            f'nothing to learn: the policy that the job starts from is its teacher, "{spec.teacher}"; name another '
+            "teacher, or start_from an adapter that is not the teacher",
+            param="teacher",
+        )
+
+
+async def _starts_there(gateway: Gateway, spec: TrainingSpec) -> bool:
+    """Whether what the job continues is decided: it is named, or no job in front of it publishes another version."""
+    if spec.start_from is not None and (spec.start_from == BASE or "@" in spec.start_from):
+        return True
+    adapter = spec.start_from or spec.adapter
+    waiting = [
+        await gateway.queue.list(limit=1, state=state, adapter=adapter) for state in (JobState.QUEUED, JobState.RUNNING)
+    ]
+    return not any(waiting)
+
+
+async def _check_samplers(gateway: Gateway, spec: GrpoJob) -> None:
+    """The versions that sampled the rollouts exist."""
+    samplers = await asyncio.to_thread(lambda: spec.sampled_by)  # of a large job
+    for version, field in samplers.items():
+        try:
+            await gateway.store(gateway.registry.manifest, version)
+        except ModelNotFound as error:
+            raise ModelNotFound(
+                f"{field}: the rollout was sampled by {version}, which was never published or is deleted: sample "
+                "again, or leave `adapter` out",
+                param=field,
+            ) from error
+
+
+def _check_webhooks(engines: Sequence[engine_pb2.Model], spec: GrpoJob) -> None:
+    """Every engine that says what it allows may send to every webhook of the job: any of them may take it."""
+    if spec.generate is None:
+        return
+    for index, reward in enumerate(spec.generate.reward):
+        if isinstance(reward, WebhookReward):
+            for model in engines:
+                if model.HasField("webhooks"):
+                    known = model.webhooks
+                    check_webhook(reward.url, f"generate.reward[{index}]", known.allowed, signed=known.signed)
+
+
+async def _manifest(gateway: Gateway, version: AdapterVersion, param: str) -> Manifest:
+    try:
+        return await gateway.store(gateway.registry.manifest, version)
+    except TemperError as error:
+        error.param = param
+        raise

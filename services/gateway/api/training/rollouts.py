@@ -1,0 +1,111 @@
+"""Makes a GRPO job self-contained: what its completion ids stand for is fetched from the engines and written in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+from services.common.errors import InvalidRequest, NotFound
+from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob
+from services.common.pb import engine_pb2
+from services.gateway.engines.pool import EnginePool
+from services.gateway.inference.cache_isolation import owner
+
+_NAMED_IDS = 5
+Rollouts = Mapping[str, engine_pb2.Rollout]
+
+
+async def resolve_rollouts(job: GrpoJob, engines: EnginePool) -> GrpoJob:
+    """The job with token ids and log-probabilities in place of completion ids.
+
+    Raises:
+        NotFound: completions that no engine remembers, or that another API key sampled; the message names them.
+        InvalidRequest: a completion is scored twice, or a group mixes prompts.
+        Unavailable: an engine that may know them cannot be asked.
+    """
+    ids = job.completion_ids
+    if not ids:
+        return job
+    field = "groups" if job.rollouts is None else "rollouts"
+    _refuse_repeats(ids, field)
+    found = await _fetch(ids, engines, field)
+    # Millions of tokens may be copied and checked: not on the event loop.
+    return await asyncio.to_thread(_written_in, job, found)
+
+
+def _written_in(job: GrpoJob, found: Rollouts) -> GrpoJob:
+    if job.rollouts is not None:
+        groups = _group_by_prompt((found[scored.completion_id], scored.reward) for scored in job.rollouts)
+    else:
+        groups = [_resolve_group(group, found, f"groups[{index}]") for index, group in enumerate(job.groups or ())]
+    return job.model_copy(update={"rollouts": None, "groups": groups})
+
+
+def _refuse_repeats(ids: Sequence[str], field: str) -> None:
+    seen: set[str] = set()
+    for completion_id in ids:
+        if completion_id in seen:
+            raise InvalidRequest(f"completion {completion_id[:80]!r} is scored twice", param=field)
+        seen.add(completion_id)
+
+
+async def _fetch(ids: Sequence[str], engines: EnginePool, field: str) -> dict[str, engine_pb2.Rollout]:
+    """Rollouts by the ids the client uses. "{id}:0" also means the only choice of a response."""
+    # The id of an only choice is the response's id, but clients may number it.
+    shorter = {completion_id: completion_id.removesuffix(":0") for completion_id in ids}
+    remembered = await engines.rollouts(sorted({*ids, *shorter.values()}), at_least=len(ids))
+    found: dict[str, engine_pb2.Rollout] = {}
+    missing = []
+    for completion_id, short in shorter.items():
+        rollout = remembered.get(completion_id) or remembered.get(short)
+        if rollout is None or rollout.owner != owner():
+            missing.append(completion_id)
+        else:
+            found[completion_id] = rollout
+    if missing:
+        named = ", ".join(completion_id[:80] for completion_id in missing[:_NAMED_IDS])
+        more = f" and {len(missing) - _NAMED_IDS} more" if len(missing) > _NAMED_IDS else ""
+        raise NotFound(
+            f"no engine remembers the completion(s) {named}{more}: they are kept for a while only; generate with "
+            "return_token_ids and post groups with token_ids and logprobs instead",
+            param=field,
+        )
+    return found
+
+
+def _completion(rollout: engine_pb2.Rollout, reward: float) -> GrpoCompletion:
+    return GrpoCompletion(
+        token_ids=list(rollout.token_ids),
+        logprobs=list(rollout.sampling_logprobs),
+        temperature=rollout.temperature,
+        truncated=rollout.finish_reason == engine_pb2.FINISH_REASON_LENGTH,
+        adapter=rollout.adapter or None,
+        reward=reward,
+    )
+
+
+def _group_by_prompt(scored: Iterable[tuple[engine_pb2.Rollout, float]]) -> list[GrpoGroup]:
+    by_prompt: dict[tuple[int, ...], list[GrpoCompletion]] = {}
+    for rollout, reward in scored:
+        by_prompt.setdefault(tuple(rollout.prompt_token_ids), []).append(_completion(rollout, reward))
+    return [
+        GrpoGroup(prompt_token_ids=list(prompt), completions=completions) for prompt, completions in by_prompt.items()
+    ]
+
+
+def _resolve_group(group: GrpoGroup, found: Rollouts, field: str) -> GrpoGroup:
+    rollouts = [found[c.completion_id] for c in group.completions if c.completion_id is not None]
+    if not rollouts:
+        return group
+    prompts = {tuple(rollout.prompt_token_ids) for rollout in rollouts}
+    if group.prompt_token_ids is not None:
+        prompts.add(tuple(group.prompt_token_ids))
+    if len(prompts) > 1:
+        raise InvalidRequest(
+            f"{field}: its completions answer {len(prompts)} different prompts; a group has one", param=field
+        )
+    completions = [
+        c if c.completion_id is None else _completion(found[c.completion_id], c.reward) for c in group.completions
+    ]
+    # The tokens the model saw replace a prompt given as text.
+    return GrpoGroup(prompt_token_ids=list(prompts.pop()), completions=completions)

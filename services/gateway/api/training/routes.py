@@ -1,0 +1,164 @@
+"""/v1/train: submitting, watching and cancelling jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import Header, Query, Response
+
+from services.common.errors import NotFound, TemperError
+from services.common.jobs import JOBS, GrpoJob, Job, JobEvent, JobState, TrainingSpec
+from services.common.queue.records import spec_sha
+from services.common.telemetry import tracing
+from services.gateway.api.base.idempotency import IdempotencyKey
+from services.gateway.api.base.routing import router
+from services.gateway.api.training.job_references import check_references
+from services.gateway.api.training.rollouts import resolve_rollouts
+from services.gateway.api.training.validation import check_training_job
+from services.gateway.context import Gateway, GatewayDep
+from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.errors import payload_of
+from services.gateway.core.sse import EventStream, event
+from services.gateway.inference.cache_isolation import check_attach, may_attach, owner, sees
+
+routes = router("training")
+
+
+def _submission(model: type[TrainingSpec]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    async def submit(
+        response: Response, body: Any, gateway: GatewayDep, idempotency_key: IdempotencyKey = None
+    ) -> dict[str, Any]:
+        return await _submit(gateway, body, idempotency_key, response)
+
+    # What the framework reads the schema of the body from.
+    submit.__annotations__["body"] = model
+    return submit
+
+
+async def _submit(gateway: Gateway, sent: TrainingSpec, key: str | None, response: Response) -> dict[str, Any]:
+    # The key stands for what was sent. It is looked up before anything that can change in the meantime: the engines
+    # forget completions, adapters are deleted, and the answer to a repeated request stays the same.
+    sha = await asyncio.to_thread(spec_sha, sent)  # of megabytes, if it is a large job
+    job = None if key is None else await gateway.queue.submitted(key, sha, key_id=owner())
+    if job is None:
+        spec = _attaching(sent)
+        if isinstance(spec, GrpoJob):
+            spec = await resolve_rollouts(spec, gateway.engines)
+        await check_references(gateway, spec)
+        async with gateway.checks:
+            await asyncio.to_thread(check_training_job, gateway.engines.served, spec)
+        job = await gateway.queue.submit(
+            spec, idempotency_key=key, request_sha=sha, traceparent=tracing.current(), key_id=owner()
+        )
+    response.headers["location"] = f"/v1/train/jobs/{job.id}"
+    return job.model_dump(mode="json")
+
+
+def _attaching(spec: TrainingSpec) -> TrainingSpec:
+    """The job with `attach` as the caller may have it: left open, it is what its API key allows.
+
+    Raises:
+        Forbidden: the job says that it attaches, and the key may not.
+    """
+    if not spec.attach or may_attach():
+        return spec
+    if "attach" in spec.model_fields_set:
+        check_attach("attach")
+    return spec.model_copy(update={"attach": False})
+
+
+async def _found(gateway: Gateway, job_id: str) -> Job:
+    """A job that the caller may see. Raises NotFound, also for another key's."""
+    job = await gateway.queue.get(job_id)
+    if not sees(job.key_id):
+        raise gateway.queue.missing(job_id)
+    return job
+
+
+def _add_submissions() -> None:
+    for kind, model in JOBS.items():
+        routes.add_api_route(
+            f"/v1/train/{kind}",
+            _submission(model),
+            methods=["POST"],
+            status_code=202,
+            name=f"submit_{kind}",
+            description=f"{model.__doc__}\n\nWith an Idempotency-Key, sending it again returns the same job.",
+        )
+
+
+_add_submissions()
+
+
+@routes.get("/v1/train/jobs")
+async def list_jobs(
+    gateway: GatewayDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    state: JobState | None = None,
+    adapter: Annotated[str | None, Query(max_length=64)] = None,
+) -> dict[str, Any]:
+    """The caller's jobs, newest first; everybody's for an admin. `after` is the last id of the page before."""
+    try:
+        if after is not None:
+            await _found(gateway, after)
+        whose = None if sees(None) else owner()
+        jobs = await gateway.queue.list(limit=limit, after=after, state=state, adapter=adapter, key_id=whose)
+    except NotFound as error:
+        error.param = "after"
+        raise
+    return {"object": "list", "data": [job.model_dump(mode="json") for job in jobs]}
+
+
+@routes.get("/v1/train/jobs/{job_id}")
+async def get_job(job_id: str, gateway: GatewayDep) -> Job:
+    """One job with its state, progress and newest metrics."""
+    return await _found(gateway, job_id)
+
+
+@routes.post("/v1/train/jobs/{job_id}/cancel")
+async def cancel_job(job_id: str, gateway: GatewayDep) -> Job:
+    """Cancels a queued job at once, a running one at its next step."""
+    await _found(gateway, job_id)
+    return await gateway.queue.cancel(job_id)
+
+
+@routes.get("/v1/train/jobs/{job_id}/events", response_class=Response)
+async def follow_job(
+    job_id: str,
+    gateway: GatewayDep,
+    last_event_id: Annotated[str | None, Header(max_length=64, pattern=r"^(0|[0-9]+-[0-9]+)?$")] = None,
+) -> Response:
+    """The job's events as SSE: those after Last-Event-ID (all without it), then new ones until the job has ended."""
+    await _found(gateway, job_id)  # 404 while there still is a status to send
+    events = gateway.queue.events(job_id, last_event_id or None)
+    return EventStream(_follow(gateway, events), keep_alive=gateway.settings.keep_alive_seconds)
+
+
+async def _follow(gateway: Gateway, events: AsyncIterator[JobEvent]) -> AsyncGenerator[bytes, None]:
+    stopping = asyncio.ensure_future(gateway.closing.wait())
+    upcoming: asyncio.Future[JobEvent | None] | None = None
+    try:
+        while True:
+            upcoming = asyncio.ensure_future(_next(events))
+            await asyncio.wait((upcoming, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done():
+                return  # the client connects again, with the id of the last event it has
+            entry = upcoming.result()
+            if entry is None:
+                return
+            yield event(entry.model_dump(mode="json"), name=entry.kind, event_id=entry.id)
+    except TemperError as error:
+        yield event(payload_of(error), name="error")
+    finally:
+        stopping.cancel()
+        if upcoming is not None:
+            await cancel(upcoming)
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _next(events: AsyncIterator[JobEvent]) -> JobEvent | None:
+    return await anext(events, None)

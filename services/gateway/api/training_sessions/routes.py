@@ -1,0 +1,149 @@
+"""/v1/train/sessions and /v1/train/futures: a researcher's own training loop, call by call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Query, Response
+from pydantic_core import from_json, to_json
+
+from services.common.jobs.training_sessions import (
+    Call,
+    Forward,
+    ForwardBackward,
+    Load,
+    OpenSession,
+    OptimStep,
+    Sample,
+    Save,
+    check_tokens,
+)
+from services.common.pb import sessions_pb2 as pb
+from services.gateway.api.base.idempotency import idempotent
+from services.gateway.api.base.routing import router
+from services.gateway.context import Gateway, GatewayDep
+from services.gateway.core.errors import engine_error, payload_of
+from services.gateway.inference.cache_isolation import check_attach
+
+routes = router("training sessions")
+
+_STATES = {
+    pb.FUTURE_STATE_PENDING: "pending",
+    pb.FUTURE_STATE_DONE: "done",
+    pb.FUTURE_STATE_FAILED: "failed",
+}
+_USER_CODES = frozenset(
+    {
+        "invalid_request",
+        "does_not_fit",
+        "not_found",
+        "model_not_found",
+        "conflict",
+        "adapter_rejected",
+    }
+)
+"""A call that failed so fails again as it is; any other may succeed in a new session or later."""
+
+
+@routes.post("/v1/train/sessions", status_code=201, response_class=Response)
+@idempotent
+async def open_session(body: OpenSession, gateway: GatewayDep) -> Response:
+    """Opens a session with a new adapter, an adapter version or a checkpoint; answers when it can be called."""
+    session = await gateway.sessions.open(body)
+    headers = {"location": f"/v1/train/sessions/{from_json(session)['id']}"}
+    return Response(session, 201, headers=headers, media_type="application/json")
+
+
+@routes.get("/v1/train/sessions", response_class=Response)
+async def list_sessions(gateway: GatewayDep) -> Response:
+    """Open sessions of all engines."""
+    sessions = await gateway.sessions.open_sessions()
+    return Response(b'{"object":"list","data":[' + b",".join(sessions) + b"]}", media_type="application/json")
+
+
+@routes.get("/v1/train/sessions/{session_id}", response_class=Response)
+async def get_session(session_id: str, gateway: GatewayDep) -> Response:
+    """One session; 410 with what happened to it when it has ended. Keeps it from expiring."""
+    return Response(await gateway.sessions.get(session_id), media_type="application/json")
+
+
+@routes.delete("/v1/train/sessions/{session_id}")
+async def close_session(session_id: str, gateway: GatewayDep) -> dict[str, Any]:
+    """Ends a session and frees its memory. Calls that have not ended fail."""
+    await gateway.sessions.close(session_id)
+    return {"id": session_id, "object": "train.session", "deleted": True}
+
+
+@routes.post("/v1/train/sessions/{session_id}/forward_backward", status_code=202, response_class=Response)
+async def forward_backward(session_id: str, body: ForwardBackward, gateway: GatewayDep) -> Response:
+    """Adds the gradient of a loss to what has been accumulated."""
+    return await _submit(gateway, session_id, body)
+
+
+@routes.post("/v1/train/sessions/{session_id}/forward", status_code=202, response_class=Response)
+async def forward(session_id: str, body: Forward, gateway: GatewayDep) -> Response:
+    """Log-probabilities and the loss, without gradient."""
+    return await _submit(gateway, session_id, body)
+
+
+@routes.post("/v1/train/sessions/{session_id}/optim_step", status_code=202, response_class=Response)
+async def optim_step(session_id: str, body: OptimStep, gateway: GatewayDep) -> Response:
+    """An AdamW step over the accumulated gradients."""
+    return await _submit(gateway, session_id, body)
+
+
+@routes.post("/v1/train/sessions/{session_id}/sample", status_code=202, response_class=Response)
+async def sample(session_id: str, body: Sample, gateway: GatewayDep) -> Response:
+    """Completions of the session's weights as they are when the call's turn comes."""
+    return await _submit(gateway, session_id, body)
+
+
+@routes.post("/v1/train/sessions/{session_id}/save", status_code=202, response_class=Response)
+async def save(session_id: str, body: Save, gateway: GatewayDep) -> Response:
+    """Publishes a version of an adapter, or keeps a checkpoint with the optimizer."""
+    if body.attach:
+        check_attach("attach")
+    return await _submit(gateway, session_id, body)
+
+
+@routes.post("/v1/train/sessions/{session_id}/load", status_code=202, response_class=Response)
+async def load(session_id: str, body: Load, gateway: GatewayDep) -> Response:
+    """Replaces the weights by a version's or a checkpoint's."""
+    return await _submit(gateway, session_id, body)
+
+
+@routes.get("/v1/train/futures/{future_id}", response_class=Response)
+async def get_future(future_id: str, gateway: GatewayDep, wait: Annotated[float, Query(ge=0, le=60)] = 0.0) -> Response:
+    """A call: at once, or as soon as it has ended but after `wait` seconds at most."""
+    found = await gateway.sessions.wait(future_id, wait, gateway.closing)
+    return Response(_future_body(found), media_type="application/json")
+
+
+async def _submit(gateway: Gateway, session_id: str, call: Call) -> Response:
+    info = gateway.engines.served.info
+    check_tokens(call, vocab_size=info.vocab_size, max_train_tokens=info.max_train_tokens, max_call_tokens=0)
+    found = await gateway.sessions.submit(session_id, call)
+    headers = {"location": f"/v1/train/futures/{found.id}"}
+    return Response(_future_body(found), 202, headers=headers, media_type="application/json")
+
+
+def _future_body(found: pb.Future) -> bytes:
+    """A future as JSON. The result is the engine's own JSON, which may be megabytes: it is not read here."""
+    body: dict[str, Any] = {
+        "id": found.id,
+        "object": "train.future",
+        "session": found.session,
+        "seq": found.seq or None,
+        "operation": found.operation or None,
+        "state": _STATES.get(found.state, "pending"),
+    }
+    if found.state == pb.FUTURE_STATE_PENDING:
+        queue: dict[str, Any] = {"state": "running" if found.running else "waiting", "ahead": found.ahead}
+        if found.missing_seq:
+            queue |= {"state": "waiting_for_seq", "missing_seq": found.missing_seq}
+        body["queue"] = queue
+    if found.HasField("error"):
+        error = engine_error(found.error)
+        body["error"] = payload_of(error)["error"] | {"category": "user" if error.code in _USER_CODES else "server"}
+    head = to_json(body)
+    return head if not found.result_json else head[:-1] + b',"result":' + found.result_json + b"}"

@@ -1,0 +1,105 @@
+"""The caller on whose behalf this task works: known to whatever a request calls, without a parameter in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from services.common.errors import DeadlineExceeded
+from services.common.pb import engine_pb2
+from services.gateway.auth.principal import Principal
+from services.gateway.rate_limits.limiter import Grant
+
+_CURRENT: ContextVar[Caller | None] = ContextVar("temper_caller", default=None)
+
+
+@dataclass(slots=True)
+class Caller:
+    """A request that was let in. ``deadline``: on time.monotonic(), if the client set one; it ends with the request."""
+
+    principal: Principal
+    grant: Grant
+    deadline: float | None = None
+
+
+def current_caller() -> Caller | None:
+    """Of the HTTP request that this task belongs to, also after its end; None for the gateway's own work."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def working_for(caller: Caller) -> Iterator[None]:
+    """In the block, and in the tasks that it starts."""
+    token = _CURRENT.set(caller)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def seconds_left(limit: float) -> float:
+    """How long a completion that starts now may take.
+
+    Args:
+        limit: the most that any may.
+
+    Raises:
+        DeadlineExceeded: nothing of the client's time is left.
+    """
+    caller = _CURRENT.get()
+    if caller is None or caller.deadline is None:
+        return limit
+    left = caller.deadline - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded("the request's time (x-request-timeout-seconds) was over before it reached an engine")
+    return min(limit, left)
+
+
+class TokenAccount:
+    """What engine requests of one exchange use of their caller's tokens a minute.
+
+    Args:
+        requests: choices of the same prompt stand side by side, and the prompt is counted once.
+    """
+
+    def __init__(self, requests: Sequence[engine_pb2.GenerateRequest]) -> None:
+        caller = _CURRENT.get()
+        limited = caller is not None and caller.principal.limits.tokens_per_minute > 0
+        self._grant = caller.grant if caller is not None and limited else None
+        self._reserved = 0
+        self._used = 0
+        self._prompts: list[int] = []
+        if self._grant is None:
+            return
+        before: Sequence[int] | None = None
+        for request in requests:
+            prompt = request.prompt_token_ids
+            self._prompts.append(0 if prompt == before else len(prompt))
+            self._reserved += self._prompts[-1] + request.sampling.max_tokens
+            before = prompt
+
+    async def reserve(self) -> None:
+        """Takes the most that the requests can use.
+
+        Raises:
+            InvalidRequest: more than the caller gets in a minute.
+            RateLimited: not now.
+        """
+        if self._grant is not None:
+            grant, self._grant = self._grant, None
+            await grant.take(self._reserved)
+            self._grant = grant
+
+    def update(self, index: int, tokens: int, *, first: bool) -> None:
+        """An engine answered with so many tokens."""
+        if self._grant is not None:
+            self._used += tokens + (self._prompts[index] if first else 0)
+
+    def settle(self) -> None:
+        """Gives back what was not used. Twice is harmless."""
+        if self._grant is not None:
+            grant, self._grant = self._grant, None
+            grant.correct(self._used - self._reserved)

@@ -1,0 +1,436 @@
+"""The connection to one engine: a stream for all requests, the model's facts, and a status that is polled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from hashlib import blake2b
+
+import grpc
+import structlog
+from grpc import aio
+
+from services.common.errors import AdapterRejected, TemperError, Unavailable
+from services.common.pb import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    engine_pb2,
+    engine_pb2_grpc,
+    histories_pb2_grpc,
+    sessions_pb2_grpc,
+)
+from services.gateway.core.errors import engine_error
+from services.gateway.engines.channel import Channels
+from services.gateway.engines.circuit_breaker import BreakerPolicy, CircuitBreaker
+from services.gateway.engines.in_flight import Outstanding, Sent
+from services.gateway.engines.load_balancing import TOKENS_PER_REQUEST, Candidate, Route, named_adapter
+from services.gateway.engines.prefix_index import BLOCK_TOKENS, PrefixIndex
+from services.gateway.engines.update_queue import EngineLost, Inbox
+
+log = structlog.get_logger(__name__)
+
+_CHUNK = 2**20
+_ROLLOUTS = 64
+"""Asked for at once: a rollout may have a whole context of tokens."""
+
+
+ModelHandler = Callable[["EngineClient", engine_pb2.Model], Awaitable[None]]
+_RUNNING = engine_pb2.FINISH_REASON_UNSPECIFIED
+_BROKEN_OFF = (engine_pb2.FINISH_REASON_ABORT, engine_pb2.FINISH_REASON_ERROR)
+_FAULTS = (engine_pb2.ERROR_CODE_INTERNAL, engine_pb2.ERROR_CODE_UNSPECIFIED)
+"""Errors that are the engine's own."""
+
+
+class EngineClient:
+    """One engine. ``run`` keeps it connected; everything else may be called at any time from the same event loop.
+
+    Args:
+        address: host:port.
+        status_interval: seconds between two GetStatus calls.
+        stale_after: seconds that a GetStatus call may take; then the engine gets nothing new until it answers one.
+        prefix_blocks: how much is remembered of what it was given.
+        breaker: when it is given nothing because it fails.
+        on_model: awaited with the model's facts before the engine gets requests. It sets ``model``; an exception keeps
+            the engine out.
+        on_change: called when readiness or load may have changed.
+        channels: opens the connection.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        status_interval: float,
+        stale_after: float,
+        prefix_blocks: int,
+        breaker: BreakerPolicy,
+        on_model: ModelHandler,
+        on_change: Callable[[], None],
+        channels: Channels,
+    ) -> None:
+        self.address = address
+        self.id = "engine-" + blake2b(address.encode(), digest_size=4).hexdigest()
+        """What clients may know of it: their answers do not show addresses of a cluster."""
+        self.name = ""
+        """What it calls itself; empty: it has not been heard yet, or is of an earlier release."""
+        self.model: engine_pb2.Model | None = None
+        self.status: engine_pb2.EngineStatus | None = None
+        self.last_error = "not connected yet"
+        self.instance = ""
+        """Of the engine's process, as last heard: training sessions are named after it."""
+        self.away_since: float | None = None
+        """Loop time at which the connection was lost; None: it never was there, or it is."""
+        self.leaving_since: float | None = None
+        """Loop time since which discovery does not name it any more; None: it does."""
+        self.breaker = CircuitBreaker(breaker, asyncio.get_running_loop().time)
+        self.prefixes = PrefixIndex(prefix_blocks)
+        self._interval = status_interval
+        self._stale_after = stale_after
+        self._on_model = on_model
+        self._on_change = on_change
+        self._requests = Outstanding()
+        self._keeping: dict[str, tuple[int, Inbox]] = {}
+        """Where it is awaited that a rollout is kept, by request id."""
+        self._others = 0
+        """Requests of other gateways there, when its status was read."""
+        self._outgoing: asyncio.Queue[engine_pb2.ClientFrame] | None = None
+        self._channels = channels
+        self._channel: aio.Channel | None = None
+        self._opened_with = ""
+        """The fingerprint of the certificates that the channel was opened with."""
+
+    # -- state
+
+    @property
+    def connected(self) -> bool:
+        """The stream is open."""
+        return self._outgoing is not None
+
+    @property
+    def ready(self) -> bool:
+        """New requests may be sent."""
+        known = self.connected and self.status is not None and not self.status.draining
+        return known and self.leaving_since is None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing that was begun there would be lost with the connection."""
+        return not len(self._requests) and (self.status is None or not self.status.sessions_open)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests there that have not ended."""
+        return len(self._requests)
+
+    @property
+    def load(self) -> float:
+        """Requests there, of this gateway and of others, and prompt tokens that wait, in requests."""
+        return len(self._requests) + self._others + self._requests.prefill / TOKENS_PER_REQUEST
+
+    def candidate(self, route: Route) -> Candidate:
+        """What routing has to know."""
+        return Candidate(
+            self.address,
+            self.load,
+            holds=bool(route.adapter) and self._holds(route.adapter),
+            matched=self.prefixes.matched(route.chain),
+        )
+
+    def _holds(self, adapter: str) -> bool:
+        # Named by a request there: then it is in a slot, or on its way.
+        if self._requests.names(adapter):
+            return True
+        loaded = () if self.status is None else self.status.loaded_adapters
+        return any(version == adapter or (adapter.endswith("@") and version.startswith(adapter)) for version in loaded)
+
+    # -- requests
+
+    def submit(self, request: engine_pb2.GenerateRequest, index: int, inbox: Inbox, route: Route) -> None:
+        """Sends a request; its updates, or one EngineLost, arrive in ``inbox`` together with ``index``."""
+        if self._outgoing is None:
+            inbox.put(index, EngineLost(self.last_error))
+            return
+        cached = self.prefixes.matched(route.chain) * BLOCK_TOKENS
+        predicted = self.prefixes.route(route.chain, route.tokens)
+        sent = Sent(
+            index,
+            inbox,
+            named_adapter(request),
+            max(0, route.tokens - cached),
+            None if request.pooling or request.HasField("prompt_logprobs") else predicted,
+        )
+        self._requests.add(request.request_id, sent)
+        self.breaker.sent(request.request_id)
+        self._outgoing.put_nowait(engine_pb2.ClientFrame(submit=request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request that nobody waits for any more."""
+        self._keeping.pop(request_id, None)
+        if self._drop(request_id) and self._outgoing is not None:
+            abort = engine_pb2.AbortRequest(request_id=request_id)
+            self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
+
+    def keep(self, request_id: str, tokens: int, index: int, inbox: Inbox) -> bool:
+        """Ends a request whose text ended after so many tokens, or cuts the rollout of one that has ended.
+
+        Returns:
+            Whether an update with ``kept``, or one EngineLost, will arrive in ``inbox`` together with ``index``: the
+            engine may be gone, or too old to tell.
+        """
+        self._drop(request_id)
+        if self._outgoing is None or self.model is None:
+            return False
+        abort = engine_pb2.AbortRequest(request_id=request_id, keep_tokens=tokens)
+        self._outgoing.put_nowait(engine_pb2.ClientFrame(abort=abort))
+        if self.model.tells_kept:
+            self._keeping[request_id] = index, inbox
+        return self.model.tells_kept
+
+    def _drop(self, request_id: str) -> bool:
+        """Nobody waits for a request's tokens any more; False if it has ended."""
+        known = self._requests.remove(request_id)
+        if known:
+            self.breaker.dropped(request_id)
+        return known
+
+    def end_requests(self, reason: str) -> None:
+        """Ends all requests of this gateway there with an error: it is about to exit."""
+        for sent in self._requests.take_all():
+            sent.inbox.put(sent.index, EngineLost(reason, final=True))
+
+    # -- calls
+
+    def sessions(self) -> sessions_pb2_grpc.SessionsAsyncStub:
+        """The engine's training sessions."""
+        return sessions_pb2_grpc.SessionsStub(self._open_channel())
+
+    def histories(self) -> histories_pb2_grpc.HistoriesAsyncStub:
+        """What the engine keeps of clients' sessions."""
+        return histories_pb2_grpc.HistoriesStub(self._open_channel())
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Fetches the tokenizer files."""
+        chunks: dict[str, list[bytes]] = {}
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        async for chunk in stub.GetTokenizerFiles(engine_pb2.GetTokenizerFilesRequest(), timeout=60):
+            chunks.setdefault(chunk.name, []).append(chunk.data)
+        return {name: b"".join(parts) for name, parts in chunks.items()}
+
+    async def rollouts(self, completion_ids: Sequence[str], *, timeout: float) -> list[engine_pb2.Rollout]:
+        """Looks up finished completions, a part of them a call: an engine limits the size of a message.
+
+        Args:
+            timeout: seconds of each call.
+
+        Raises:
+            Unavailable: the engine cannot be asked.
+        """
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        found: list[engine_pb2.Rollout] = []
+        try:
+            for start in range(0, len(completion_ids), _ROLLOUTS):
+                part = completion_ids[start : start + _ROLLOUTS]
+                answer = await stub.GetRollouts(engine_pb2.GetRolloutsRequest(completion_ids=part), timeout=timeout)
+                found += answer.rollouts
+            return found
+        except aio.AioRpcError as error:
+            raise self._unavailable(error) from error
+
+    async def sync_adapters(self, *, timeout: float) -> adapters_pb2.SyncResponse:
+        """Makes the engine read the adapter pointers now.
+
+        Raises:
+            Unavailable: it did not answer in time.
+        """
+        stub = adapters_pb2_grpc.AdaptersStub(self._open_channel())
+        try:
+            return await stub.Sync(adapters_pb2.SyncRequest(), timeout=timeout)
+        except aio.AioRpcError as error:
+            raise self._unavailable(error) from error
+
+    async def validate_adapter(self, files: dict[str, bytes], *, timeout: float) -> adapters_pb2.ValidateResponse:
+        """Has the engine bind an adapter's files without loading them.
+
+        Raises:
+            AdapterRejected: they do not bind; the message names the tensor or field.
+            Unavailable: the engine cannot be asked.
+        """
+        stub = adapters_pb2_grpc.AdaptersStub(self._open_channel())
+
+        async def chunks() -> AsyncIterator[engine_pb2.FileChunk]:
+            for name, data in files.items():
+                for start in range(0, max(1, len(data)), _CHUNK):
+                    yield engine_pb2.FileChunk(name=name, data=data[start : start + _CHUNK])
+
+        try:
+            answer = await stub.Validate(chunks(), timeout=timeout)
+        except aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+                raise AdapterRejected(error.details() or "the engine rejects the adapter") from error
+            raise self._unavailable(error) from error
+        if answer.HasField("error"):
+            raise engine_error(answer.error)
+        return answer
+
+    def _unavailable(self, error: aio.AioRpcError) -> Unavailable:
+        return Unavailable(f"engine {self.address} does not answer: {error.code().name}", retry_after=2.0)
+
+    # -- connection
+
+    async def run(self) -> None:
+        """Connects, and connects again with growing pauses, until cancelled."""
+        pause = 0.1  # and at most 0.3: an engine that is back, or just up, should not wait for us
+        try:
+            while True:
+                before = asyncio.get_running_loop().time()
+                try:
+                    await self._session()
+                except* aio.AioRpcError as group:
+                    if (reason := self._describe(group)) != self.last_error and not self.connected:
+                        log.warning("engine cannot be reached", engine=self.address, error=reason)
+                    self.last_error = reason
+                except* TemperError as group:
+                    if (reason := self._describe(group)) != self.last_error:
+                        log.warning("engine refused", engine=self.address, error=reason)
+                    self.last_error = reason
+                except* Exception as group:
+                    self.last_error = "internal error of the gateway"
+                    log.exception("engine session failed", engine=self.address, exc_info=group)
+                finally:
+                    self._disconnected()
+                if asyncio.get_running_loop().time() - before > 5.0:
+                    pause = 0.1
+                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(0.3, pause * 1.5)
+                if self._opened_with != self._channels.fingerprint:  # the next one takes the certificates as they are
+                    await self._close_channel()
+        finally:
+            await self._close_channel()
+
+    def _open_channel(self) -> aio.Channel:
+        if self._channel is None:
+            self._opened_with = self._channels.fingerprint
+            self._channel = self._channels.open(self.address)
+        return self._channel
+
+    async def _close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _session(self) -> None:
+        stub = engine_pb2_grpc.EngineStub(self._open_channel())
+        model = await stub.GetModel(engine_pb2.GetModelRequest(), timeout=5)
+        await self._on_model(self, model)
+        self.name = model.engine
+        await self._ask_status(stub)
+        call = stub.Stream()
+        await call.wait_for_connection()
+        outgoing: asyncio.Queue[engine_pb2.ClientFrame] = asyncio.Queue()
+        self._outgoing, self.away_since = outgoing, None
+        self.last_error = "the connection was closed"
+        log.info("engine connected", engine=self.address, model=model.name, digest=model.digest[:12])
+        self._on_change()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call, outgoing))
+                tasks.create_task(self._read(call))
+                tasks.create_task(self._poll(stub))
+        finally:
+            call.cancel()
+
+    async def _write(
+        self,
+        call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame],
+        outgoing: asyncio.Queue[engine_pb2.ClientFrame],
+    ) -> None:
+        while True:
+            frame = await outgoing.get()
+            try:
+                await call.write(frame)
+            except asyncio.InvalidStateError as error:
+                raise Unavailable(f"engine {self.address} closed the stream") from error
+
+    async def _read(self, call: aio.StreamStreamCall[engine_pb2.ClientFrame, engine_pb2.EngineFrame]) -> None:
+        async for frame in call:
+            failed = False
+            for update in frame.updates:
+                name = update.request_id
+                sent = self._requests.get(name)
+                if sent is None:
+                    if update.kept and (awaited := self._keeping.pop(name, None)) is not None:
+                        index, inbox = awaited
+                        inbox.put(index, update)
+                    continue
+                if sent.predicted is not None:
+                    if not update.HasField("error") and update.finish_reason not in _BROKEN_OFF:
+                        self.prefixes.told(sent.predicted, update.cached_tokens)
+                    sent.predicted = None
+                if update.finish_reason != _RUNNING or update.HasField("error"):
+                    self._requests.remove(name)
+                    failed = self._judge(update) or failed
+                elif not sent.begun:
+                    self._requests.begin(sent)
+                    self.breaker.answered(name)
+                sent.inbox.put(sent.index, update)
+            if failed:
+                # One step that fails ends all its requests: it is one failure.
+                self.breaker.failed()
+        raise Unavailable(f"engine {self.address} closed the stream")
+
+    def _judge(self, update: engine_pb2.Update) -> bool:
+        """What the last update of a request says about the engine; True: that it has failed."""
+        if update.HasField("error"):
+            if update.error.code in _FAULTS:
+                return True
+            self.breaker.dropped(update.request_id)
+        elif update.finish_reason == engine_pb2.FINISH_REASON_ERROR:
+            return True
+        else:
+            self.breaker.finished(update.request_id)
+        return False
+
+    async def _ask_status(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
+        before = len(self._requests)
+        self.status = await stub.GetStatus(engine_pb2.GetStatusRequest(), timeout=self._stale_after)
+        self.instance = self.status.instance
+        # Of its requests those are somebody else's that are more than this gateway had at any of the two moments.
+        self._others = max(0, self.status.running + self.status.waiting - max(before, len(self._requests)))
+
+    async def _poll(self, stub: engine_pb2_grpc.EngineAsyncStub) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self._ask_status(stub)
+            except aio.AioRpcError as error:
+                if self.status is not None:
+                    # It gets no new requests until it answers again; those it has may still be served.
+                    log.warning("engine does not report its status", engine=self.address, code=error.code().name)
+                    self.status = None
+            self._on_change()
+
+    def _disconnected(self) -> None:
+        was_connected = self.connected
+        self._outgoing = self.status = self.model = None
+        orphans = self._requests.take_all()
+        self._others = 0
+        # Whoever comes back may be another process.
+        self.prefixes.clear()
+        if orphans:
+            self.breaker.failed()
+        for sent in orphans:
+            sent.inbox.put(sent.index, EngineLost(self.last_error))
+        keeping, self._keeping = self._keeping, {}
+        for index, inbox in keeping.values():
+            inbox.put(index, EngineLost(self.last_error))
+        if was_connected:
+            self.away_since = asyncio.get_running_loop().time()
+            log.warning("engine lost", engine=self.address, error=self.last_error, requests=len(orphans))
+        self._on_change()
+
+    def _describe(self, group: BaseExceptionGroup[BaseException]) -> str:
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        return self._channels.explain(first) if isinstance(first, aio.AioRpcError) else str(first)

@@ -1,0 +1,155 @@
+"""Which engine answers: the session's, else one that has the adapter, else the one with the longest part of the prompt
+in its cache, else any, by consistent hashing; and never one that has much more to do than the others.
+
+Pure: everything that is known about engines comes in, an address comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.common.pb import engine_pb2
+from services.gateway.engines.prefix_index import BLOCK_TOKENS, hash_chain
+
+_SLACK = 1.25
+"""How far above the mean an engine may be loaded (consistent hashing with bounded loads, Mirrokni 2016)."""
+TOKENS_PER_REQUEST = 256
+"""Prompt tokens that are as much work as one running request: on an H200 3 ms of prefill, or a token each for one more
+sequence in some hundred steps of decoding."""
+_ADAPTER_REQUESTS = 4.0
+"""Requests that an engine may have above its share before its adapter is loaded into another one as well."""
+_KEY_TOKENS = 128
+
+Reason = Literal["session", "adapter", "prefix", "hash"]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What about a request matters to its way."""
+
+    key: bytes
+    """Requests with equal keys go to the same engine where nothing else decides."""
+    chain: tuple[bytes, ...]
+    """Hashes of the prompt's blocks."""
+    tokens: int
+    """Of the prompt."""
+    adapter: str
+    """As ``named_adapter`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affinity:
+    """What a client says about where its request belongs."""
+
+    session: str | None = None
+    """Its requests go to one engine."""
+    cache_key: str | None = None
+    """Its requests probably begin alike."""
+    owner: str = ""
+    """Whose session it is: others may have one of the same name."""
+
+    @property
+    def history(self) -> str | None:
+        """What the engine keeps together as a session. A cache key is one, too, but not bound to an engine: where a
+        product has one key for all of its users, they would all meet in the same place."""
+        return self.session or self.cache_key
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that may be given a request."""
+
+    address: str
+    load: float
+    """Requests there, and prompt tokens that wait, in requests."""
+    holds: bool = False
+    """The adapter that the request names is in one of its slots."""
+    matched: int = 0
+    """Blocks of the prompt that it has been given before."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.load < float("inf") or self.matched < 0:
+            raise ValueError(f"load {self.load} must be finite and matched {self.matched} not negative")
+
+
+def named_adapter(request: engine_pb2.GenerateRequest) -> str:
+    """The adapter that a request names, "name@n" or "name@" for the current version; empty if it names none."""
+    if request.adapter.WhichOneof("ref") != "named":
+        return ""
+    named = request.adapter.named
+    return f"{named.name}@{named.version or ''}"
+
+
+def route_of(request: engine_pb2.GenerateRequest, tokens: Sequence[int], affinity: Affinity) -> Route:
+    """What matters of a request.
+
+    Args:
+        tokens: its prompt; taken from a list rather than from the message, because that takes half as long.
+    """
+    adapter = named_adapter(request)
+    salt = f"{adapter or ('base' if request.adapter.base else '')}\0{request.cache_salt}".encode()
+    if adapter:
+        key = b"adapter\0" + adapter.encode()
+    elif affinity.cache_key is not None:
+        key = b"key\0" + affinity.cache_key.encode()
+    else:
+        key = b"prefix\0" + salt + b"\0" + repr(tokens[:_KEY_TOKENS]).encode()
+    return Route(key, hash_chain(tokens, salt), len(tokens), adapter)
+
+
+def session_key(session: str) -> bytes:
+    """The key of a session's first request: every gateway sends it to the same engine, loads permitting."""
+    return b"session\0" + session.encode()
+
+
+def _rank(key: bytes, address: str) -> bytes:
+    return hashlib.blake2b(key + b"\0" + address.encode(), digest_size=8).digest()
+
+
+def share(candidates: Sequence[Candidate]) -> float:
+    """The load below which an engine may be given one more request."""
+    return _SLACK * (sum(candidate.load for candidate in candidates) + 1.0) / len(candidates)
+
+
+def allowance(candidate: Candidate, *, named: bool) -> float:
+    """Load above its share that an engine may have: as much as sending the request there saves."""
+    saved = candidate.matched * BLOCK_TOKENS / TOKENS_PER_REQUEST
+    return saved + (_ADAPTER_REQUESTS if named and candidate.holds else 0.0)
+
+
+def choose(candidates: Sequence[Candidate], route: Route, *, new_session: str | None = None) -> tuple[str, Reason]:
+    """The address of an engine, and what decided.
+
+    Args:
+        candidates: at least one.
+        new_session: a session without an engine; its later requests go where this one goes.
+
+    Raises:
+        ValueError: there is no candidate.
+    """
+    if not candidates:
+        raise ValueError("there is no engine to choose from")
+    limit = share(candidates)
+    # Never empty: the least loaded is below the mean.
+    roomy = [c for c in candidates if c.load < limit + allowance(c, named=bool(route.adapter))]
+    reason: Reason = "hash"
+    if route.adapter and (holders := [c for c in roomy if c.holds]):
+        roomy, reason = holders, "adapter"
+    if new_session is not None:
+        # Not by the prompt: other gateways have seen other prompts, and the session must not depend on which it meets.
+        return _ranked(roomy, session_key(new_session)), "session"
+    longest = max(candidate.matched for candidate in roomy)
+    if longest:
+        best = [candidate for candidate in roomy if candidate.matched == longest]
+        least = min(candidate.load for candidate in best)
+        best = [candidate for candidate in best if candidate.load == least]
+        return _ranked(best, route.key), reason if reason == "adapter" else "prefix"
+    return _ranked(roomy, route.key), reason
+
+
+def _ranked(candidates: Sequence[Candidate], key: bytes) -> str:
+    """Rendezvous hashing: another engine that comes or goes changes nothing unless it is the one chosen."""
+    return max(candidates, key=lambda candidate: _rank(key, candidate.address)).address

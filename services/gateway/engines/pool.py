@@ -1,0 +1,390 @@
+"""All engines: which there are, which are ready, and which one gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import structlog
+
+from services.common.errors import CheckpointRejected, Unavailable
+from services.common.pb import adapters_pb2, engine_pb2
+from services.common.security.tls import Certificates
+from services.common.text.tokenizer import TextCodec
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.engines.certificate_rotation import Renewal
+from services.gateway.engines.channel import Channels
+from services.gateway.engines.circuit_breaker import BreakerPolicy
+from services.gateway.engines.client import EngineClient
+from services.gateway.engines.discovery import Discovery, Resolve, resolve
+from services.gateway.engines.fair_wakeup import Turns
+from services.gateway.engines.load_balancing import Affinity, Route, choose
+from services.gateway.engines.request_group import Exchange
+from services.gateway.settings import GatewaySettings
+from services.gateway.text.vocabulary import Vocabulary
+
+log = structlog.get_logger(__name__)
+
+_REAP_SECONDS = 1.0
+"""Between two looks at engines that discovery does not name any more."""
+
+
+class ServedModel:
+    """The model behind the engines and its tokenizer: the same for all of them.
+
+    Args:
+        info: what the engine says about it.
+        codec: built from the engine's tokenizer files.
+    """
+
+    def __init__(self, info: engine_pb2.Model, codec: TextCodec) -> None:
+        self.info = info
+        self.codec = codec
+        self.vocabulary = Vocabulary(codec)
+
+
+class EnginePool:
+    """The engines that the settings name, and those that a name in them stands for now.
+
+    Args:
+        settings: addresses, intervals and limits.
+        metrics: where routing is counted.
+        ask: the resolver.
+        certificates: for TLS to the engines; None: plaintext.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        ask: Resolve = resolve,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self.created = int(time.time())
+        self.turns = Turns()
+        self._model: ServedModel | None = None
+        self._model_lock = asyncio.Lock()
+        self._breaker = BreakerPolicy(
+            settings.breaker_failures,
+            settings.breaker_window_seconds,
+            settings.breaker_open_seconds,
+            settings.breaker_open_max_seconds,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[str, asyncio.Task[None]] = {}
+        self._last_ready = float("-inf")
+        self._ending: str | None = None
+        """Why no request is sent any more; None: requests are."""
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """The address that each client's session (its owner's) is at, least recently used first."""
+        self._discovery = Discovery(settings.engine_targets, settings.engines_dns_seconds, self._members, ask)
+        self._channels = Channels(certificates, settings.grpc_tls_server_name, traced=bool(settings.otlp_endpoint))
+        # In the order given: the dictionary keeps it.
+        self._clients = {
+            target.address: self._new_client(target.address) for target in settings.engine_targets if not target.dns
+        }
+        self._renewal: Renewal | None = None
+        if certificates is not None:
+            self._renewal = Renewal(certificates, self._clients, self._connections, self._new_client)
+
+    @property
+    def clients(self) -> tuple[EngineClient, ...]:
+        """All engines as of now, those that are leaving included."""
+        return tuple(self._clients.values())
+
+    # -- life
+
+    def start(self) -> None:
+        """Begins to look for engines and to connect; returns at once."""
+        for client in self.clients:
+            self._connect(client)
+        for work, name in ((self._discovery.run(), "discovery"), (self._reap(), "reaper")):
+            self._tasks.add(asyncio.create_task(work, name=name))
+        if self._renewal is not None:
+            self._tasks.add(asyncio.create_task(self._renewal.run(), name="renewal"))
+
+    async def stop(self) -> None:
+        """Closes all connections; requests that still run are aborted by their engines."""
+        tasks = [*self._tasks, *self._connections.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _new_client(self, address: str) -> EngineClient:
+        return EngineClient(
+            address,
+            status_interval=self._settings.status_interval_seconds,
+            stale_after=self._settings.status_timeout_seconds,
+            prefix_blocks=self._settings.prefix_index_blocks,
+            breaker=self._breaker,
+            on_model=self._accept_model,
+            on_change=self._wake,
+            channels=self._channels,
+        )
+
+    def _connect(self, client: EngineClient) -> None:
+        self._connections[client.address] = asyncio.create_task(client.run(), name=f"engine {client.address}")
+
+    def _members(self, addresses: frozenset[str]) -> None:
+        """Discovery has found others than before: new ones are connected, missing ones get nothing new."""
+        now = asyncio.get_running_loop().time()
+        for address in sorted(addresses - self._clients.keys()):
+            log.info("engine found", engine=address)
+            self._clients[address] = client = self._new_client(address)
+            self._connect(client)
+        for client in self.clients:
+            if client.address in addresses:
+                client.leaving_since = None
+            elif client.leaving_since is None:
+                log.info("engine is not named any more, it gets nothing new", engine=client.address)
+                client.leaving_since = now
+        self._wake()
+
+    async def _reap(self) -> None:
+        """Lets engines go that discovery does not name any more, once nothing of theirs is left to finish."""
+        while True:
+            await asyncio.sleep(_REAP_SECONDS)
+            # One that is back soon keeps its connection, and a training session in it its name.
+            before = asyncio.get_running_loop().time() - self._settings.engine_retry_seconds
+            for client in self.clients:
+                if client.leaving_since is not None and client.leaving_since < before and client.idle:
+                    log.info("engine left", engine=client.address)
+                    del self._clients[client.address]
+                    connection = self._connections.pop(client.address)
+                    connection.cancel()
+                    await asyncio.wait([connection])
+
+    # -- facts
+
+    @property
+    def ready(self) -> bool:
+        """At least one engine takes requests."""
+        return any(client.ready for client in self.clients)
+
+    @property
+    def served(self) -> ServedModel:
+        """The model.
+
+        Raises:
+            Unavailable: no engine has been reached yet.
+        """
+        if self._model is None:
+            reasons = "; ".join(f"{client.address}: {client.last_error}" for client in self.clients)
+            raise Unavailable(
+                f"no engine has been reached yet ({reasons or 'TEMPER_ENGINES names none'})", retry_after=2
+            )
+        return self._model
+
+    @property
+    def info(self) -> engine_pb2.Model | None:
+        """The model's facts, if an engine has been reached."""
+        return None if self._model is None else self._model.info
+
+    @property
+    def attached(self) -> str | None:
+        """The version attached to the base model's name, as a ready engine reports it."""
+        for client in self.clients:
+            if client.status is not None:
+                return client.status.attached_adapter or None
+        return None
+
+    async def _accept_model(self, client: EngineClient, info: engine_pb2.Model) -> None:
+        """Checks that an engine serves the same model as the others; fetches the tokenizer if it is new."""
+        async with self._model_lock:
+            others = [c for c in self.clients if c is not client and c.model is not None]
+            different = next((c for c in others if c.model is not None and c.model.digest != info.digest), None)
+            if different is not None:
+                raise CheckpointRejected(
+                    f"engine {client.address} serves {info.name} ({info.digest[:12]}) but {different.address} another "
+                    "checkpoint: all engines of a gateway must serve the same"
+                )
+            if self._model is None or self._model.info.tokenizer_digest != info.tokenizer_digest:
+                files = await client.tokenizer_files()
+                codec = await asyncio.to_thread(TextCodec, files)
+                if codec.digest != info.tokenizer_digest:
+                    raise CheckpointRejected(
+                        f"engine {client.address}: the tokenizer files have digest {codec.digest[:12]}, announced was "
+                        f"{info.tokenizer_digest[:12]}"
+                    )
+                self._model = ServedModel(info, codec)
+            elif self._model.info != info:
+                self._model = ServedModel(info, self._model.codec)
+            client.model = info
+
+    def _wake(self) -> None:
+        if self.ready:
+            self._last_ready = asyncio.get_running_loop().time()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- requests
+
+    async def pick(
+        self, route: Route, affinity: Affinity, *, avoid: frozenset[EngineClient], deadline: float
+    ) -> EngineClient:
+        """An engine for a request. Waits for one until ``deadline`` (loop time) if one was ready a short while ago.
+
+        Args:
+            route: what matters of the request.
+            affinity: what its client says.
+            avoid: engines that are asked only if there is no other.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._ending is not None:
+                raise Unavailable(self._ending, retry_after=1.0)
+            usable = self._usable()
+            if usable:
+                return self._choose([c for c in usable if c not in avoid] or usable, route, affinity)
+            now = loop.time()
+            if now >= deadline or now - self._last_ready > self._settings.engine_retry_seconds:
+                raise Unavailable("no engine is ready to take requests", retry_after=2.0)
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiters.add(waiter)
+            try:
+                await asyncio.wait((waiter,), timeout=min(0.5, deadline - now))
+            finally:
+                self._waiters.discard(waiter)
+
+    def _usable(self) -> list[EngineClient]:
+        """Engines that may be given a request now. If all that are ready fail, the one whose turn comes first."""
+        ready = [client for client in self._clients.values() if client.ready]
+        admitted = [client for client in ready if client.breaker.admits]
+        return admitted or sorted(ready, key=lambda client: client.breaker.badness)[:1]
+
+    def home(self, owner: str, session: str) -> EngineClient | None:
+        """The engine that the requests of a client's session go to; None: it has had none here, or that has left."""
+        return self._clients.get(self._sessions.get((owner, session), ""))
+
+    def settle(self, owner: str, session: str) -> EngineClient:
+        """The engine that the requests of a session go to from now on: its own, or the one with least to do.
+
+        Raises:
+            Unavailable: there is none.
+        """
+        usable = self._usable()
+        if not usable:
+            raise Unavailable("no engine is ready", retry_after=2.0)
+        home = self.home(owner, session)
+        client = home if home in usable else min(usable, key=lambda client: client.load)
+        self._remember(owner, session, client)
+        return client
+
+    def _remember(self, owner: str, session: str, client: EngineClient) -> None:
+        self._sessions[owner, session] = client.address
+        self._sessions.move_to_end((owner, session))
+        while len(self._sessions) > self._settings.sticky_sessions:
+            self._sessions.popitem(last=False)
+
+    def _choose(self, usable: list[EngineClient], route: Route, affinity: Affinity) -> EngineClient:
+        session = affinity.session
+        home = None if session is None else self._sessions.get((affinity.owner, session))
+        # Whatever else is to be had elsewhere: what the session has computed is there, and its adapter.
+        client = next((client for client in usable if client.address == home), None)
+        if client is not None:
+            self._metrics.routed.labels("session").inc()
+        elif len(usable) == 1:
+            client = usable[0]
+            self._metrics.routed.labels("only").inc()
+        else:
+            address, reason = choose([c.candidate(route) for c in usable], route, new_session=session)
+            client = self._clients[address]
+            self._metrics.routed.labels(reason).inc()
+        if session is not None:
+            self._remember(affinity.owner, session, client)
+        return client
+
+    def end_requests(self, reason: str) -> None:
+        """Ends all requests with an error that says why, and sends no more: the gateway exits."""
+        self._ending = reason
+        retired = () if self._renewal is None else self._renewal.retired
+        for client in (*self.clients, *retired):
+            client.end_requests(reason)
+        self._wake()
+
+    def untried(self, tried: frozenset[EngineClient]) -> bool:
+        """Whether an engine that takes requests is not among ``tried``."""
+        return any(client not in tried for client in self._usable())
+
+    def retried(self, reason: str) -> None:
+        """Counts a request that is sent again: the engine "refused" it or was "lost"."""
+        self._metrics.retries.labels(reason).inc()
+
+    def exchange(
+        self,
+        requests: Sequence[engine_pb2.GenerateRequest],
+        affinity: Affinity | None = None,
+        *,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> Exchange:
+        """All engine requests of one HTTP request.
+
+        Args:
+            requests: equally many for each prompt, those of one prompt in a row.
+            affinity: what the client says about its engine.
+            prompts: their token ids, where a caller has them as lists; None: each request has its own.
+        """
+        if prompts is None:
+            prompts = [request.prompt_token_ids for request in requests]
+        return Exchange(self, requests, prompts, self._settings, affinity or Affinity())
+
+    # -- other calls
+
+    async def sync_adapters(self) -> list[adapters_pb2.SyncResponse]:
+        """Makes every connected engine read the adapter pointers, within a bounded time. Failures are logged: an
+        engine that was not reached reads them at its next poll."""
+        connected = [client for client in self.clients if client.connected]
+        results = await asyncio.gather(
+            *(client.sync_adapters(timeout=self._settings.sync_timeout_seconds) for client in connected),
+            return_exceptions=True,
+        )
+        answers: list[adapters_pb2.SyncResponse] = []
+        for client, result in zip(connected, results, strict=True):
+            if isinstance(result, adapters_pb2.SyncResponse):
+                answers.append(result)
+            else:
+                log.warning("engine did not sync its adapters", engine=client.address, error=str(result))
+        return answers
+
+    async def validate_adapter(self, files: dict[str, bytes]) -> adapters_pb2.ValidateResponse:
+        """Has one engine bind an adapter strictly.
+
+        Raises:
+            AdapterRejected: it does not bind.
+            Unavailable: no engine can be asked.
+        """
+        for client in self.clients:
+            if client.connected:
+                return await client.validate_adapter(files, timeout=self._settings.validate_timeout_seconds)
+        raise Unavailable("no engine is there to check the adapter", retry_after=2.0)
+
+    async def rollouts(self, completion_ids: Sequence[str], *, at_least: int) -> dict[str, engine_pb2.Rollout]:
+        """Finished completions by id, from all engines; those that none remembers are absent.
+
+        Args:
+            completion_ids: ids to look up; one completion may be asked for under two names.
+            at_least: how many a caller needs.
+
+        Raises:
+            Unavailable: fewer were found and not every engine could be asked.
+        """
+        found: dict[str, engine_pb2.Rollout] = {}
+        results = await asyncio.gather(
+            *(client.rollouts(completion_ids, timeout=10.0) for client in self.clients), return_exceptions=True
+        )
+        for result in results:
+            if not isinstance(result, BaseException):
+                found.update((rollout.completion_id, rollout) for rollout in result)
+        failed = next((result for result in results if isinstance(result, BaseException)), None)
+        if len(found) < at_least and failed is not None:
+            raise failed
+        return found

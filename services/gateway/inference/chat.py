@@ -1,0 +1,87 @@
+"""From the body of a chat to what is sent to the engines; every API that is a chat underneath goes this way."""
+
+from __future__ import annotations
+
+from services.gateway.context import Gateway
+from services.gateway.inference.generation import Generation, Job
+from services.gateway.inference.prompt_logprobs import check_size
+from services.gateway.inference.prompts import chat_prompt, opens_thinking, token_budget, turn_boundaries
+from services.gateway.inference.reasoning import thinking_message
+from services.gateway.inference.structured_outputs import chat_constraint, check_chat
+from services.gateway.protocol.chat.request import ChatRequest
+
+
+async def chat_generation(
+    gateway: Gateway, body: ChatRequest, *, prefix: str = "chatcmpl", clip: bool = False, traceparent: str = ""
+) -> Generation:
+    """Renders and tokenizes a conversation; nothing is sent yet.
+
+    Args:
+        gateway: settings, engines, metrics.
+        body: the request.
+        prefix: of the response id.
+        clip: a token limit that is over what the context leaves is lowered to it, not refused.
+        traceparent: W3C trace context of the HTTP request.
+
+    Raises:
+        InvalidRequest: the request cannot be served as it is.
+        ModelNotFound: `model` cannot be served.
+        Unavailable: no engine has been reached yet.
+    """
+    served, settings = gateway.engines.served, gateway.settings
+    check_chat(body, settings)
+    prompt = await chat_prompt(served, body, settings)
+    if body.prompt_logprobs is not None:
+        limit = settings.max_prompt_logprobs
+        check_size(len(prompt), body.prompt_logprobs, limit=limit, field="prompt_logprobs")
+    max_tokens = token_budget(
+        len(prompt),
+        body.token_limit,
+        default=settings.default_max_tokens,
+        context=served.info.max_model_len,
+        field="messages",
+        clip=clip,
+    )
+    opened = opens_thinking(served, prompt)
+    constraint = chat_constraint(body, served.vocabulary, settings)
+    limits = thinking_message(
+        served,
+        body,
+        settings,
+        opened=opened,
+        constrained=constraint is not None,
+        calls=bool(body.usable_tools),
+    )
+    return Generation(
+        gateway,
+        served,
+        body,
+        [
+            Job(
+                prompt,
+                max_tokens,
+                tuple(body.offered_tools),
+                thinking=opened,
+                resumed=bool(body.continue_final_message),
+                limits=limits,
+                constraint=constraint,
+                boundaries=turn_boundaries(served, prompt),
+            )
+        ],
+        prefix=prefix,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        chat=True,
+        parallel_tool_calls=body.may_repeat_calls,
+        prompt_logprobs=body.prompt_logprobs,
+        traceparent=traceparent,
+    )
+
+
+async def prompt_length(gateway: Gateway, body: ChatRequest) -> int:
+    """Tokens of a conversation.
+
+    Raises:
+        InvalidRequest: the chat template refuses it.
+        Unavailable: no engine has been reached yet.
+    """
+    return len(await chat_prompt(gateway.engines.served, body, gateway.settings))

@@ -1,0 +1,359 @@
+"""Runs the choices of one HTTP request on the engines."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from services.common.errors import InvalidRequest, ModelNotFound, TemperError
+from services.common.pb import engine_pb2
+from services.common.telemetry import tracing
+from services.gateway.auth.caller import seconds_left
+from services.gateway.context import Gateway
+from services.gateway.core.admission import Reservation
+from services.gateway.core.genai_metrics import GenAiRequest
+from services.gateway.engines.load_balancing import Affinity
+from services.gateway.engines.pool import ServedModel
+from services.gateway.inference.cache_isolation import cache_salt, owner, session_of
+from services.gateway.inference.choice import Choice, Step
+from services.gateway.inference.limits import check_messages, check_prompts
+from services.gateway.inference.model_ref import adapter_ref
+from services.gateway.inference.prompt_logprobs import PromptScores, check_complete
+from services.gateway.protocol.fields.sampling import SamplingFields
+from services.gateway.text.detokenizer import TextAssembler
+from services.gateway.text.output_parser import END_THINK, ChatParser
+from services.gateway.text.stops import Stops
+from services.gateway.text.tool_calls.parser import OPEN
+
+_SMALLEST_TOP_P = 1e-6  # less may become 0 in the protocol's 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt with what may follow it."""
+
+    prompt: list[int]
+    max_tokens: int
+    """0: nothing, only the prompt is wanted."""
+    tools: tuple[dict[str, object], ...] = ()
+    thinking: bool = False
+    """The completion begins inside the reasoning."""
+    resumed: bool = False
+    """The completion goes on with the last message of a conversation."""
+    limits: engine_pb2.Thinking | None = None
+    """How long that may be."""
+    constraint: engine_pb2.Constraint | None = None
+    """What the completion, or what follows its reasoning, must look like."""
+    boundaries: Sequence[int] = ()
+    """Where in the prompt a message ends and another may follow."""
+
+
+class Generation:
+    """All choices of one HTTP request.
+
+    Args:
+        gateway: settings, engines, metrics.
+        served: the model.
+        body: the request.
+        jobs: its prompts, ``body.choices`` choices each.
+        prefix: of the response id, "chatcmpl" or "cmpl".
+        top_logprobs: alternatives a token; None: no log-probabilities.
+        chat: parse reasoning and tool calls.
+        prompt_logprobs: alternatives to each token of the prompts; None: no log-probabilities of them.
+        parallel_tool_calls: a chat answer may have more than one call.
+        shows_end: the token that ended a completion has log-probabilities like the others.
+        traceparent: W3C trace context, checked.
+
+    Raises:
+        InvalidRequest: a sampling field does not fit the model.
+        ModelNotFound: `model` cannot be served.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        served: ServedModel,
+        body: SamplingFields,
+        jobs: Sequence[Job],
+        *,
+        prefix: str,
+        top_logprobs: int | None,
+        chat: bool,
+        parallel_tool_calls: bool = True,
+        prompt_logprobs: int | None = None,
+        shows_end: bool = False,
+        traceparent: str = "",
+    ) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = body.model
+        self.served = served
+        self.jobs = jobs
+        self.affinity = Affinity(body.session_id, body.prompt_cache_key or body.user or None, owner())
+        """Set before ``steps`` is called, where a header says more than the body."""
+        self._gateway = gateway
+        self._started = time.monotonic()
+        self._latencies = gateway.metrics.latencies(gateway.settings.served_model_name, stream=bool(body.stream))
+        self._choices_per_prompt = body.choices
+        self._adapter_field = "model" if body.adapter is None else "adapter"
+        _check_tokens(body, served.info.vocab_size)
+        check_prompts([len(job.prompt) for job in jobs], gateway.settings)
+        adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
+        total = len(jobs) * body.choices
+        operation = "chat" if chat else "text_completion"
+        self._genai = GenAiRequest(gateway.metrics.genai, operation, gateway.settings.served_model_name)
+        self._span = gateway.tracer.start(f"{operation} {body.model}", parent=traceparent, kind="client")
+        traceparent = self._span.traceparent or traceparent
+        self._traceparent = traceparent
+        if self._span.recorded:
+            self._span.set(_attributes(body, operation, self.id, total))
+        salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
+        deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
+        own_ends = frozenset((*served.info.eos_token_ids, *served.codec.eos_ids))
+        # Of a chat's text the engine does not know what a client sees, so it ends at control tokens only.
+        engine_ends = [token for token in body.stop_token_ids or () if not (chat and served.vocabulary.is_text(token))]
+        text_ends = frozenset(body.stop_token_ids or ()) - frozenset(engine_ends)
+        cut_ids = frozenset(engine_ends) - own_ends
+        end_think, call = (served.vocabulary.markup.get(tag) for tag in (END_THINK, OPEN))
+        self._reasons: list[str] = []
+        """Of the choices that have ended."""
+        self.choices: list[Choice] = []
+        self._requests: list[engine_pb2.GenerateRequest] = []
+        for index in range(total):
+            job = jobs[index // body.choices]
+            completion_id = self.id if total == 1 else f"{self.id}:{index}"
+            parser, stops = None, None
+            if chat:
+                if body.stop_strings or text_ends:
+                    stops = Stops(body.stop_strings, token_ids=text_ends, min_tokens=body.min_tokens or 0)
+                parser = ChatParser(
+                    thinking=job.thinking,
+                    resumed=job.resumed,
+                    told=end_think is not None,
+                    told_calls=call is not None,
+                    tools=job.tools,
+                    parallel=parallel_tool_calls,
+                    stops=stops,
+                )
+            texts = () if chat else body.stop_strings
+            assembler = TextAssembler(served.vocabulary, stop=texts, min_tokens=body.min_tokens or 0)
+            self.choices.append(
+                Choice(
+                    index,
+                    completion_id,
+                    len(job.prompt),
+                    assembler,
+                    parser,
+                    own_ends | cut_ids,
+                    stops=stops,
+                    cut_ids=cut_ids,
+                    end_think_id=end_think,
+                    call_id=call,
+                    silent=job.max_tokens == 0,
+                    shows_end=shows_end,
+                )
+            )
+            self._requests.append(
+                engine_pb2.GenerateRequest(
+                    request_id=completion_id,
+                    prompt_token_ids=job.prompt,
+                    sampling=_sampling(body, job, index % body.choices, top_logprobs, engine_ends),
+                    adapter=adapter,
+                    deadline_unix_ms=deadline,
+                    traceparent=traceparent,
+                    cache_salt=salt,
+                    priority=body.priority or 0,
+                    keep_rollout=job.max_tokens > 0,
+                    owner=owner(),
+                    # Once a prompt: what its first choice is told counts for the others. A stream cannot wait for it.
+                    prompt_logprobs=prompt_logprobs if body.stream or index % body.choices == 0 else None,
+                    boundaries=job.boundaries,
+                )
+            )
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self._choices_per_prompt
+
+    def prompt_scores(self, choice: Choice) -> PromptScores:
+        """Of a choice's prompt, once all is said of it; of a stream's, once the choice has begun."""
+        if choice.prompt_scores.logprobs:
+            return choice.prompt_scores
+        return self.choices[choice.index - choice.index % self._choices_per_prompt].prompt_scores
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """What the engines answer, step by step; closing the generator aborts what still runs.
+
+        Raises:
+            TemperError: what an engine answered instead of tokens, or that it is gone.
+        """
+        if (session := self.affinity.history) is not None:
+            named = session_of(session)
+            for request in self._requests:
+                request.session.CopyFrom(named)
+        ended: dict[int, Step] = {}
+        """Last steps, which are told when the engine has their rollouts as they are."""
+        try:
+            prompts = [job.prompt for job in self.jobs]
+            async with self._gateway.engines.exchange(self._requests, self.affinity, prompts=prompts) as exchange:
+                async for index, update in exchange:
+                    choice = self.choices[index]
+                    if choice.finished:
+                        yield ended.pop(index)
+                        continue
+                    if choice.reads(update):
+                        continue
+                    step = choice.take(update, self._latencies)
+                    if step.first:
+                        self._genai.begun(index)
+                        choice.session = exchange.session(index)
+                        if self._requests[index].HasField("prompt_logprobs"):
+                            check_complete(choice.prompt_scores, choice.prompt_tokens - 1)
+                    if step.finish_reason is not None:
+                        self._finished(choice, step.finish_reason)
+                        if update.finish_reason == engine_pb2.FINISH_REASON_UNSPECIFIED or choice.stopped:
+                            ended[index] = step
+                            exchange.finish(index, keep_tokens=choice.tokens)
+                            continue
+                    yield step
+        except ModelNotFound as error:
+            error.param = self._adapter_field  # the engine does not know where the name stood
+            self._failed(error.code)
+            raise
+        except TemperError as error:
+            self._failed(error.code, error.message)
+            raise
+        finally:
+            self._span.end()
+
+    def _failed(self, code: str, message: str = "") -> None:
+        self._genai.failed(code)
+        self._span.fail(code, message)
+
+    def _finished(self, choice: Choice, reason: str) -> None:
+        metrics = self._gateway.metrics
+        self._genai.finished(choice.index, choice.tokens)
+        self._latencies.e2e.observe(time.monotonic() - self._started, tracing.exemplar(self._traceparent))
+        metrics.finished.labels(reason).inc()
+        self._reasons.append(reason)
+        if len(self._reasons) == len(self.choices):
+            self._ended(choice.adapter or self.model)
+        self._gateway.count_tokens("completion", choice.tokens)
+        if choice.index % self._choices_per_prompt == 0:
+            self._gateway.count_tokens("prompt", choice.prompt_tokens)
+            self._gateway.count_tokens("cached", choice.cached_tokens)
+
+    def _ended(self, model: str) -> None:
+        """All choices are finished."""
+        input_tokens = sum(len(job.prompt) for job in self.jobs)
+        output_tokens = sum(one.tokens for one in self.choices)
+        self._genai.ended(input_tokens=input_tokens, output_tokens=output_tokens)
+        if self._span.recorded:
+            cached = sum(one.cached_tokens for one in self.choices[:: self._choices_per_prompt])
+            self._span.set(
+                {
+                    "gen_ai.request.max_tokens": max(job.max_tokens for job in self.jobs),
+                    "gen_ai.response.model": model,
+                    "gen_ai.response.finish_reasons": self._reasons,
+                    "gen_ai.usage.input_tokens": input_tokens,
+                    "gen_ai.usage.output_tokens": output_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": cached,
+                }
+            )
+
+
+def _attributes(body: SamplingFields, operation: str, response_id: str, choices: int) -> dict[str, tracing.Value]:
+    """Of a span of inference, by the names of OpenTelemetry's conventions for generative AI, 0.66b:
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/."""
+    asked: dict[str, tracing.Value | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "temper",
+        "gen_ai.request.model": body.model,
+        "gen_ai.request.choice.count": choices if choices > 1 else None,
+        "gen_ai.request.stream": True if body.stream else None,
+        "gen_ai.request.temperature": body.temperature,
+        "gen_ai.request.top_p": body.top_p,
+        "gen_ai.request.top_k": body.top_k,
+        "gen_ai.request.frequency_penalty": body.frequency_penalty,
+        "gen_ai.request.presence_penalty": body.presence_penalty,
+        "gen_ai.request.seed": body.seed,
+        "gen_ai.request.stop_sequences": list(body.stop_strings) or None,
+        "gen_ai.response.id": response_id,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def traceparent_of(request: Request) -> str:
+    """The context of an HTTP request: of its span, or without one what the client sent. Empty if that is malformed."""
+    return tracing.current() or tracing.checked(request.headers.get("traceparent", ""))
+
+
+def reserve(gateway: Gateway, body: SamplingFields, prompts: int) -> Reservation:
+    """Takes a place for every choice, before anything is tokenized.
+
+    Raises:
+        InvalidRequest: more choices than one request may have.
+        Overloaded: no room now.
+    """
+    check_messages(body, gateway.settings)
+    limit = gateway.settings.max_choices
+    if body.choices * prompts > limit:
+        raise InvalidRequest(
+            f"n={body.choices} for {prompts} prompt(s) is {body.choices * prompts} choices and a request may have "
+            f"{limit}: send several requests",
+            param="n",
+        )
+    return gateway.admission.reserve(body.choices * prompts)
+
+
+def _check_tokens(body: SamplingFields, vocab_size: int) -> None:
+    for field, tokens in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+        for token in tokens or ():
+            if token >= vocab_size:
+                raise InvalidRequest(
+                    f"{field} names the token id {token}, the vocabulary has {vocab_size} tokens", param=field
+                )
+
+
+def _check_length(body: SamplingFields, constraint: engine_pb2.Constraint) -> None:
+    """A constraint says itself where the answer ends."""
+    for field, given in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
+        if given:
+            raise InvalidRequest(
+                f"{field} cannot be combined with {constraint.param}, which says where the answer ends", param=field
+            )
+
+
+def _sampling(
+    body: SamplingFields, job: Job, number: int, top_logprobs: int | None, stop_token_ids: Sequence[int]
+) -> engine_pb2.SamplingParams:
+    max_tokens = job.max_tokens
+    if job.constraint is not None:
+        _check_length(body, job.constraint)
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens}, but the completion may have at most {max_tokens} tokens",
+            param="min_tokens",
+        )
+    return engine_pb2.SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        seed=None if body.seed is None else (body.seed + number) % 2**64,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias or {},
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+        max_tokens=max(1, max_tokens),  # an engine ends a request with a token; see Choice.silent
+        top_logprobs=top_logprobs,
+        constraint=job.constraint,
+        thinking=job.limits,
+    )

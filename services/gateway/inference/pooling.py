@@ -1,0 +1,183 @@
+"""Prompts that engines read without an answer: log-probabilities of their tokens, and vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from services.common.errors import InvalidRequest, ModelNotFound, Unavailable
+from services.common.pb import engine_pb2
+from services.gateway.auth.caller import seconds_left
+from services.gateway.context import Gateway
+from services.gateway.core.admission import Reservation
+from services.gateway.inference.cache_isolation import cache_salt
+from services.gateway.inference.limits import check_prompts
+from services.gateway.inference.model_ref import adapter_ref
+from services.gateway.inference.prompt_logprobs import PromptScores, check_complete
+from services.gateway.protocol.pooling import ReadingFields
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be known of one prompt."""
+
+    prompt: list[int]
+    alternatives: int | None = None
+    """Beside each token's log-probability; None: none of them is asked for."""
+    first: int = 0
+    """The first token whose log-probability is asked for."""
+    pooling: engine_pb2.Pooling.ValueType = engine_pb2.POOLING_UNSPECIFIED
+    boundaries: Sequence[int] = ()
+    """Where others of its kind may part from it."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What an engine said of it."""
+
+    adapter: str | None = None
+    cached_tokens: int = 0
+    scores: PromptScores = field(default_factory=PromptScores)
+    embedding: list[float] = field(default_factory=list)
+
+    def add(self, update: engine_pb2.Update) -> None:
+        """Takes the next update."""
+        self.adapter = update.adapter or self.adapter
+        self.cached_tokens = update.cached_tokens or self.cached_tokens
+        if update.HasField("prompt_logprobs"):
+            self.scores.add(update.prompt_logprobs)
+        self.embedding += update.embedding
+
+
+class Readings:
+    """The prompts of one HTTP request.
+
+    Args:
+        gateway: settings, engines, metrics.
+        body: which policy reads, and how urgently.
+        prefix: of the response id.
+        traceparent: W3C trace context, checked.
+
+    Raises:
+        ModelNotFound: `model` cannot be served.
+        InvalidRequest: `adapter` is malformed.
+    """
+
+    def __init__(self, gateway: Gateway, body: ReadingFields, *, prefix: str, traceparent: str = "") -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._gateway = gateway
+        self._body = body
+        self._traceparent = traceparent
+        self._adapter = adapter_ref(body.model, body.adapter, served_model_name=gateway.settings.served_model_name)
+        self._salt = cache_salt(gateway.settings.cache_scope, body.cache_salt)
+        self._deadline = int((time.time() + seconds_left(gateway.settings.request_timeout_seconds)) * 1000)
+
+    async def read(self, questions: Sequence[Question], take: Callable[[int, Reading], T]) -> list[T]:
+        """What ``take`` makes of each reading, in the order of the questions; as many as the request has places for are
+        read at a time.
+
+        Raises:
+            ContextLengthExceeded: a prompt is longer than this gateway takes.
+            TemperError: what an engine answered instead, or that it is gone. Then nothing more is read.
+        """
+        check_prompts([len(question.prompt) for question in questions], self._gateway.settings)
+        made: dict[int, T] = {}
+
+        async def one(index: int) -> None:
+            reading = await self._read(index, questions[index])
+            self.prompt_tokens += len(questions[index].prompt)
+            self.cached_tokens += reading.cached_tokens
+            made[index] = take(index, reading)
+
+        try:
+            await _each(len(questions), places(self._gateway, len(questions)), one)
+        except ModelNotFound as error:
+            # The engine does not know where the name stood.
+            error.param = "model" if self._body.adapter is None else "adapter"
+            raise
+        self._gateway.count_tokens("prompt", self.prompt_tokens)
+        self._gateway.count_tokens("cached", self.cached_tokens)
+        return [made[index] for index in range(len(questions))]
+
+    def usage(self) -> dict[str, object]:
+        """Token counts, once all is read."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    async def _read(self, index: int, question: Question) -> Reading:
+        request = engine_pb2.GenerateRequest(
+            request_id=f"{self.id}:{index}",
+            prompt_token_ids=question.prompt,
+            # An engine ends a request with a token, which nobody looks at.
+            sampling=engine_pb2.SamplingParams(temperature=0.0, max_tokens=1),
+            adapter=self._adapter,
+            deadline_unix_ms=self._deadline,
+            traceparent=self._traceparent,
+            cache_salt=self._salt,
+            priority=self._body.priority or 0,
+            prompt_logprobs=question.alternatives,
+            prompt_logprobs_from=question.first,
+            pooling=question.pooling,
+            boundaries=question.boundaries,
+        )
+        reading = Reading()
+        async with self._gateway.engines.exchange([request]) as exchange:
+            async for _, update in exchange:
+                reading.add(update)
+        if question.alternatives is not None:
+            check_complete(reading.scores, len(question.prompt) - max(1, question.first))
+        if question.pooling and not reading.embedding:
+            raise Unavailable("the engine told no vector of the prompt")
+        return reading
+
+
+def places(gateway: Gateway, prompts: int) -> int:
+    """How many prompts of a request are read at a time."""
+    return min(prompts, gateway.settings.max_choices)
+
+
+def reserve(gateway: Gateway, prompts: int, *, field: str) -> Reservation:
+    """Takes places in the gateway, before anything is tokenized.
+
+    Args:
+        field: of the request, that has the prompts.
+
+    Raises:
+        InvalidRequest: more prompts than one request may have.
+        Overloaded: no room now.
+    """
+    limit = gateway.settings.max_inputs
+    if prompts > limit:
+        raise InvalidRequest(
+            f"{field} has {prompts} texts and a request may have {limit}: send several requests", param=field
+        )
+    return gateway.admission.reserve(places(gateway, prompts))
+
+
+async def _each(count: int, width: int, work: Callable[[int], Awaitable[None]]) -> None:
+    """Calls ``work`` with each number below ``count``, ``width`` at a time; the first failure ends all."""
+    numbers = iter(range(count))
+
+    async def worker() -> None:
+        for number in numbers:
+            await work(number)
+
+    workers = [asyncio.ensure_future(worker()) for _ in range(width)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

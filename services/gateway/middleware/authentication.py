@@ -1,0 +1,211 @@
+"""The gateway's door: who calls, may they, is there room — all before a byte of the body is read."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import Forbidden, InvalidRequest, Overloaded, TemperError, Unauthorized
+from services.gateway.auth.api_keys import KeyRing
+from services.gateway.auth.audit_log import AuditLog
+from services.gateway.auth.browsers import BrowserGuard
+from services.gateway.auth.caller import Caller, working_for
+from services.gateway.auth.principal import EVERYBODY, INTERNAL, NOBODY, Principal
+from services.gateway.auth.route_permissions import RULE, UNKNOWN, Rule, RuleBook
+from services.gateway.context import Gateway
+from services.gateway.core.errors import response_of
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.rate_limits.limiter import Grant, Quotas
+
+TIMEOUT_HEADER = "x-request-timeout-seconds"
+_SMALL_BODY = 64 * 1024
+
+
+class Access:
+    """Authenticates, checks the scope, counts against the caller's limits, refuses while the gateway is full.
+
+    Sets ``request.state.principal``. A refused request gets its answer without its body being read.
+
+    Args:
+        keys: the valid keys; None: everybody may do everything.
+        quotas: limits of the callers.
+        audit: where calls that change something are written.
+        rules: what routes ask for.
+        metrics: refusals.
+        browsers: asked where there are no keys.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing | None,
+        quotas: Quotas,
+        audit: AuditLog,
+        rules: RuleBook,
+        metrics: GatewayMetrics,
+        browsers: BrowserGuard,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._browsers = browsers
+        self._quotas = quotas
+        self._audit = audit
+        self._rules = rules
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        rule, params = self._rules.find(scope["method"], scope["path"])
+        scope[RULE] = rule
+        exchange = _Exchange(send)
+        try:
+            await self._admit(scope, rule, exchange, receive)
+        except Exception:
+            exchange.failed()
+            raise
+        finally:
+            if exchange.caller is not None:
+                exchange.caller.grant.release()
+                exchange.caller.deadline = None
+            if rule.audited:
+                self._write_audit(scope, rule, params, exchange)
+
+    async def _admit(self, scope: Scope, rule: Rule, exchange: _Exchange, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        state["principal"] = NOBODY
+        try:
+            if self._keys is None and INTERNAL not in scope:
+                self._browsers.check(scope, headers)
+            principal = state["principal"] = self._principal(scope, rule, headers)
+            _check_scope(rule, principal, self._metrics)
+            caller = Caller(principal, Grant(self._quotas, principal.id, principal.limits), _deadline(rule, headers))
+            _check_idempotency(rule, headers)
+            exchange.caller = caller
+            await caller.grant.acquire()
+            _check_room(rule, scope)
+        except TemperError as error:
+            await _refuse(scope, receive, exchange, headers, error)
+            return
+        with working_for(caller):
+            await self._app(scope, receive, exchange.send)
+
+    def _principal(self, scope: Scope, rule: Rule, headers: Headers) -> Principal:
+        if rule.public:
+            return NOBODY
+        if INTERNAL in scope:
+            owner = str(scope[INTERNAL].owner)
+            return replace(EVERYBODY, id=owner) if self._keys is None else self._keys.owner(owner)
+        if self._keys is None:
+            return EVERYBODY
+        scheme, _, credentials = headers.get("authorization", "").partition(" ")
+        key = credentials.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
+        if not key:
+            self._metrics.auth_refusals.labels("missing").inc()
+            raise Unauthorized(
+                "this needs an API key: send it as 'Authorization: Bearer <key>', or as 'x-api-key: <key>'"
+            )
+        return self._keys.authenticate(key)
+
+    def _write_audit(self, scope: Scope, rule: Rule, params: Mapping[str, str], exchange: _Exchange) -> None:
+        state, client = scope["state"], scope.get("client")
+        principal: Principal = state["principal"]
+        target = ", ".join([*params.values(), *state.get("audit_targets", ())]) or exchange.location
+        self._audit.write(
+            principal=None if principal is NOBODY else principal.id,
+            action=rule.route,
+            target=target,
+            status=exchange.status,
+            request_id=str(state.get("request_id", "")),
+            client=client[0] if client else None,
+        )
+
+
+class _Exchange:
+    """What becomes of one request."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.caller: Caller | None = None
+        self.status = 499
+        """Until something is answered: the client went away."""
+        self.location = ""
+        self.started = False
+
+    def failed(self) -> None:
+        """By a bug: what stands around answers with 500, if nothing has been answered yet."""
+        if not self.started:
+            self.status = 500
+
+    async def send(self, message: Message) -> None:
+        """Adds what the caller's limits have left."""
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            headers = MutableHeaders(raw=message["headers"])
+            self.location = headers.get("location", "")
+            if self.caller is not None:
+                headers.update(self.caller.grant.headers())
+        await self._send(message)
+
+
+async def _refuse(scope: Scope, receive: Receive, exchange: _Exchange, headers: Headers, error: TemperError) -> None:
+    response = response_of(error, scope["path"])
+    length = headers.get("content-length", "")
+    small = length.isascii() and length.isdigit() and int(length[:10]) <= _SMALL_BODY
+    if not small and (length or "transfer-encoding" in headers):
+        response.headers["connection"] = (
+            "close"  # or the server would read the body to its end, to find the next request
+        )
+    await response(scope, receive, exchange.send)
+
+
+def _check_scope(rule: Rule, principal: Principal, metrics: GatewayMetrics) -> None:
+    if rule.public or not rule.scopes.isdisjoint(principal.scopes):
+        return
+    metrics.auth_refusals.labels("scope").inc()
+    needed = " or ".join(sorted(rule.scopes))
+    raise Forbidden(f"the API key {principal.id} lacks the scope {needed}, which {_named(rule)} needs")
+
+
+def _named(rule: Rule) -> str:
+    return "every route" if rule is UNKNOWN else rule.route
+
+
+def _check_idempotency(rule: Rule, headers: Mapping[str, str]) -> None:
+    if "idempotency-key" in headers and not rule.idempotent and not rule.route.startswith(("GET ", UNKNOWN.route)):
+        raise InvalidRequest(
+            f"{rule.route} keeps no answers to repeat, so it cannot honour an Idempotency-Key: leave the header out",
+            param="idempotency-key",
+        )
+
+
+def _deadline(rule: Rule, headers: Mapping[str, str]) -> float | None:
+    text = headers.get(TIMEOUT_HEADER)
+    if text is None or not rule.generates:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a number of seconds above 0", param=TIMEOUT_HEADER)
+    return time.monotonic() + seconds
+
+
+def _check_room(rule: Rule, scope: Scope) -> None:
+    gateway: Any = getattr(scope["app"].state, "gateway", None)
+    if rule.generates and isinstance(gateway, Gateway) and gateway.admission.full:
+        raise Overloaded(
+            f"{gateway.admission.taken} completions are in flight, which is the limit: try again shortly",
+            retry_after=1.0,
+        )

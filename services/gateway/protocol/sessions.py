@@ -1,0 +1,81 @@
+"""/v1/sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from fastapi import Path
+from pydantic import BaseModel, ConfigDict
+
+from services.gateway.engines.conversation_sessions import Kept
+
+_FASTEST_FIRST = "device host disk store"
+SessionPath: TypeAlias = Annotated[
+    str,
+    Path(
+        min_length=1,
+        max_length=256,
+        description="As requests say it: `session_id`, `prompt_cache_key` or `user`. Slashes may stand as they are.",
+    ),
+]
+
+
+class SessionObject(BaseModel):
+    """What an engine keeps of a session."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    id: str
+    object: Literal["session"] = "session"
+    tokens: int
+    """Of the longest history that is kept."""
+    requests: int
+    """That have ended there."""
+    adapter: str | None
+    """Of the last request; null: the model without adapter."""
+    created_at: int
+    """Seconds since 1970."""
+    used_at: int
+    expires_at: int
+    """When it is no longer kept before other things."""
+    saved: bool
+    """Its whole history is on disk or in the object store."""
+    bytes: dict[str, int]
+    """Of its history, by tier: "device", "host", "disk", "store"."""
+    engine: str
+    """That keeps it, as `usage.session` names it."""
+
+    @classmethod
+    def of(cls, kept: Kept) -> SessionObject:
+        """What a client sees of a session."""
+        history = kept.history
+        return cls(
+            id=history.session.name,
+            tokens=history.tokens,
+            requests=history.requests,
+            adapter=history.adapter or None,
+            created_at=history.created_unix_ms // 1000,
+            used_at=history.used_unix_ms // 1000,
+            expires_at=history.expires_unix_ms // 1000,
+            saved=history.saved,
+            bytes=dict(sorted(history.bytes.items(), key=lambda item: _FASTEST_FIRST.find(item[0]))),
+            engine=kept.client.id,
+        )
+
+
+class SessionList(BaseModel):
+    """A page of sessions."""
+
+    object: Literal["list"] = "list"
+    data: list[SessionObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedSession(BaseModel):
+    """What DELETE answers."""
+
+    id: str
+    object: Literal["session"] = "session"
+    deleted: Literal[True] = True

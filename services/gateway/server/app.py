@@ -1,0 +1,295 @@
+"""The gateway as a FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Scope
+
+from services.common.adapters.registry import AdapterRegistry
+from services.common.errors import InvalidRequest
+from services.common.queue.job_queue import JobQueue
+from services.common.security.tls import Certificates, TlsFiles
+from services.common.storage.object_store import ObjectStore
+from services.common.telemetry.tracing import open_tracer
+from services.gateway.api.adapters import routes as adapters
+from services.gateway.api.adapters import version_routes as adapter_tools
+from services.gateway.api.base import docs
+from services.gateway.api.base.openapi import describe_bounds
+from services.gateway.api.base.openapi_examples import describe_examples
+from services.gateway.api.batches import file_routes as files
+from services.gateway.api.batches import routes as batches
+from services.gateway.api.batches.dependencies import BatchStores, open_batching
+from services.gateway.api.batches.worker import BatchWorker
+from services.gateway.api.chat_completions import routes as chat
+from services.gateway.api.chat_completions import stored_routes as stored_chats
+from services.gateway.api.completions import routes as completions
+from services.gateway.api.health import routes as health
+from services.gateway.api.messages import batch_routes as message_batches
+from services.gateway.api.messages import routes as messages
+from services.gateway.api.models import routes as models
+from services.gateway.api.models import tokenize
+from services.gateway.api.pooling import embeddings
+from services.gateway.api.pooling import score as scores
+from services.gateway.api.responses import conversation_routes as conversations
+from services.gateway.api.responses import routes as responses
+from services.gateway.api.responses.store.documents import DocumentStore
+from services.gateway.api.responses.store.store import ResponseStore
+from services.gateway.api.sessions import routes as histories
+from services.gateway.api.training import routes as training
+from services.gateway.api.training_sessions import routes as sessions
+from services.gateway.auth.api_keys import KeyRing
+from services.gateway.auth.audit_log import AuditLog
+from services.gateway.auth.browsers import BrowserGuard
+from services.gateway.auth.openapi import describe_keys
+from services.gateway.auth.route_permissions import RULE, Rule, RuleBook
+from services.gateway.context import Gateway
+from services.gateway.core.client_disconnect import cancel
+from services.gateway.core.errors import install_error_handlers
+from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.engines.pool import EnginePool
+from services.gateway.middleware.authentication import TIMEOUT_HEADER, Access
+from services.gateway.middleware.content_encoding import BodyDecoding
+from services.gateway.middleware.request_body import BodyMemory
+from services.gateway.middleware.request_context import BodyLimit, HeadRequests, RequestContext
+from services.gateway.rate_limits.limiter import Quotas
+from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger(__name__)
+_CORS_HEADERS = (
+    "authorization",
+    "content-type",
+    "idempotency-key",
+    "last-event-id",
+    "traceparent",
+    "x-api-key",
+    "x-request-id",
+    "x-session-id",
+    TIMEOUT_HEADER,
+    # What the clients of OpenAI and Anthropic send by themselves.
+    "anthropic-beta",
+    "anthropic-dangerous-direct-browser-access",
+    "anthropic-version",
+    "openai-beta",
+    "openai-organization",
+    "openai-project",
+    *(f"x-stainless-{part}" for part in ("arch", "helper-method", "lang", "os", "package-version")),
+    *(f"x-stainless-{part}" for part in ("poll-helper", "retry-count", "runtime", "runtime-version", "timeout")),
+)
+_EXPOSED_HEADERS = (
+    "idempotency-replayed",
+    "location",
+    "retry-after",
+    "x-request-id",
+    "x-temper-adapter",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
+Stores = Callable[[GatewaySettings], tuple[AdapterRegistry, JobQueue]]
+
+_DESCRIPTION = """OpenAI's completions over adapters that are trained while they serve.
+
+Every error has the body `{"error": {"message", "type", "param", "code"}}`, under `/v1/messages` the one of Anthropic's
+API. The header `x-request-timeout-seconds` bounds the time of a completion. Unknown fields are refused by name."""
+
+
+def open_stores(settings: GatewaySettings) -> tuple[AdapterRegistry, JobQueue]:
+    """The object store and the job queue that the settings name. Connects on first use, so neither has to be up."""
+    return AdapterRegistry(ObjectStore(settings), settings.served_model_name), JobQueue(settings)
+
+
+def create_app(
+    settings: GatewaySettings,
+    *,
+    stores: Stores = open_stores,
+    keep_responses: Callable[[GatewaySettings], ResponseStore] = ResponseStore,
+    keep_documents: Callable[[ResponseStore], DocumentStore] = DocumentStore,
+    batching: Callable[[GatewaySettings], BatchStores] = open_batching,
+) -> FastAPI:
+    """Builds the application; its lifespan connects to the engines.
+
+    Args:
+        settings: everything that can be set.
+        stores: makes the adapter registry and the job queue.
+        keep_responses: makes the store of responses.
+        keep_documents: makes the one of stored chats and conversations.
+        batching: makes where files and batches are.
+
+    Raises:
+        BadSetting: a file that a setting names cannot be used.
+    """
+    metrics = GatewayMetrics()
+    keys = _key_ring(settings, metrics)
+    audit = _audit_log(settings, metrics)
+    quotas = Quotas(settings, metrics)
+    tracer = open_tracer(settings, "gateway")
+    certificates = _certificates(settings, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        registry, queue = stores(settings)
+        batch_stores = batching(settings)
+        kept = keep_responses(settings)
+        gateway = Gateway(
+            settings,
+            EnginePool(settings, metrics, certificates=certificates),
+            registry,
+            queue,
+            metrics,
+            kept,
+            keep_documents(kept),
+            batch_stores,
+            tracer,
+        )
+        app.state.gateway = gateway
+        gateway.engines.start()
+        gateway.background.start()
+        await quotas.start()
+        following = None if keys is None else asyncio.create_task(keys.follow(settings.api_keys_poll_seconds))
+        worker = app.state.batch_worker = BatchWorker(app, gateway, batch_stores)
+        worker.start()
+        log.info("gateway started", engines=settings.engines, model=settings.served_model_name)
+        try:
+            yield
+        finally:
+            gateway.stopping.set()
+            gateway.closing.set()
+            await worker.stop()
+            if following is not None:
+                await cancel(following)
+            await gateway.background.stop()
+            await gateway.engines.stop()
+            await gateway.responses.aclose()
+            await quotas.stop()
+            await gateway.idempotency.records.aclose()
+            await queue.aclose()
+            await batch_stores.queue.aclose()
+            gateway.close()
+            audit.close()
+            await asyncio.to_thread(tracer.close)
+            log.info("gateway stopped")
+
+    app = FastAPI(
+        title="Temper",
+        description=_DESCRIPTION,
+        version="1",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    install_error_handlers(app)
+    for resource in (
+        chat,
+        stored_chats,
+        completions,
+        embeddings,
+        scores,
+        responses,
+        conversations,
+        messages,
+        message_batches,
+        tokenize,
+        models,
+        adapter_tools,
+        adapters,
+        training,
+        sessions,
+        histories,
+        files,
+        batches,
+        docs,
+        health,
+    ):
+        app.include_router(resource.routes)
+    # The last one stands outermost.
+    app.add_middleware(
+        BodyMemory,
+        limit=settings.bodies_limit,
+        largest=settings.max_body_bytes,
+        seconds=settings.body_timeout_seconds,
+        is_upload=_is_upload,
+    )
+    app.add_middleware(BodyLimit, limit=_body_limit(settings))
+    app.add_middleware(BodyDecoding, limit=_body_limit(settings))
+    rules = RuleBook(metrics_public=settings.metrics_public)
+    describe_bounds(app)
+    describe_examples(app)
+    describe_keys(app, rules, needed=keys is not None)
+    app.add_middleware(
+        Access,
+        keys=keys,
+        quotas=quotas,
+        audit=audit,
+        rules=rules,
+        metrics=metrics,
+        browsers=BrowserGuard(settings.hosts, settings.cors_origins),
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "HEAD", "POST", "PUT", "DELETE"),
+            allow_headers=_CORS_HEADERS,
+            expose_headers=_EXPOSED_HEADERS,
+        )
+    app.add_middleware(HeadRequests)
+    app.add_middleware(RequestContext, metrics=metrics, tracer=tracer)
+    return app
+
+
+def _is_upload(scope: Scope) -> bool:
+    """A body that is not read into memory: a multipart one on a route that takes one, or one that is passed on."""
+    rule: Rule = scope[RULE]
+    multipart = Headers(scope=scope).get("content-type", "").lower().startswith("multipart/form-data")
+    return rule.streams or (multipart and rule.upload)
+
+
+def _body_limit(settings: GatewaySettings) -> Callable[[Scope], int]:
+    """Bytes that the body of a request may have."""
+
+    def limit(scope: Scope) -> int:
+        if not _is_upload(scope):
+            return settings.max_body_bytes
+        return settings.max_session_bytes if scope[RULE].streams else settings.max_upload_bytes
+
+    return limit
+
+
+class BadSetting(InvalidRequest):
+    """``param`` is the setting."""
+
+
+def _key_ring(settings: GatewaySettings, metrics: GatewayMetrics) -> KeyRing | None:
+    if not settings.api_keys_file:
+        log.warning("no API keys: everybody who reaches this gateway may do everything (TEMPER_API_KEYS_FILE)")
+        return None
+    try:
+        return KeyRing(Path(settings.api_keys_file), settings.key_limits, metrics)
+    except InvalidRequest as error:
+        raise BadSetting(error.message, param="api_keys_file") from None
+
+
+def _certificates(settings: GatewaySettings, metrics: GatewayMetrics) -> Certificates | None:
+    files = TlsFiles.of(settings)
+    if files is None:
+        return None
+    try:
+        certificates = Certificates(files)
+    except InvalidRequest as error:
+        raise BadSetting(error.message, param=error.param) from None
+    certificates.export(metrics.registry)
+    return certificates
+
+
+def _audit_log(settings: GatewaySettings, metrics: GatewayMetrics) -> AuditLog:
+    try:
+        return AuditLog(Path(settings.audit_log_file) if settings.audit_log_file else None, metrics)
+    except InvalidRequest as error:
+        raise BadSetting(error.message, param="audit_log_file") from None

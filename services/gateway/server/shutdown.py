@@ -1,0 +1,100 @@
+"""The end of a gateway, from the signal to the last stream.
+
+1. The signal: not ready any more, and every answer closes its connection, so that clients come back through whoever
+   balances them. The listener still accepts for `drain_delay_seconds`: endpoints follow readiness a little later.
+2. The listener closes. What runs has `shutdown_grace_seconds`; followers of events and background responses hear of it.
+3. Completions that are left end with an error event, and the process with status 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import FrameType
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from services.common.shutdown import Wishes, end_now
+from services.gateway.context import Gateway
+from services.gateway.server.garbage_collection import QuietCollector
+from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger(__name__)
+
+LAST_WORDS_SECONDS = 2
+"""For the error events of what did not end in time to be written."""
+
+
+def is_draining(app: FastAPI) -> bool:
+    """Whether a signal has come."""
+    gateway = _gateway(app)
+    return gateway is not None and gateway.stopping.is_set()
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a drain in front of its own shutdown."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, settings: GatewaySettings) -> None:
+        super().__init__(config)
+        self._app = app
+        self._settings = settings
+        self._wishes = Wishes()
+        self._signalled_at: float | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """From here on the process collects its garbage in quiet moments."""
+        await super().startup(sockets)
+        gateway = _gateway(self._app)
+        if gateway is not None:
+            collector = QuietCollector(lambda: gateway.admission.taken > 0)
+            self._tasks.add(asyncio.create_task(collector.run()))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn has it
+        """Begins the drain, or ends the process if it was asked before.
+
+        The signal is not among those that uvicorn raises again at the end: a drained process ends with status 0.
+        """
+        if self._wishes.again():
+            end_now(sig)
+        gateway = _gateway(self._app)
+        if gateway is None:
+            self.should_exit = True
+            return
+        gateway.stopping.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """True when the listener shall close; uvicorn asks ten times a second."""
+        gateway = _gateway(self._app)
+        if gateway is not None and gateway.stopping.is_set() and not self.should_exit:
+            now, delay = asyncio.get_running_loop().time(), self._settings.drain_delay_seconds
+            if self._signalled_at is None:
+                self._signalled_at = now
+                log.info("draining", accepting_for=delay, running=gateway.admission.taken)
+            self.should_exit = now - self._signalled_at >= delay
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes the listener and lets what runs finish, within the grace."""
+        gateway = _gateway(self._app)
+        if gateway is not None:
+            gateway.stopping.set()
+            gateway.closing.set()
+            self._tasks.add(asyncio.create_task(self._end_completions(gateway)))
+        await super().shutdown(sockets)
+
+    async def _end_completions(self, gateway: Gateway) -> None:
+        grace = self._settings.shutdown_grace_seconds
+        await asyncio.sleep(grace)
+        gateway.engines.end_requests(
+            f"the gateway is shutting down and this answer took longer than the {grace} s that are left then "
+            "(TEMPER_SHUTDOWN_GRACE_SECONDS): send the request again"
+        )
+
+
+def _gateway(app: FastAPI) -> Gateway | None:
+    """None before the application has started."""
+    found = getattr(app.state, "gateway", None)
+    return found if isinstance(found, Gateway) else None

@@ -1,0 +1,133 @@
+"""Parameter lines within the value of a parameter: how deep they are nested, and where the value may have ended.
+
+A value ends at the `</parameter>` that the template puts behind it, on a line of its own. Such lines of the value
+itself are told from the end by counting: `</parameter>` closes what a line `<parameter=...>` has opened. A value that
+leaves one open, or whose own end was forgotten, has no end by the count when all text is over; it ended at the best
+place before.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from services.gateway.text.grammar.lark import expression, quote
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value may have ended.
+
+    Args:
+        position: of the markup.
+        length: of the markup that belongs to the value.
+    """
+
+    position: int
+    length: int
+
+
+@dataclass(slots=True)
+class Nesting:
+    """The lines of one value so far."""
+
+    depth: int = 0
+    """Parameters of the value itself that are open."""
+    doubt: Place | None = None
+    """First place where the value ended if a model has forgotten something."""
+    _forgotten: Place | None = None
+    """First place outside of all nested parameters where something was forgotten."""
+    _ends: dict[int, Place] = field(default_factory=dict)
+    """First place that looks like the end in all but the count, by the depth behind it."""
+
+    @property
+    def place(self) -> Place | None:
+        """Where the value ended, all text having been read."""
+        found = [*self._ends.values(), *([] if self._forgotten is None else [self._forgotten])]
+        return min(found, key=lambda place: place.position, default=self.doubt)
+
+    def open(self, forgotten: Place | None) -> None:
+        """A line opens a parameter; ``forgotten``: the value ended before it, without a tag."""
+        self._remember(forgotten)
+        self.depth += 1
+
+    def close(self, end: Place | None, forgotten: Place | None) -> None:
+        """A line closes a parameter.
+
+        Args:
+            end: what follows is what the template puts behind a value.
+            forgotten: it is what a model puts there that forgets something.
+        """
+        if not self.depth and forgotten is not None:
+            self._remember(forgotten)
+            return
+        self.depth = depth = max(0, self.depth - 1)
+        lowest = depth if end is None else depth + 1
+        # What goes on as text was no end.
+        self._ends = {below: place for below, place in self._ends.items() if below < lowest}
+        if end is not None:
+            self._ends.setdefault(depth, end)
+        elif not depth:
+            self._forgotten = None
+
+    def _remember(self, forgotten: Place | None) -> None:
+        if not self.depth:
+            self._forgotten = self._forgotten or forgotten
+
+
+_DEEPEST = 3
+_OPENING = "<parameter=[^<>\\n]"
+_CLOSING = "</parameter>"
+_OPENED, _NAMED = re.compile(f"{_OPENING}{{1,256}}>"), re.compile(f"{_OPENING}{{1,256}}>|</function>\\n</tool_call>")
+
+
+def stands(value: str) -> bool:
+    """Whether a value is read back as it is, whatever stands around it: it closes all that it opens, and nothing in it
+    looks like its end."""
+    depth, at = 0, 0
+    for line in value.split("\n"):
+        at += len(line) + 1
+        if _OPENED.fullmatch(line):
+            depth += 1
+        elif line == _CLOSING:
+            if not depth and _NAMED.match(value, at):
+                return False
+            depth = max(0, depth - 1)
+    return not depth
+
+
+def terminals() -> list[str]:
+    """Terminals of texts that ``stands`` is true of, with what they are made of.
+
+    VALUE: parameters nested up to three deep, and no `</parameter>` line that closes nothing. Names are short: a lexer
+    has to pay for each character that it counts.
+    BEHIND_ONE: what may follow a VALUE and such a line, and is of the same text.
+    PLAIN: no line begins with either tag. It is for texts whose characters are counted or follow a pattern, which a
+    lexer cannot do while it counts tags; and it is no complement, of which a lexer has to find out where it is empty.
+    """
+    rules = [
+        f"OPENING: /{_OPENING}{{1,64}}>/",
+        rf"LINE: /[^\n]*/ & ~(/{_OPENING}+>/ | /<\/parameter>/)",
+    ]
+    inside = "LINE"
+    for depth in range(1, _DEEPEST + 1):
+        rules.append(f'NESTED{depth}: OPENING "\\n" (({inside}) "\\n")* "{_CLOSING}"')
+        inside = f"LINE | NESTED{depth}"
+    plain = expression(f"{_other(['<parameter=', _CLOSING])}(\n{_other(['<parameter=', _CLOSING])})*")
+    return [
+        *rules,
+        f'VALUE: ({inside}) ("\\n" ({inside}))*',
+        r"BEHIND_ONE: VALUE & ~/<parameter=(?s:.*)|<\/function>(\n(?s:.*))?/",
+        f"PLAIN: {plain}",
+    ]
+
+
+def _other(beginnings: list[str]) -> str:
+    """A regular expression of lines that begin with none of these."""
+    first = sorted({text[0] for text in beginnings})
+    ways = [f"[^\n{''.join(map(quote, first))}][^\n]*"]
+    for character in first:
+        rest = [text[1:] for text in beginnings if text[0] == character]
+        if all(rest):
+            ways.append(f"{quote(character)}{_other(rest)}")
+    return f"({'|'.join(ways)})?"

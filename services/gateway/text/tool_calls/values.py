@@ -1,0 +1,176 @@
+"""The text of one parameter as JSON, written while it arrives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from services.gateway.text.stops import Stops, StopSearch
+from services.gateway.text.tool_calls.numbers import Digits, as_integer, dumps, loads, with_integers
+from services.gateway.text.tool_calls.parameter_types import Parameter, Types, kind_of
+
+_SPACE = " \t\r\n"
+_NULLS = ("null", "none")
+_LONGEST_NULL = 64
+_NUMERIC = tuple("-0123456789")
+_OR_NULL = frozenset(("string", "null"))
+
+
+def encode_value(text: str, types: Types, schema: Any = None, root: Any = None) -> str:
+    """The JSON of one parameter's text: a string unless its schema says otherwise and the text agrees.
+
+    Args:
+        text: with the newlines of the markup around it.
+        types: JSON types that the parameter may have.
+        schema: of the parameter, for what an array or object has in it.
+        root: the document in which the schema's references are looked up.
+    """
+    value = text.removeprefix("\n").removesuffix("\n")
+    if types - {"string"}:
+        bare = value.strip(_SPACE)
+        lowered = bare.lower()
+        if "boolean" in types and lowered in ("true", "false"):
+            return lowered
+        if "null" in types and lowered in _NULLS and len(value) <= _LONGEST_NULL:
+            return "null"
+        written = _number(bare, types) if bare[:1] in _NUMERIC else _container(bare, types, schema, root)
+        if written is not None:
+            return written
+    return escape(value, whole=True)
+
+
+def _number(bare: str, types: Types) -> str | None:
+    """The text if it is a number of these types, with its own digits; None: it is a text."""
+    try:
+        number = loads(bare)
+    except ValueError:
+        return None
+    if "number" in types or (number.whole and "integer" in types):
+        return bare
+    # Where a text may stand as well, "5.0" is one: it may be a version.
+    return as_integer(bare) if "integer" in types and "string" not in types else None
+
+
+def _container(bare: str, types: Types, schema: Any, root: Any) -> str | None:
+    try:
+        value = loads(bare)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict | list) and kind_of(value) in types:
+        # As it was written: what is no Unicode stays behind its escape.
+        return with_integers(bare, schema, root)
+    return None
+
+
+def escape(text: str, *, whole: bool = False) -> str:
+    """Text inside a JSON string, with its quotes if it is the ``whole``. Pieces joined are the escape of the whole."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return quoted if whole else quoted[1:-1]
+
+
+class StoppedInValue(Exception):
+    """A stop ends the answer inside a value."""
+
+    def __init__(self, written: str) -> None:
+        self.written = written
+        """The JSON of what there is of the value, as far as it was not returned; it is not closed."""
+
+
+def check_json(arguments: str, stops: Stops, end: int) -> None:
+    """Looks for stop strings in the values of arguments that come in one piece, as an object.
+
+    Args:
+        arguments: its JSON.
+        stops: what ends the answer.
+        end: where in the answer's whole text the object ends: it is known from there on.
+
+    Raises:
+        StoppedInValue: one is in a value.
+    """
+    before = "{"
+    for key, value in loads(arguments).items():
+        before += f"{escape(key, whole=True)}: "
+        is_text = isinstance(value, str) and not isinstance(value, Digits)
+        text = value if is_text else dumps(value)
+        begin = stops.find(text, end)
+        if begin is not None:
+            raise StoppedInValue(before + (f'"{escape(text[:begin])}' if is_text else text[:begin]))
+        before += dumps(value) + ", "
+
+
+class ValueWriter:
+    """Writes what is certain to be a string at once, and everything else when it is complete.
+
+    Args:
+        parameter: what its schema says; no types: a string.
+        stops: what ends the answer, and so the value.
+        begin: where in the answer's whole text the value begins.
+    """
+
+    def __init__(self, parameter: Parameter, stops: Stops | None = None, begin: int = 0) -> None:
+        self._search = None if stops is None else StopSearch(stops)
+        self._stops = stops
+        self._position = begin
+        self._parameter = parameter
+        self._types = types = parameter.types
+        self._streams = not types - {"string"}
+        self._held: list[str] = []
+        self._fresh = True
+        self._open = False
+
+    @property
+    def certain(self) -> int:
+        """Where in the answer's whole text that part of the value ends in which no stop can begin any more."""
+        held_from = None if self._search is None else self._search.held_from
+        return self._position if held_from is None else held_from
+
+    def add(self, text: str) -> str:
+        """Takes more of the text, the newline after the opening tag included; returns JSON.
+
+        Raises:
+            StoppedInValue: a stop is in it.
+        """
+        self._position += len(text)
+        if self._fresh and text:
+            text = text.removeprefix("\n")
+            self._fresh = False
+        if self._search is None or self._stops is None:
+            return self._write(text)
+        written = self._write(self._search.add(text, self._position - len(text)))
+        if self._stops.found is not None:
+            raise StoppedInValue(written + self.cut())
+        return written
+
+    def _write(self, text: str) -> str:
+        if not self._streams:
+            self._held.append(text)
+            if self._types != _OR_NULL or not self._differs_from_null():
+                return ""
+            self._streams = True
+            text, self._held = "".join(self._held), []
+        if not text:
+            return ""
+        opening, self._open = "" if self._open else '"', True
+        return opening + escape(text)
+
+    def end(self) -> str:
+        """The text is complete; returns the rest of the JSON."""
+        rest = self._rest()
+        if self._streams:
+            return rest + ('"' if self._open else '""')
+        # The newlines of the markup are gone already: encode_value must not take another.
+        parameter = self._parameter
+        return encode_value(f"\n{''.join(self._held)}\n", self._types, parameter.schema, parameter.root)
+
+    def cut(self) -> str:
+        """The text broke off; returns what there is of it, as it is."""
+        return self._rest() + "".join(self._held)
+
+    def _rest(self) -> str:
+        """What was held back because a stop might have begun in it."""
+        return "" if self._search is None else self._write(self._search.close())
+
+    def _differs_from_null(self) -> bool:
+        head = "".join(self._held)
+        bare = head.strip(_SPACE).lower()
+        return len(head) > _LONGEST_NULL or not any(word.startswith(bare) for word in _NULLS)
