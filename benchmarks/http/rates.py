@@ -3,8 +3,8 @@
 Starts an engine process, which first measures the same cases in process, and a gateway process; neither needs Redis or
 an object store. With --url a running stack is measured instead; with --steady-ms an engine without a model that gives
 every request one token a step, to see what the gateway itself costs. The client is a few processes of its own. One
-JSON line a case: decode = c · (out - 1) / (t(out) - t(1)) as in benchmarks.serving.rates, its ratio to in-process, time to
-first token, time between events, and the CPU of each process.
+JSON line a case: decode = c · (out - 1) / (t(out) - t(1)) as in benchmarks.serving.rates, its ratio to in-process,
+time to first token, time between events, and the CPU of each process.
 """
 
 from __future__ import annotations

@@ -29,7 +29,12 @@ def test_nobody_else_is_given_a_claimed_port() -> None:
 
 @holding
 def test_many_choosers_at_once_never_choose_the_same() -> None:
-    code = "from cli.local.ports import claim_ports; c = claim_ports(400); print(*(p.number for p in c), flush=True); input()"
+    code = """
+from cli.local.ports import claim_ports
+claimed = claim_ports(400)
+print(*(port.number for port in claimed), flush=True)
+input()
+"""
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(4)
