@@ -49,7 +49,7 @@ from services.engine.kv_offload.messages import NoTierObserver
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import NoObserver, OpenStep, Runner, StepHandle, StepStats, Submission
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason, SamplingParams

@@ -37,7 +37,7 @@ from benchmarks.lib.random_model import RandomWeights
 from services.common.jobs import LoraSettings, OptimizerSettings
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Quantization
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training.forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory

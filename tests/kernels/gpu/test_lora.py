@@ -15,8 +15,10 @@ from kernels.gpu.lora.expand import ExpandConfig, expand_add, expand_swiglu
 from kernels.gpu.lora.rows import active_slots
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import layer_groups
+from services.engine.models.lora.trainable import LoraParams
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -17,10 +17,12 @@ from kernels.gpu.lora.fill import fill_lora, tile_columns
 from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import AdapterBinder, BoundAdapter, LoraParams, LoraSlots, bind_adapter
 from services.engine.models.lora import binding as lora_binding
+from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
 from services.engine.models.lora.peft_file import read_tensors
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.lora.upload import AdapterUpload
 
 CONFIG = ModelConfig.from_directory(Path(__file__).parents[3] / "models" / "tiny")
