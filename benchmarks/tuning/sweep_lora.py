@@ -159,7 +159,8 @@ def _pairs(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
 
 
 def _shrinks(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
-    from kernels.gpu.lora.batch import ShrinkConfig, shrink
+    from kernels.gpu.linear.preparation import shrink
+    from kernels.gpu.lora.shrink import ShrinkConfig
 
     x = t.normal(entry.rows, MATRICES[entry.name][1])
     first = make_lora(t, entry.name, entry.rows)

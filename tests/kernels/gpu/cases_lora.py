@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kernels.gpu.linear.preparation import shrink
 from kernels.gpu.linear.skinny import Convolution, Norm, Scaled, skinny_add, skinny_linear
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
-from kernels.gpu.lora.batch import LoraRows, shrink
 from kernels.gpu.lora.expand import expand_add, expand_swiglu
+from kernels.gpu.lora.rows import LoraRows
 from tests.kernels.gpu.cases_linear import weight
 
 GROUPS = {

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.activations import swiglu
-from kernels.gpu.lora.batch import LoraRows, ShrinkConfig, shrink
+from kernels.gpu.linear.preparation import shrink
 from kernels.gpu.lora.expand import ExpandConfig, expand_add, expand_swiglu
-from kernels.gpu.lora.rows import active_slots
+from kernels.gpu.lora.rows import LoraRows, active_slots
+from kernels.gpu.lora.shrink import ShrinkConfig
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import bind_adapter

@@ -59,7 +59,9 @@ def uploading(
 ) -> LoraSlots:
     """Slots that the kernel fills, also in the interpreter."""
     slots = LoraSlots(CONFIG, 3, max_rank, dtype, device)
-    slots._upload = AdapterUpload(slots.places(), slots._query_rows, piece or LoraSlots.upload_bytes(CONFIG, max_rank))
+    slots._upload = AdapterUpload(
+        slots.target_buffers(), slots._query_rows, piece or LoraSlots.upload_bytes(CONFIG, max_rank)
+    )
     if device.type == "cuda":
         torch.cuda.synchronize()  # made on this stream, used on another
     slots.warm_up()
