@@ -38,11 +38,11 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.lib.environment import environment
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.lines import put_line
 from benchmarks.lib.memory_store import MemoryStore
 from benchmarks.lib.random_model import RandomWeights, random_adapter
 from benchmarks.prefix_cache.workloads import ADAPTERS, VOCAB, Workload, make_workload
-from benchmarks.serving.in_process import only_warnings
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.kv_offload.config import TierLimits

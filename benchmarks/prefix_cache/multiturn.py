@@ -45,13 +45,13 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.environment import environment, gpu
 from benchmarks.lib.lines import put_line
+from benchmarks.lib.multiturn_workloads import GENERATORS, Sizes, Workload, fitting
 from benchmarks.lib.recorder import describe
 from benchmarks.prefix_cache import tier_restore
-from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Sizes, Workload, fitting
 from benchmarks.serving.rates import add_model, check_model, checkpoint, percentile
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
     from services.engine.requests.outputs import Finished, SequenceUpdate
 
 PEERS: dict[str, dict[str, Any]] = {
@@ -236,7 +236,7 @@ def measure(
     Args:
         warm_up: of the same kind, with other tokens; None: the workload itself.
     """
-    from benchmarks.serving.step_times import recorded_steps
+    from benchmarks.lib.step_times import recorded_steps
 
     began = time.perf_counter()
     warm = _short(warm_up or workload)
@@ -362,7 +362,7 @@ def run(options: argparse.Namespace) -> int:
     directory = checkpoint(options.model, options.scratch)
     written = time.perf_counter() - began
     # Imported after Triton's cache is chosen.
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     only_warnings()
     settings = settings_for(directory, options.device, **engine_settings(options))

@@ -46,7 +46,7 @@ from benchmarks.lib.lines import put_line
 from benchmarks.serving.rates import add_model, check_model, checkpoint
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
     from services.engine.requests.outputs import Finished, SequenceUpdate
     from services.engine.requests.request import SamplingParams
     from services.engine.scheduler.step_plan import SampledToken
@@ -396,7 +396,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     directory = checkpoint(options.model, options.scratch, gentle=True)
     # Imported after Triton's cache is chosen.
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     only_warnings()
     cuda = options.device == "cuda"

@@ -14,8 +14,8 @@ or late for their deadline, of three salts. `--seconds` are of CPU time. What mu
 - the tokens of all steps, as the loop tells its metrics, are the tokens of all chunks
 - the process does not grow by more than --growth MiB behind the first quarter
 
-One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/test_prefix_soak.py` does some
-seconds of it.
+One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/prefix_cache/test_soak.py` does
+some seconds of it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.lib.environment import ROOT, environment
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.lines import put_line
 from benchmarks.serving.host_step import BaseOnly
-from benchmarks.serving.in_process import only_warnings
 from services.common.errors import DeadlineExceeded
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer

@@ -36,11 +36,11 @@ import psutil
 
 from benchmarks.lib.environment import environment
 from benchmarks.lib.lines import put_line
-from benchmarks.prefix_cache.multiturn_workloads import Session, Sizes, Tokens, Turn, Workload, histories
+from benchmarks.lib.multiturn_workloads import Session, Sizes, Tokens, Turn, Workload, histories
 from benchmarks.serving.rates import add_model, check_model, checkpoint
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
 
 _EACH = 6
 """Histories for each place."""
@@ -69,7 +69,7 @@ class Stage:
         from services.pod.preflight import use_kernel_cache
 
         began = time.perf_counter()
-        from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+        from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
         only_warnings()
         cuda = options.device != "cpu"

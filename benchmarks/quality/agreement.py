@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from benchmarks.lib.environment import environment
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
-from benchmarks.serving.in_process import only_warnings
 from benchmarks.training.pod import training_pod
 from services.common.jobs import LoraSettings
 from services.engine.models.lora.trainable import LoraParams

@@ -24,10 +24,10 @@ import psutil
 from benchmarks.lib.environment import environment, gpu
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
 from benchmarks.lib.recorder import describe
-from benchmarks.serving.stages import Stages
+from benchmarks.lib.stages import Stages
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine, Run
+    from benchmarks.lib.in_process import InProcessEngine, Run
     from services.engine.loop.step_pipeline import Pipeline
 
 _REPEATS = 2
@@ -68,7 +68,7 @@ def milliseconds(values: Sequence[float]) -> dict[str, float]:
 
 def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
     """One case on an InProcessEngine, in the fields of the tables in README.md."""
-    from benchmarks.serving.step_times import by_kind, recorded_steps
+    from benchmarks.lib.step_times import by_kind, recorded_steps
 
     process = psutil.Process()
     engine.generate(engine.prompts(case.requests, case.prompt_tokens), min(case.new_tokens, _WARM_TOKENS))
@@ -173,10 +173,10 @@ def run(options: argparse.Namespace) -> None:
     written = time.perf_counter() - began
     stages = Stages(time.time())
     # Imported after Triton's cache is chosen.
-    from benchmarks.kernels.timeline import prepare, profile_decode
-    from benchmarks.quality.acceptance import ChosenAcceptance
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.serving.acceptance import ChosenAcceptance
     from benchmarks.serving.swaps import measure_swaps
+    from benchmarks.serving.timeline import prepare, profile_decode
 
     settings = settings_for(
         directory,

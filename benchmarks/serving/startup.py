@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.stages import Stages
+from benchmarks.lib.stages import Stages
 
 _FIRST_TOKEN_SECONDS = 120.0
 

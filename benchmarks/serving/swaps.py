@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
     from benchmarks.serving.rates import Case
 
 _NAME = "bench-live"

@@ -28,7 +28,7 @@ from benchmarks.serving.rates import Case, percentile
 from benchmarks.structured.schemas import SchemaMaker
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
     from services.engine.loop.ports import Submission
     from services.engine.requests.outputs import SequenceUpdate
 
@@ -324,7 +324,7 @@ def with_engine(options: argparse.Namespace, common: dict[str, Any]) -> None:
     from services.pod.preflight import use_kernel_cache
 
     directory = checkpoint(options.model, options.scratch, options.layers)
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     cpu = {"max_num_seqs": 16, "max_model_len": 2048} if options.device == "cpu" else {}
     settings = settings_for(directory, options.device, **cpu, **dict(pair.split("=", 1) for pair in options.set))

@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.in_process import Prompt, only_warnings
+from benchmarks.lib.in_process import Prompt, only_warnings
 from benchmarks.training import opd
 from benchmarks.training.next_request import NextRequest, registry_in_memory
 from benchmarks.training.pod import (

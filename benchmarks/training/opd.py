@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.serving.in_process import Prompt, only_warnings
+from benchmarks.lib.in_process import Prompt, only_warnings
 from benchmarks.training.pod import add_arguments, checkpoints, end_job, measure_steps, report_to, training_pod
 from services.common.jobs import OpdJob
 from services.pod.host import PodHost
