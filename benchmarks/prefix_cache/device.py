@@ -29,9 +29,9 @@ from torch import Tensor
 
 from benchmarks.lib.environment import environment
 from benchmarks.lib.graph_timing import graph_times
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, config_of
 from benchmarks.lib.random_model import RandomWeights
+from benchmarks.lib.recorder import put_line
 from kernels.gpu.delta.chunk import gated_delta_prefill
 from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.linear.skinny import SplitWorkspace

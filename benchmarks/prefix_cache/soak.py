@@ -37,7 +37,7 @@ from rich.progress import Progress
 
 from benchmarks.lib.environment import ROOT, environment
 from benchmarks.lib.in_process import only_warnings
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.recorder import put_line
 from benchmarks.serving.host_step import BaseOnly
 from services.common.errors import DeadlineExceeded
 from services.engine.compute_sharing.host_lock import SliceGate

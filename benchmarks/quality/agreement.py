@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.lib.environment import environment
 from benchmarks.lib.in_process import only_warnings
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
+from benchmarks.lib.recorder import put_line
 from benchmarks.training.pod import training_pod
 from services.common.jobs import LoraSettings
 from services.engine.models.lora.trainable import LoraParams

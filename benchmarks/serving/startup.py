@@ -115,8 +115,8 @@ def main() -> None:
         child(options.model, options.child)
         return
     from benchmarks.lib.environment import environment
-    from benchmarks.lib.lines import put_line
     from benchmarks.lib.random_checkpoint import config_of, write
+    from benchmarks.lib.recorder import put_line
     from cli.settings import inherited_environment
 
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:

@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
+    from benchmarks.lib.cases import Case
     from benchmarks.lib.in_process import InProcessEngine
-    from benchmarks.serving.rates import Case
 
 _WINDOW_SECONDS = 0.25
 _SETTLE_SECONDS = 0.2

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.cases import Case, percentile
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
+from benchmarks.lib.recorder import put_line
 from benchmarks.lib.wide_tokenizer import widen
-from benchmarks.serving.rates import Case, percentile
 from benchmarks.structured.schemas import SchemaMaker
 
 if TYPE_CHECKING:

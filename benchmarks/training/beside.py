@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
-from benchmarks.serving.rates import checkpoint, milliseconds
+from benchmarks.lib.random_checkpoint import checkpoint
+from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer
 from services.engine.models.training_memory.recompute import Recompute
 

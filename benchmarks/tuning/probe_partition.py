@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import config_of
-from benchmarks.serving.rates import milliseconds
+from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer, random_model
 from benchmarks.tuning.step.decode_step import DecodeStep
 from services.engine.models.config import ModelConfig

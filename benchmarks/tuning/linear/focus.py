@@ -20,12 +20,12 @@ from benchmarks.kernels.launches import NoProducts, one_share
 from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
-from benchmarks.tuning.linear import sweep
+from benchmarks.tuning.linear.cases import SHAPES, Case, Shape, Surroundings, reference, report, weight_of
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig, choose
 from services.engine.models.residual import Residual
 from services.engine.models.weights.matrix import DenseMatrix, Fp8Matrix
 
-_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = sweep.SHAPES
+_GATE_UP, _DOWN, _IN_PROJ, _OUT_PROJ, _HEAD = SHAPES
 _SHARED = 228 * 1024
 """Bytes of shared memory of a multiprocessor."""
 _MULTIPROCESSORS = 132
@@ -38,7 +38,7 @@ class Entry:
 
     urgency: int
     """Lower comes first."""
-    shape: sweep.Shape
+    shape: Shape
     kind: Kind
     rows: int
     config: SkinnyConfig | None
@@ -56,7 +56,7 @@ def entries() -> list[Entry]:
 
 
 def _tma(
-    shape: sweep.Shape, rows: int, block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0
+    shape: Shape, rows: int, block_n: int, block_k: int, stages: int, splits: int = 1, prefetch: int = 0
 ) -> SkinnyConfig:
     """A cut of the tma variant in bf16 with so many stages, or as many as leave all programs resident at once."""
     programs = -(-shape.outputs // block_n) * splits
@@ -87,7 +87,7 @@ def _gate_up() -> Iterator[Entry]:
 
 
 def _others() -> Iterator[Entry]:
-    cuts: tuple[tuple[sweep.Shape, tuple[tuple[int, ...], ...]], ...] = (
+    cuts: tuple[tuple[Shape, tuple[tuple[int, ...], ...]], ...] = (
         (_DOWN, ((64, 128, 8, 3), (64, 128, 5, 6), (64, 64, 8, 3))),
         (_IN_PROJ, ((128, 128, 6, 1, 1024), (64, 128, 5, 1), (128, 64, 8, 1))),
         (_OUT_PROJ, ((64, 128, 8, 3), (64, 64, 8, 3), (64, 128, 3, 8))),
@@ -140,11 +140,11 @@ class Layer:
     nbytes: int
 
     @classmethod
-    def make(cls, shape: sweep.Shape, kind: Kind, device: torch.device) -> Layer:
+    def make(cls, shape: Shape, kind: Kind, device: torch.device) -> Layer:
         from kernels.quantize import Fp8Weight, Int4Weight, dequantize_fp8, dequantize_int4
 
         dense = torch.randn(shape.outputs, shape.inputs, device=device, dtype=torch.bfloat16).mul_(0.02)
-        weight = sweep.weight_of(shape, kind, device, dense)
+        weight = weight_of(shape, kind, device, dense)
         if isinstance(weight, Fp8Weight):
             dense = dequantize_fp8(weight, torch.bfloat16)
         elif isinstance(weight, Int4Weight):
@@ -158,10 +158,10 @@ class Layer:
         return cls(copies, dense, nbytes)
 
 
-def launch(entry: Entry, around: sweep.Surroundings, weight: Any) -> Tensor:
+def launch(entry: Entry, around: Surroundings, weight: Any) -> Tensor:
     """One product as the engine calls it."""
     if entry.config is not None:
-        return around.launch(sweep.Case(entry.shape, entry.kind, entry.rows, entry.config), weight)
+        return around.launch(Case(entry.shape, entry.kind, entry.rows, entry.config), weight)
     from kernels.gpu.linear.products import finished, normed
     from kernels.gpu.linear.skinny import Norm
 
@@ -176,10 +176,10 @@ def compile_share(chosen: list[Entry], index: int, device: torch.device) -> None
     """One of _PROCESSES parts of all kernels (benchmarks/lib/precompile.py runs nothing)."""
     with one_share(index, _PROCESSES), NoProducts():
         for entry in chosen:
-            around = sweep.Surroundings.make(entry.shape, entry.rows, device)
+            around = Surroundings.make(entry.shape, entry.rows, device)
             # What does not compile is reported when it is timed, and must not keep the others from compiling.
             with contextlib.suppress(Exception):
-                launch(entry, around, sweep.weight_of(entry.shape, entry.kind, device))
+                launch(entry, around, weight_of(entry.shape, entry.kind, device))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> None:
     device = torch.device("cuda")
     recorder = Recorder(options.out, resume=options.resume)
     layers: dict[tuple[int, int, str], Layer] = {}
-    arounds: dict[tuple[str, str, int], tuple[sweep.Surroundings, Tensor]] = {}
+    arounds: dict[tuple[str, str, int], tuple[Surroundings, Tensor]] = {}
     clock = Clock(options.seconds)
     for entry in chosen:
         if clock.over:
@@ -210,19 +210,19 @@ def run(options: argparse.Namespace) -> None:
             layer = layers[size]
             place = (entry.shape.name, entry.kind)
             if (*place, entry.rows) not in arounds:
-                around = sweep.Surroundings.make(entry.shape, entry.rows, device)
-                case = sweep.Case(entry.shape, entry.kind, entry.rows, SkinnyConfig("dot", 64, 128, 4))
-                arounds[(*place, entry.rows)] = (around, sweep.reference(case, around, layer.dense))
+                around = Surroundings.make(entry.shape, entry.rows, device)
+                case = Case(entry.shape, entry.kind, entry.rows, SkinnyConfig("dot", 64, 128, 4))
+                arounds[(*place, entry.rows)] = (around, reference(case, around, layer.dense))
             row |= _time(entry, layer, *arounds[(*place, entry.rows)])
         except Exception as error:  # one variant that does not fit must not end the sweep
             row["failed"] = describe(error)
         recorder.add(row)
         if "failed" in row:
             carry_on_or_start_again("benchmarks.tuning.linear.sweep")
-    sweep.report(recorder.rows, options.best)
+    report(recorder.rows, options.best)
 
 
-def _time(entry: Entry, layer: Layer, around: sweep.Surroundings, want: Tensor) -> dict[str, float]:
+def _time(entry: Entry, layer: Layer, around: Surroundings, want: Tensor) -> dict[str, float]:
     around.scratch.copy_(around.residual)
     out = launch(entry, around, layer.copies[0]).float()
     if entry.config is None and entry.kind == "none" and entry.shape.residual:

@@ -22,7 +22,7 @@ from benchmarks.kernels.linear import torch_product
 from benchmarks.kernels.timing import microseconds
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
-from benchmarks.tuning.linear.sweep import SHAPES, Shape, weight_of
+from benchmarks.tuning.linear.cases import SHAPES, Shape, weight_of
 from kernels.gpu.linear.fp8 import Fp8Config, fp8_linear, quantize_rows
 
 _LAYERS = SHAPES[:4]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.in_process import InProcessEngine, Run, settings_for
-from benchmarks.serving.rates import Case, measure, milliseconds
+from benchmarks.serving.rates import measure
 from benchmarks.serving.swaps import measure_swaps
 from benchmarks.serving.timeline import idle
 from services.engine.requests.outputs import SequenceUpdate
