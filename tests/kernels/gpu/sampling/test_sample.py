@@ -20,8 +20,8 @@ from kernels.gpu.sampling.sample import SamplingConfig
 from services.engine.constraints.bits import allow, allows
 from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cpu.sampler import Sampler
-from services.engine.executors.cuda.mask_upload import MaskUpload
-from services.engine.executors.cuda.sampler import CudaSampler
+from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
+from services.engine.executors.cuda.sampling.sampler import CudaSampler
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.request import Request, SamplingParams
 from services.engine.scheduler.step_plan import PENDING, Chunk, SampledToken

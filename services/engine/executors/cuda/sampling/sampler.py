@@ -24,7 +24,7 @@ from kernels.gpu.sampling.sample import (
     SamplingConfig,
     sample_rows,
 )
-from services.engine.executors.cuda.sampling_tables import BatchFeatures, SamplingTables
+from services.engine.executors.cuda.sampling.tables import BatchFeatures, SamplingTables
 from services.engine.executors.rng import BLOCK
 from services.engine.scheduler.step_plan import Chunk, SampledToken
 
