@@ -25,7 +25,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from cli.main import app as cli_app
-from cli.settings_docs import SECTIONS
+from docs_tools.settings_page import SECTIONS
 from observability.catalogue import exported
 from services.common import pb
 from services.gateway.server.app import create_app
