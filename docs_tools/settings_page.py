@@ -1,4 +1,4 @@
-"""Writes docs/guides/configuration.md from the settings classes: `python -m cli.settings_docs [--check]`.
+"""Writes docs/guides/configuration.md from the settings classes: `python -m docs_tools.settings_page [--check]`.
 
 Names, types, defaults and limits come from the classes, descriptions from the docstring under each field.
 """
@@ -29,7 +29,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "configura
 
 HEADER = """# Configuration
 
-<!-- Written by `python -m cli.settings_docs`; change the settings classes, not this file. -->
+<!-- Written by `python -m docs_tools.settings_page`; change the settings classes, not this file. -->
 
 Everything is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
 use with a line that names the variable. `temper up` sets those of its own stores and of the data directory, puts its
@@ -132,7 +132,7 @@ def main() -> int:
         TARGET.write_text(page)
         return 0
     if not TARGET.exists() or TARGET.read_text() != page:
-        sys.stderr.write(f"{TARGET} is not current: run `python -m cli.settings_docs`\n")
+        sys.stderr.write(f"{TARGET} is not current: run `python -m docs_tools.settings_page`\n")
         return 1
     return 0
 

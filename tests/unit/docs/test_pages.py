@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from cli import settings_docs
 from cli.main import app
 from cli.output import ExitCode
+from docs_tools import settings_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "NOTES.md"])
@@ -20,11 +20,11 @@ COMMAND = re.compile(r"temper ((?:[a-z]+ ?)+)")
 
 
 def test_configuration_page_is_current() -> None:
-    assert settings_docs.TARGET.read_text() == settings_docs.render(), "run `python -m cli.settings_docs`"
+    assert settings_page.TARGET.read_text() == settings_page.render(), "run `python -m docs_tools.settings_page`"
 
 
 def test_every_setting_is_described_or_plain() -> None:
-    described = settings_docs.render().count("| `TEMPER_")
+    described = settings_page.render().count("| `TEMPER_")
     assert described > 50
 
 
