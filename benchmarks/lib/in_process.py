@@ -16,7 +16,7 @@ import structlog
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
 from services.engine.loop.ports import EngineObserver, Submission
 from services.engine.loop.step_pipeline import Pipeline
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import SamplingParams
 from services.engine.server.protobuf import AdapterChoice

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
-from services.engine.models.config import LayerType, ModelConfig
+from services.engine.models.qwen3_5.config import LayerType, ModelConfig
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget
 from services.engine.models.lora.targets import TARGET_MODULES, target_shapes

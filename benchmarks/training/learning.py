@@ -43,7 +43,7 @@ from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.adapters.names import AdapterVersion
 from services.common.queue.records import SPEC
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.pod.host import PodHost
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling

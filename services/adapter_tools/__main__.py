@@ -93,7 +93,7 @@ def _convert(arguments: argparse.Namespace) -> dict[str, Any]:
     from services.adapter_tools.files import AdapterDirectory
     from services.adapter_tools.output import whole_directory
     from services.common.adapters.manifest import WEIGHTS
-    from services.engine.models.config import ModelConfig
+    from services.engine.models.qwen3_5.config import ModelConfig
 
     adapter = AdapterDirectory.read(arguments.adapter)
     config = ModelConfig.from_directory(arguments.base) if arguments.base is not None else None

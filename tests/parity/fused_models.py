@@ -20,7 +20,7 @@ from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.models.batch import CacheBuffers
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots

@@ -31,7 +31,7 @@ from benchmarks.tuning import probe_launch
 from benchmarks.tuning.step.decode_step import DecodeStep, one_of_each
 from benchmarks.tuning.step.variants import Variant, plan
 from services.engine.executors.cuda.compile_ahead import compiled_here
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 _BANDWIDTH = 4.4e12
 """Bytes a second that kernels reach at most on an H200."""

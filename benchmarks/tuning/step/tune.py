@@ -29,7 +29,7 @@ from benchmarks.tuning.step.decode_step import MATRICES, DecodeStep, one_of_each
 from benchmarks.tuning.step.sweep import Timer, build
 from benchmarks.tuning.step.variants import Variant
 from kernels.gpu.linear.skinny_configs import SkinnyConfig
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 _PROCESSES = 16
 _WORTH = 0.0015

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import CheckpointRejected
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Multimodal class, its older spelling, text class."""

@@ -12,7 +12,7 @@ from kernels.gpu.attention.pages import KvPages, StackedPages
 from kernels.gpu.copies.state_copy import copy_states
 from kernels.gpu.delta.waiting_writes import WaitingWrites
 from kernels.gpu.segments import Segments
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

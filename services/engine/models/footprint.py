@@ -10,7 +10,7 @@ from typing import Literal
 
 from kernels.quantize import GROUP
 from services.common.errors import InvalidRequest
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 Quantization = Literal["none", "fp8", "int4"]
 

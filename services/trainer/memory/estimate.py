@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kernels.gated_delta import CHUNK
 from services.common.errors import DoesNotFit
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.training_memory.recompute import Recompute
 from services.engine.models.training_memory.shapes import captured_rows
 

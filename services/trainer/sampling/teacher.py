@@ -15,7 +15,7 @@ from services.common.jobs.kinds.opd import check_read
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.models.qwen3_5.training.forward import FrozenForward
+from services.engine.models.training_forward import FrozenForward
 from services.engine.models.training_memory.arena import GraphMemory
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.memory.estimate import TeacherWork

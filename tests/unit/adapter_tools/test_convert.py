@@ -14,7 +14,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 
 from services.adapter_tools.convert import Form, convert, form_of
 from services.common.errors import AdapterRejected, InvalidRequest
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from services.engine.models.lora.targets import TARGET_MODULES

@@ -26,7 +26,7 @@ from services.adapter_tools.files import AdapterDirectory
 from services.common.adapters.manifest import Manifest
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from tests.unit.adapter_tools.adapters import adapter
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"

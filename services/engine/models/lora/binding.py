@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import AdapterRejected
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.peft_config import CONFIG_FILE as CONFIG_FILE
 from services.engine.models.lora.peft_config import WEIGHTS_FILE as WEIGHTS_FILE
 from services.engine.models.lora.peft_config import AdapterSettings, parse_config

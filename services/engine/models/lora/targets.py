@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.common.jobs.fields.linear import TARGET_MODULES as TARGET_MODULES
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 LORA_GROUPS: tuple[str, ...] = ("in", "out", "gate_up", "down")
 """Names of a layer's groups of linear layers that share an input, see layer_groups()."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import LoraSettings
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import (
     CONFIG_FILE,
     PEFT_PREFIX,

@@ -18,7 +18,7 @@ from kernels.rope import inverse_frequencies
 from kernels.token_logprobs import TokenScores, token_scores
 from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams

@@ -12,7 +12,7 @@ from kernels.conv1d import ConvLayout
 from kernels.gated_delta import ChunkLayout
 from kernels.rope import rope_tables
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.gpu.lora.fill import fill_lora, tile_columns
 from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora import binding as lora_binding
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
 from services.engine.models.lora.peft_file import read_tensors

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lib.random_checkpoint import TINY
 from benchmarks.training import merge
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.targets import target_shapes
 
 

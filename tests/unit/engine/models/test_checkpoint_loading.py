@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
 from tests.parity.reference import Driver, make_checkpoint, prompt
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.documents import Documents
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.cuda_graphs import capturing, no_collection
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter

@@ -16,7 +16,7 @@ from kernels.conv1d import ConvLayout, causal_conv_packed
 from kernels.gated_delta import ChunkLayout, chunk_gated_delta, gates
 from kernels.rms_norm import gated_rms_norm, rms_norm
 from kernels.rope import apply_rope, rope_tables
-from services.engine.models.config import ModelConfig
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.engine.models.qwen3_5.layers import split_heads
 from services.engine.models.qwen3_5.step import query_key_scale
