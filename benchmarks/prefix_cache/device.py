@@ -41,9 +41,9 @@ from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, Runn
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy
 from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request, SamplingParams
 from services.engine.scheduler.chunk_segments import links

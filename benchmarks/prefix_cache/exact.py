@@ -50,8 +50,8 @@ from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import NoTierObserver, Tier
 from services.engine.models.batch import CacheBuffers
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request, SamplingParams

@@ -17,9 +17,9 @@ import torch
 from benchmarks.lib.random_checkpoint import config_of
 from services.common.errors import DoesNotFit
 from services.engine.kv_cache.memory_plan import MemoryPlan
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.memory import plan

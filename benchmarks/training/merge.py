@@ -32,8 +32,8 @@ from services.adapter_tools.low_rank import Factors
 from services.adapter_tools.merge import Weighted, merge_layer, working_bytes
 from services.adapter_tools.workshop import Workshop
 from services.common.jobs import MergeSettings
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import ModelConfig
 
 METHODS = ("weighted", "svd", "ties", "dare_linear", "dare_ties")
 DENSITY = {"ties": 0.2, "dare_linear": 0.5, "dare_ties": 0.5}

@@ -35,9 +35,9 @@ from benchmarks.lib.random_checkpoint import SHAPES, config_of
 from benchmarks.lib.random_model import RandomWeights
 from benchmarks.lib.recorder import put_line
 from services.common.jobs import LoraSettings, OptimizerSettings
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory

@@ -34,8 +34,8 @@ from benchmarks.lib.random_checkpoint import config_of
 from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer, random_model
 from benchmarks.tuning.step.decode_step import DecodeStep
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.cuda_graphs import capturing, no_collection
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.training_forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory
 

@@ -22,8 +22,8 @@ from services.adapter_tools.output import whole_directory
 from services.common.adapters.manifest import CONFIG, WEIGHTS
 from services.common.errors import AdapterRejected, CheckpointRejected, InvalidRequest
 from services.engine.models.checkpoint import canonical_name, checkpoint_digest, raw_tensors, shard_files
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter, BoundTarget, bind_adapter
+from services.engine.models.qwen3_5.config import ModelConfig
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all."""

@@ -32,10 +32,10 @@ from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import EngineObserver, NoObserver
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
 from services.engine.requests.sessions import HistoryDesk
 from services.engine.scheduler.config import SchedulerConfig

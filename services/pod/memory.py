@@ -9,11 +9,11 @@ import torch
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_memory
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.weights.loader import copies_head
+from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.qwen3_5.loader import copies_head
 from services.engine.scheduler.step_plan import MOST_VERIFIED
 from services.engine.settings import EngineSettings
 from services.pod.device import Device

@@ -9,8 +9,8 @@ import structlog
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.checkpoint import checkpoint_digest
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import Storage
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.settings import EngineSettings
 

@@ -18,13 +18,13 @@ from kernels.gpu.linear import skinny_configs
 from kernels.gpu.linear.skinny import Norm, Scaled, SplitWorkspace, weight_kind
 from kernels.gpu.linear.skinny_configs import Kind, SkinnyConfig
 from kernels.rope import inverse_frequencies
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache, StepRows
 from services.engine.models.footprint import Quantization
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
+from services.engine.models.qwen3_5.weights import LayerWeights, ModelWeights
 from services.engine.models.residual import Residual
-from services.engine.models.weights.layers import LayerWeights, ModelWeights
 from services.engine.models.weights.matrix import Matrix
 from services.pod.memory import WAITING_WRITES
 

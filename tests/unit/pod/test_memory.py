@@ -13,8 +13,8 @@ import torch
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, DoesNotFit, InvalidRequest
 from services.common.storage.object_store import ObjectStore
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import Formats, Quantization, Storage, block_bytes, slot_bytes, weight_bytes
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.weights.matrix import Fp8Matrix, Int4Matrix
 from services.engine.settings import EngineSettings

@@ -15,10 +15,10 @@ from kernels.gpu.lora.rows import LoraRows
 from kernels.lora import add_lora, add_lora_mixed, slot_rows
 from services.common.errors import AdapterRejected
 from services.engine.models.batch import ForwardBatch
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter
 from services.engine.models.lora.targets import LORA_GROUPS, Group, TargetBuffers, layer_groups
-from services.engine.models.weights.loader import query_row_order
+from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.qwen3_5.loader import query_row_order
 
 if TYPE_CHECKING:
     from services.engine.models.lora.upload import AdapterUpload, UploadPlan

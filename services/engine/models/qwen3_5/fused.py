@@ -27,18 +27,18 @@ from kernels.gpu.embedding import gather_tokens
 from kernels.gpu.linear.skinny import Convolution, Norm
 from kernels.gpu.lora.rows import LoraRows
 from kernels.gpu.rms_norm import rms_norm
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.side_stream import Beside
-from services.engine.models.residual import Residual
-from services.engine.models.weights.layers import (
+from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
     LayerWeights,
     ModelWeights,
     MtpWeights,
 )
+from services.engine.models.residual import Residual
 
 _GROUPS = ("in", "out", "gate_up", "down")
 """Linear layers that share an input; see lora_targets.layer_groups()."""

@@ -12,10 +12,10 @@ from kernels.conv1d import causal_conv_packed, causal_conv_step
 from kernels.gated_delta import chunk_gated_delta, gates, recurrent_gated_delta
 from kernels.rms_norm import gated_rms_norm, l2_normalize, rms_norm
 from kernels.rope import apply_rope
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.slots import LoraLayer
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.step import Step
-from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights
+from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.weights.matrix import Matrix
 
 

@@ -18,16 +18,16 @@ from kernels.rope import inverse_frequencies
 from kernels.token_logprobs import TokenScores, token_scores
 from services.common.errors import InvalidRequest
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.layers import decoder_layer
+from services.engine.models.qwen3_5.loader import load_checkpoint
 from services.engine.models.qwen3_5.step import Step
 from services.engine.models.qwen3_5.training import plain
+from services.engine.models.qwen3_5.weights import DeltaNetWeights, ModelWeights
 from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.weights.layers import DeltaNetWeights, ModelWeights
-from services.engine.models.weights.loader import load_checkpoint
 
 
 def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:

@@ -15,11 +15,11 @@ from kernels.gpu.lora.expand import ExpandConfig, expand_add, expand_swiglu
 from kernels.gpu.lora.rows import LoraRows, active_slots
 from kernels.gpu.lora.shrink import ShrinkConfig
 from services.common.jobs import LoraSettings
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import layer_groups
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import ModelConfig
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

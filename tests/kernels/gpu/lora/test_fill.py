@@ -16,7 +16,6 @@ from torch import Tensor
 from kernels.gpu.lora.fill import fill_lora, tile_columns
 from services.common.errors import AdapterRejected
 from services.common.jobs import LoraSettings
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora import binding as lora_binding
 from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
 from services.engine.models.lora.peft_file import read_tensors
@@ -24,6 +23,7 @@ from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.lora.upload import AdapterUpload
+from services.engine.models.qwen3_5.config import ModelConfig
 
 CONFIG = ModelConfig.from_directory(Path(__file__).parents[4] / "models" / "tiny")
 WEIGHTS, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

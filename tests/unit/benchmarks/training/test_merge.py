@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.lib.random_checkpoint import TINY
 from benchmarks.training import merge
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.qwen3_5.config import ModelConfig
 
 
 @pytest.mark.parametrize("matrices", [1, None])

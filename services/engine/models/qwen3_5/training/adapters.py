@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.targets import Group, layer_groups
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.weights.loader import query_row_order
+from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.qwen3_5.loader import query_row_order
 
 _QUERY = "self_attn.q_proj"
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.documents import Documents
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.cuda_graphs import capturing, no_collection
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.layer import Kept
 from services.engine.models.qwen3_5.training.trunk import Trunk
+from services.engine.models.qwen3_5.weights import ModelWeights
 from services.engine.models.training_memory.arena import GraphMemory
 from services.engine.models.training_memory.recompute import Recompute
 from services.engine.models.training_memory.shapes import captured_shape
-from services.engine.models.weights.layers import ModelWeights
 
 if TYPE_CHECKING:
     from services.engine.models.qwen3_5.model import Qwen3_5

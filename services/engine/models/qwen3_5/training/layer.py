@@ -33,8 +33,8 @@ from kernels.gpu.train.qk_rope import qk_norm_rope, qk_norm_rope_backward
 from kernels.gpu.train.rms_norm import rms_norm_backward
 from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.qwen3_5.training.adapters import GroupAdapter
+from services.engine.models.qwen3_5.weights import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.training_memory.recompute import Recompute
-from services.engine.models.weights.layers import AttentionWeights, DeltaNetWeights, LayerWeights
 from services.engine.models.weights.matrix import DenseMatrix, Matrix
 
 

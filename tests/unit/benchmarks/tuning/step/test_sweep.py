@@ -19,8 +19,8 @@ from benchmarks.tuning.step.decode_step import MATRICES, DecodeStep, one_of_each
 from benchmarks.tuning.step.sweep import table
 from benchmarks.tuning.step.variants import PRODUCTS, plan
 from services.engine.models.qwen3_5.config import ModelConfig
-from services.engine.models.weights.layers import LayerWeights
-from services.engine.models.weights.loader import load_checkpoint
+from services.engine.models.qwen3_5.loader import load_checkpoint
+from services.engine.models.qwen3_5.weights import LayerWeights
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.common.jobs import LoraSettings
-from services.engine.models.qwen3_5.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import TARGET_MODULES
 from services.engine.models.lora.trainable import LoraParams
+from services.engine.models.qwen3_5.config import ModelConfig
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MODEL = ModelConfig(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from services.common.errors import CheckpointRejected
 from services.engine.models.checkpoint import MTP_PREFIX, canonical_name, shard_files
-from services.engine.models.qwen3_5.config import LayerType, ModelConfig
 from services.engine.models.footprint import PLAIN, Storage
-from services.engine.models.weights.layers import (
+from services.engine.models.qwen3_5.config import LayerType, ModelConfig
+from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
     LayerWeights,
