@@ -11,8 +11,8 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest, Pointers
 from services.common.errors import ModelNotFound
 from services.common.jobs import LoraSettings
+from services.engine.models.config import ModelConfig
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.config import ModelConfig
 
 
 class GeneratedAdapters(AdapterRegistry):

@@ -16,7 +16,7 @@ import structlog
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
 from services.engine.loop.ports import EngineObserver, Submission
 from services.engine.loop.step_pipeline import Pipeline
-from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.registry import read_config
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import SamplingParams
 from services.engine.server.protobuf import AdapterChoice
@@ -76,7 +76,7 @@ class InProcessEngine:
         observer: EngineObserver | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        config = ModelConfig.from_directory(settings.model)
+        config = read_config(settings.model)
         self.adapters = adapters
         self.registry = GeneratedAdapters(config, count=adapters, rank=rank)
         slots = max(settings.adapter_slots, adapters + 2) if adapters else settings.adapter_slots

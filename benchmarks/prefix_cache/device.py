@@ -43,7 +43,7 @@ from services.engine.kv_offload.entry_format.checksums import WORD, checksum, we
 from services.engine.kv_offload.messages import Bytes
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request, SamplingParams
 from services.engine.scheduler.chunk_segments import links
@@ -77,7 +77,7 @@ class Bench:
     @classmethod
     def build(
         cls,
-        config: ModelConfig,
+        config: Qwen3_5Config,
         device: torch.device,
         *,
         most: int,
@@ -153,7 +153,7 @@ def snapshots_of(tokens: int, count: int) -> list[int]:
     return [tokens * (place + 1) // (count + 1) + 7 * (place + 1) for place in range(count)]
 
 
-def check_kernels(config: ModelConfig, device: torch.device) -> dict[str, float]:
+def check_kernels(config: Qwen3_5Config, device: torch.device) -> dict[str, float]:
     """Largest relative errors of a chain's rows and states against float64, of one layer."""
     chain = Chain(5, 2, (64, 9, 70), (6, 7, 2))
     cuda = device.type == "cuda"
@@ -364,7 +364,7 @@ def _settle(device: torch.device) -> None:
 
 
 def results(
-    bench: Bench, config: ModelConfig, *, lengths: Sequence[int], moved: Sequence[int], repeats: int
+    bench: Bench, config: Qwen3_5Config, *, lengths: Sequence[int], moved: Sequence[int], repeats: int
 ) -> Iterator[dict[str, Any]]:
     """All lines; what is checked comes first."""
     with torch.inference_mode():
@@ -395,7 +395,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     device = torch.device("cuda")
-    config = ModelConfig.from_dict(config_of(options.shape))
+    config = Qwen3_5Config.from_dict(config_of(options.shape))
     lengths, moved = ([int(part) for part in text.split(",")] for text in (options.lengths, options.moved))
     began = time.perf_counter()
     with compiler_pool() as pool:

@@ -51,7 +51,7 @@ from services.engine.kv_offload.manager import TierManager
 from services.engine.kv_offload.messages import NoTierObserver, Tier
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.lora.slots import LoraSlots
-from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request, SamplingParams
@@ -59,7 +59,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import SampledToken, StepPlan, StepResult
 
-CONFIG = ModelConfig(
+CONFIG = Qwen3_5Config(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,

@@ -20,11 +20,12 @@ from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.models.batch import CacheBuffers
+from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.binding import BoundAdapter, bind_adapter
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.config import ModelConfig
+from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
@@ -41,7 +42,7 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan
 
-TINY = ModelConfig(
+TINY = Qwen3_5Config(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=48,

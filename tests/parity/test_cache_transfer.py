@@ -18,8 +18,8 @@ from services.engine.executors.cuda.stream import EngineStream
 from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes, CacheTransfer
 from services.engine.models.batch import CacheBuffers
+from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
-from services.engine.models.qwen3_5.config import ModelConfig
 from tests.parity.fused_models import TINY, random_model, spoil
 
 BLOCKS, BLOCK_SIZE, SLOTS = 40, 16, 7

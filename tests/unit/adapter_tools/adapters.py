@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from services.common.jobs import LoraSettings
+from services.engine.models.config import ModelConfig
 from services.engine.models.lora.trainable import LoraParams
-from services.engine.models.qwen3_5.config import ModelConfig
 
 
 def adapter(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from services.common.errors import AdapterRejected
+from services.engine.models.config import ModelConfig
 from services.engine.models.lora.peft_config import CONFIG_FILE as CONFIG_FILE
 from services.engine.models.lora.peft_config import WEIGHTS_FILE as WEIGHTS_FILE
 from services.engine.models.lora.peft_config import AdapterSettings, parse_config
 from services.engine.models.lora.peft_file import header_end, read_tensors
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.qwen3_5.config import ModelConfig
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT writes before a module's path in the class it wraps; ModelConfig.module_prefix is the next part."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import LoraSettings
+from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import (
     CONFIG_FILE,
     PEFT_PREFIX,
@@ -23,7 +24,6 @@ from services.engine.models.lora.binding import (
     name_targets,
 )
 from services.engine.models.lora.targets import target_shapes
-from services.engine.models.qwen3_5.config import ModelConfig
 
 _ORDER = (
     *("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),

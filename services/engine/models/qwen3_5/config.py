@@ -1,35 +1,28 @@
-"""The architecture of one checkpoint, every number read from its config.json."""
+"""The config of a Qwen3.5 checkpoint, every number read from its config.json. Without torch."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from services.common.errors import CheckpointRejected
+from services.engine.models.config import CacheLayout, ModelConfig, TrainingNumbers, integer, number
 
 LayerType = Literal["linear_attention", "full_attention"]
 _LAYER_TYPES: tuple[LayerType, ...] = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class Qwen3_5Config(ModelConfig):  # noqa: N801
     """Shape of a Qwen3.5 text model.
 
     Raises:
         CheckpointRejected: the numbers contradict each other; the message names the key of config.json.
     """
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
     layer_types: tuple[LayerType, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     rotary_dim: int
     rope_theta: float
     rms_norm_eps: float
@@ -38,14 +31,6 @@ class ModelConfig:
     linear_key_dim: int
     linear_value_dim: int
     conv_kernel: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    module_prefix: Literal["model.", "model.language_model."] = "model."
-    """Where the text model sits in the class that config.json names: PEFT writes it into every adapter's keys. It is
-    not part of the checkpoint's digest: the same weights take the same adapters."""
-    original_max_position_embeddings: int | None = None
-    """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
-    in the place of max_position_embeddings, because the same weights take the adapters that they took before."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
@@ -76,16 +61,6 @@ class ModelConfig:
         return self.num_layers - self.num_full_layers
 
     @property
-    def query_size(self) -> int:
-        """Width of all query heads of a full-attention layer."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of all key (or value) heads of a full-attention layer."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def key_size(self) -> int:
         """Width of all key (or query) heads of a DeltaNet layer."""
         return self.linear_key_heads * self.linear_key_dim
@@ -99,6 +74,74 @@ class ModelConfig:
     def conv_dim(self) -> int:
         """Channels of a DeltaNet layer's convolution: q | k | v."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        return CacheLayout(
+            kv_layers=self.num_full_layers,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            state_layers=self.num_linear_layers,
+            conv_channels=self.conv_dim,
+            conv_kernel=self.conv_kernel,
+            state_heads=self.linear_value_heads,
+            state_key_dim=self.linear_key_dim,
+            state_value_dim=self.linear_value_dim,
+        )
+
+    def linear_groups(self, layer: int) -> dict[str, tuple[str, ...]]:
+        """See ModelConfig."""
+        if self.layer_types[layer] == "full_attention":
+            return ModelConfig.linear_groups(self, layer)
+        inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        mixer = {"in": tuple(f"linear_attn.{name}" for name in inputs), "out": ("linear_attn.out_proj",)}
+        return ModelConfig.linear_groups(self, layer) | mixer
+
+    def output_order(self, module: str) -> tuple[int, ...] | None:
+        """Rows of q_proj ([query | gate] of each head) are reordered: all gates, then all queries."""
+        if module != "self_attn.q_proj":
+            return None
+        heads, size = range(self.num_heads), self.head_dim
+        return tuple(
+            row
+            for half in (1, 0)
+            for head in heads
+            for row in range((2 * head + half) * size, (2 * head + half + 1) * size)
+        )
+
+    def vector_bytes(self, itemsize: int) -> int:
+        """See ModelConfig."""
+        delta_net = self.conv_dim * self.conv_kernel * itemsize
+        delta_net += 4 * (2 * self.linear_value_heads + self.linear_value_dim)
+        attention = 4 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        norms = 4 * self.hidden_size * (2 * self.num_layers + 1)
+        return delta_net * self.num_linear_layers + attention * self.num_full_layers + norms
+
+    def mtp_vector_bytes(self) -> int:
+        """See ModelConfig."""
+        return 4 * (5 * self.hidden_size + (self.num_heads + self.num_kv_heads) * self.head_dim)
+
+    def training_numbers(self, layer: int, *, chunk: int, tile: int) -> TrainingNumbers:
+        """See ModelConfig."""
+        heads, key, value = self.linear_value_heads, self.linear_key_dim, self.linear_value_dim
+        wider = 4 * max(self.query_size, self.value_size)
+        if self.layer_types[layer] == "full_attention":
+            return TrainingNumbers(
+                plain=(6 * self.query_size + 4 * self.kv_size, (5 * (self.query_size + self.kv_size)) // 4),
+                inside=(self.query_size, self.num_heads),
+                backward=wider + 2 * (self.query_size + self.kv_size),
+                selective_keeps_inside=True,
+            )
+        # Queries, keys and values of each value head, the [chunk, chunk] matrices, the states between chunks.
+        wide = heads * (5 * key + 5 * value + 15 * chunk // 2 + 2 * key * value // chunk)
+        # The convolution's output, the recurrence's, what each token wrote, the tiles' matrices and their factors.
+        inside = self.conv_dim + 2 * self.value_size + 2 * heads * tile + heads * key * value // tile
+        return TrainingNumbers(
+            plain=(self.conv_dim + 3 * self.value_size, wide + 6 * self.linear_key_heads * key),
+            inside=(inside, 5 * heads),
+            backward=wider + 2 * heads * key + self.conv_dim,
+            selective_keeps_inside=False,
+        )
 
     def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """Shapes [out, in] of a layer's linear maps by module path inside the layer, as transformers names them."""
@@ -171,33 +214,19 @@ class ModelConfig:
         }
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> ModelConfig:
-        """Reads ``path/config.json``, flat (text model) or with a nested text_config (multimodal model).
+    def from_dict(cls, data: Mapping[str, Any]) -> Qwen3_5Config:
+        """Reads a parsed config.json, flat (text model) or with a nested text_config (multimodal model).
 
         Raises:
-            CheckpointRejected: no or malformed file, a missing key, or an architecture that this model is not.
+            CheckpointRejected: a missing or malformed key, or an architecture that this model is not.
         """
-        file = Path(path) / "config.json"
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise CheckpointRejected(f"{file} does not exist: the model directory needs a config.json") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointRejected(f"{file} is not readable JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise CheckpointRejected(f"{file} is not a JSON object")
-        return cls.from_dict(data)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Same, from the parsed JSON."""
         text = data.get("text_config", data)
         if not isinstance(text, Mapping):
             raise CheckpointRejected("config.json: text_config is not an object")
         _refuse_foreign(data, text)
         layer_types = _layer_types(text)
-        hidden, heads = _integer(text, "hidden_size"), _integer(text, "num_attention_heads")
-        head_dim = _integer(text, "head_dim") if text.get("head_dim") is not None else hidden // heads
+        hidden, heads = integer(text, "hidden_size"), integer(text, "num_attention_heads")
+        head_dim = integer(text, "head_dim") if text.get("head_dim") is not None else hidden // heads
         theta, partial = _rope(text)
         tied = text.get("tie_word_embeddings", data.get("tie_word_embeddings", False))
         if "text_config" in data and "tie_word_embeddings" in data:
@@ -206,56 +235,36 @@ class ModelConfig:
             raise CheckpointRejected(f"config.json: tie_word_embeddings must be true or false, got {tied!r}")
         return cls(
             module_prefix="model.language_model." if "text_config" in data else "model.",
-            vocab_size=_integer(text, "vocab_size"),
+            vocab_size=integer(text, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_integer(text, "intermediate_size"),
+            intermediate_size=integer(text, "intermediate_size"),
             layer_types=layer_types,
             num_heads=heads,
-            num_kv_heads=_integer(text, "num_key_value_heads"),
+            num_kv_heads=integer(text, "num_key_value_heads"),
             head_dim=head_dim,
             rotary_dim=int(head_dim * partial),
             rope_theta=theta,
-            rms_norm_eps=_number(text, "rms_norm_eps"),
-            linear_key_heads=_integer(text, "linear_num_key_heads"),
-            linear_value_heads=_integer(text, "linear_num_value_heads"),
-            linear_key_dim=_integer(text, "linear_key_head_dim"),
-            linear_value_dim=_integer(text, "linear_value_head_dim"),
-            conv_kernel=_integer(text, "linear_conv_kernel_dim"),
-            max_position_embeddings=_integer(text, "max_position_embeddings"),
+            rms_norm_eps=number(text, "rms_norm_eps"),
+            linear_key_heads=integer(text, "linear_num_key_heads"),
+            linear_value_heads=integer(text, "linear_num_value_heads"),
+            linear_key_dim=integer(text, "linear_key_head_dim"),
+            linear_value_dim=integer(text, "linear_value_head_dim"),
+            conv_kernel=integer(text, "linear_conv_kernel_dim"),
+            max_position_embeddings=integer(text, "max_position_embeddings"),
             tie_word_embeddings=tied,
             original_max_position_embeddings=(
-                _integer(text, "original_max_position_embeddings")
+                integer(text, "original_max_position_embeddings")
                 if text.get("original_max_position_embeddings") is not None
                 else None
             ),
         )
 
 
-def _require(text: Mapping[str, Any], key: str) -> Any:
-    if text.get(key) is None:
-        raise CheckpointRejected(f"config.json: {key} is missing")
-    return text[key]
-
-
-def _integer(text: Mapping[str, Any], key: str) -> int:
-    value = _require(text, key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointRejected(f"config.json: {key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(text: Mapping[str, Any], key: str) -> float:
-    value = _require(text, key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise CheckpointRejected(f"config.json: {key} must be a positive number, got {value!r}")
-    return float(value)
-
-
 def _layer_types(text: Mapping[str, Any]) -> tuple[LayerType, ...]:
-    count = _integer(text, "num_hidden_layers")
+    count = integer(text, "num_hidden_layers")
     given = text.get("layer_types")
     if given is None:
-        interval = _integer(text, "full_attention_interval") if "full_attention_interval" in text else 4
+        interval = integer(text, "full_attention_interval") if "full_attention_interval" in text else 4
         return tuple("linear_attention" if (i + 1) % interval else "full_attention" for i in range(count))
     if not isinstance(given, list) or len(given) != count or any(kind not in _LAYER_TYPES for kind in given):
         raise CheckpointRejected(
@@ -273,8 +282,8 @@ def _rope(text: Mapping[str, Any]) -> tuple[float, float]:
     if kind not in ("default", "mrope"):
         raise CheckpointRejected(f"config.json: rope_parameters.rope_type {kind!r} is not supported, only 'default' is")
     merged = {**text, **rope}
-    partial = _number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 0.25
-    return _number(merged, "rope_theta"), partial
+    partial = number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 0.25
+    return number(merged, "rope_theta"), partial
 
 
 def _refuse_foreign(data: Mapping[str, Any], text: Mapping[str, Any]) -> None:

@@ -1,0 +1,179 @@
+"""What the engine, the pod and the trainer know of a checkpoint's architecture before anything is loaded: its config.
+
+An architecture implements ModelConfig and services.engine.models.interface.CausalLM, and has its line in
+services.engine.models.registry. Without torch: what fetches a model reads configs too.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from services.common.errors import CheckpointRejected
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Shape of what a sequence leaves in the caches: paged keys and values, and a state of a fixed size."""
+
+    kv_layers: int
+    """Layers with keys and values."""
+    kv_heads: int
+    head_dim: int
+    state_layers: int = 0
+    """Layers with a convolution and a recurrent state; 0: the model is all attention."""
+    conv_channels: int = 0
+    conv_kernel: int = 1
+    state_heads: int = 0
+    state_key_dim: int = 0
+    state_value_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingNumbers:
+    """Numbers a token that one layer's mixer takes in a training step, (of the model's dtype, float32)."""
+
+    plain: tuple[int, int]
+    """What torch's autograd keeps of it."""
+    inside: tuple[int, int]
+    """What the forward on a GPU keeps between the mixer's projections."""
+    backward: int
+    """What the backward on a GPU works in besides the projections' outputs, of the model's dtype."""
+    selective_keeps_inside: bool
+    """Whether recompute="selective" keeps ``inside``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ABC):
+    """Numbers of one checkpoint, of whichever architecture. Every number is read from config.json.
+
+    The defaults are those of a dense transformer whose modules have the usual names.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    module_prefix: Literal["model.", "model.language_model."] = "model."
+    """Where the text model sits in the class that config.json names: PEFT writes it into every adapter's keys. It is
+    not part of the checkpoint's digest: the same weights take the same adapters."""
+    original_max_position_embeddings: int | None = None
+    """The context that the checkpoint had before it was lengthened, where config.json says so: in its digest it stands
+    in the place of max_position_embeddings, because the same weights take the adapters that they took before."""
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Reads a parsed config.json.
+
+        Raises:
+            CheckpointRejected: a missing or malformed key, or something that the architecture does not support.
+        """
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int: ...
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads of an attention layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads of an attention layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """What a sequence leaves in the caches."""
+        return CacheLayout(self.num_layers, self.num_kv_heads, self.head_dim)
+
+    @abstractmethod
+    def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Shapes [out, in] of a layer's linear maps by module path inside the layer, as transformers names them: what
+        an adapter may change."""
+
+    def linear_groups(self, layer: int) -> dict[str, tuple[str, ...]]:  # noqa: ARG002
+        """Linear maps of a layer that read the same input and are fused, in the order of the fused outputs.
+
+        Returns:
+            For "in" (the mixer's inputs), "out", "gate_up" and "down" each the module paths.
+        """
+        return {
+            "in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "out": ("self_attn.o_proj",),
+            "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+            "down": ("mlp.down_proj",),
+        }
+
+    def output_order(self, module: str) -> tuple[int, ...] | None:  # noqa: ARG002
+        """Which row of a module each of its rows in the fused projection is; None: they lie as in the checkpoint. Only
+        one module of a model may have such an order."""
+        return None
+
+    @abstractmethod
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a checkpoint without its prefix ("embed_tokens.weight", "layers.0.…", "lm_head.weight")."""
+
+    def parameters(self) -> int:
+        """Parameters of the text model, a tied head counted once."""
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
+    def vector_bytes(self, itemsize: int) -> int:  # noqa: ARG002
+        """Bytes of all weights but the linear maps, the embedding and the head. Norms are kept in float32."""
+        matrices = {f"layers.{n}.{path}.weight" for n in range(self.num_layers) for path in self.linear_shapes(n)}
+        matrices |= {"embed_tokens.weight", "lm_head.weight"}
+        return 4 * sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if name not in matrices)
+
+    def mtp_linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes [out, in] of the linear maps of the layer that predicts the token after next; {}: there is none."""
+        return {}
+
+    def mtp_vector_bytes(self) -> int:
+        """Bytes of that layer's other weights."""
+        return 0
+
+    def training_numbers(self, layer: int, *, chunk: int, tile: int) -> TrainingNumbers:  # noqa: ARG002
+        """Memory of a layer's mixer in training.
+
+        Args:
+            chunk, tile: tokens that a recurrent layer takes at a time, in plain torch and on a GPU.
+        """
+        queries, keys = self.query_size, self.kv_size
+        return TrainingNumbers(
+            plain=(6 * queries + 4 * keys, (5 * (queries + keys)) // 4),
+            inside=(queries, self.num_heads),
+            backward=4 * queries + 2 * (queries + keys),
+            selective_keeps_inside=True,
+        )
+
+
+def require(text: Mapping[str, Any], key: str) -> Any:
+    """A key of config.json that must be there. Raises CheckpointRejected."""
+    if text.get(key) is None:
+        raise CheckpointRejected(f"config.json: {key} is missing")
+    return text[key]
+
+
+def integer(text: Mapping[str, Any], key: str) -> int:
+    """A positive integer of config.json. Raises CheckpointRejected."""
+    value = require(text, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointRejected(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def number(text: Mapping[str, Any], key: str) -> float:
+    """A positive number of config.json. Raises CheckpointRejected."""
+    value = require(text, key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise CheckpointRejected(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)
