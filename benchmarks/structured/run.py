@@ -64,8 +64,8 @@ def try_schemas(engine: InProcessEngine, count: int, seed: int, max_tokens: int)
 
     from services.engine.constraints.refusal import Refused
     from services.engine.loop.ports import Submission
-    from services.engine.requests.constraint import Constraint, ConstraintKind
     from services.engine.requests.request import FinishReason, SamplingParams
+    from services.engine.sampling_params import Constraint, ConstraintKind
     from services.engine.server.protobuf import AdapterChoice
 
     maker = SchemaMaker(seed)
@@ -135,8 +135,8 @@ def compiler_of(engine: InProcessEngine) -> Any:
 def measure_cost(engine: InProcessEngine, case: Case, repeats: int) -> dict[str, Any]:
     """Decode rates with and without masks, in turn: decode = c · (out - 1) / (t(out) - t(1)), the best of each."""
     from services.engine.loop.ports import Submission
-    from services.engine.requests.constraint import Constraint, ConstraintKind
     from services.engine.requests.request import SamplingParams
+    from services.engine.sampling_params import Constraint, ConstraintKind
     from services.engine.server.protobuf import AdapterChoice
 
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(_ENDLESS),))

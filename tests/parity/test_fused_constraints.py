@@ -17,8 +17,8 @@ from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.loop.ports import NoObserver, Runner
 from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.constraint import Constraint, ConstraintKind
 from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.sampling_params import Constraint, ConstraintKind
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS

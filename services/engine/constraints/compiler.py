@@ -18,8 +18,8 @@ from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.loop.ports import GrammarObserver
-from services.engine.requests.constraint import Constraint, ConstraintKind
 from services.engine.requests.request import SamplingParams
+from services.engine.sampling_params import Constraint, ConstraintKind
 
 _log = structlog.get_logger(__name__)
 _Key = tuple[ConstraintKind, tuple[str, ...]]

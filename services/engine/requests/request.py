@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidRequest
-from services.engine.requests.constraint import Constraint, Thinking
 from services.engine.requests.sessions import SessionName
+from services.engine.sampling_params import Constraint, Thinking
 
 if TYPE_CHECKING:
     from services.engine.constraints.matcher import OutputMatcher

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken
+from services.engine.kv_cache.keys import encode
 from services.engine.kv_cache.radix_tree import Path
-from services.engine.kv_cache.token_bytes import encode
 from services.engine.kv_offload.messages import Space, Tier, space_of
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading

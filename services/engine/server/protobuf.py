@@ -11,11 +11,11 @@ from services.common.pb import engine_pb2 as pb
 from services.common.telemetry import tracing
 from services.engine.loop.kept_completions import Rollout
 from services.engine.loop.ports import Submission
-from services.engine.requests.constraint import Constraint, ConstraintKind, Thinking
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptScores
 from services.engine.requests.request import FinishReason, Pooling, SamplingParams
 from services.engine.requests.sessions import SessionName, check_session
+from services.engine.sampling_params import Constraint, ConstraintKind, Thinking
 from services.engine.server.errors import to_message
 
 FINISH_REASONS = {

@@ -18,8 +18,8 @@ from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.loop.ports import CompletedStep
-from services.engine.requests.constraint import Constraint, ConstraintKind
 from services.engine.requests.request import Request, SamplingParams
+from services.engine.sampling_params import Constraint, ConstraintKind
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
 

@@ -19,8 +19,8 @@ from services.engine.constraints.compiler import CompilerLimits, ConstraintCompi
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
-from services.engine.requests.constraint import Constraint, Thinking
 from services.engine.requests.request import SamplingParams
+from services.engine.sampling_params import Constraint, Thinking
 from services.engine.server.errors import to_message
 from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (

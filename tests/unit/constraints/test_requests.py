@@ -11,8 +11,8 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.engine.loop.ports import StepStats
 from services.engine.observability.metrics import EngineMetrics
-from services.engine.requests.constraint import Constraint, ConstraintKind, Thinking
 from services.engine.requests.request import Request, SamplingParams
+from services.engine.sampling_params import Constraint, ConstraintKind, Thinking
 from services.engine.scheduler.config import Counts
 from services.engine.server.protobuf import sampling_params, submission
 from tests.unit.constraints.support import constraint, matcher, request

@@ -12,9 +12,9 @@ import pytest
 
 from services.engine.loop.ports import NoObserver, StepStats
 from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.constraint import Thinking
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
+from services.engine.sampling_params import Thinking
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import SampledToken, StepPlan
 from tests.unit.constraints.support import RandomRunner, codec, constraint, request, schema, text_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from services.engine.kv_cache.token_bytes import decode
+from services.engine.kv_cache.keys import decode
 from services.engine.kv_offload.messages import (
     Dropped,
     Entry,
