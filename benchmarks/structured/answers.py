@@ -23,10 +23,11 @@ from benchmarks.serving.in_process import InProcessEngine, only_warnings, settin
 from benchmarks.structured.drawn_schemas import Schema
 from benchmarks.structured.judge import Judge, Outcome
 from services.engine.constraints.grammars import CompiledGrammar
-from services.engine.loop.ports import Submission
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import FinishReason, SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.request import FinishReason
+from services.engine.requests.submission import Submission
+from services.engine.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 _PROMPT = "Give me JSON."

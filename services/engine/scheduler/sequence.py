@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from services.common.errors import TemperError
 from services.engine.constraints.matcher import ConstraintBroken
-from services.engine.kv_cache.keys import encode
+from services.engine.kv_cache.keys import Space, Tier, encode, space_of
 from services.engine.kv_cache.radix_tree import Path
-from services.engine.kv_offload.messages import Space, Tier, space_of
-from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading
 from services.engine.requests.request import FinishReason, Request
-from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
+from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk
 
 Rank = tuple[int, int, int]
 

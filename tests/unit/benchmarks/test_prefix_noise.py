@@ -21,8 +21,8 @@ from benchmarks.prefix_cache.noise import (
     table,
 )
 from benchmarks.serving.in_process import InProcessEngine, settings_for
-from services.engine.requests.request import SamplingParams
-from services.engine.scheduler.step_plan import SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 

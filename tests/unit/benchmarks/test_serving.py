@@ -11,8 +11,7 @@ from benchmarks.kernels.timeline import idle
 from benchmarks.serving.in_process import InProcessEngine, Run, settings_for
 from benchmarks.serving.rates import Case, measure, milliseconds
 from benchmarks.serving.swaps import measure_swaps
-from services.engine.requests.outputs import SequenceUpdate
-from services.engine.scheduler.step_plan import SampledToken
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 
