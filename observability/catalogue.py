@@ -21,7 +21,7 @@ from services.engine.observability.status import AdapterSnapshot, Counts, Loaded
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.gateway.core.histogram import LoopHistogram
 from services.gateway.core.metrics import GatewayMetrics
 from services.trainer.metrics import TrainerMetrics

@@ -55,7 +55,7 @@ from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.observability.events import CopyEvicted, EngineEvent, EventStream
 from services.engine.requests.outputs import Finished, SampledToken
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult

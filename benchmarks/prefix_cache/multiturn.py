@@ -145,9 +145,9 @@ class Traffic:
 
     def _send(self, number: int) -> Sent:
         from services.engine.requests.adapter import AdapterChoice
+        from services.engine.requests.sampling_params import SamplingParams
         from services.engine.requests.sessions import SessionName
         from services.engine.requests.submission import Submission
-        from services.engine.sampling_params import SamplingParams
 
         session, turn = self._workload.sessions[number], self._turns[number]
         self._turns[number] += 1

@@ -48,7 +48,7 @@ from benchmarks.serving.rates import add_model, check_model, checkpoint
 if TYPE_CHECKING:
     from benchmarks.serving.in_process import InProcessEngine
     from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
-    from services.engine.sampling_params import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
 
@@ -363,13 +363,13 @@ class Measurement:
 
 
 def _drawn(count: int, seed: int) -> SamplingParams:
-    from services.engine.sampling_params import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=count, ignore_eos=True, top_logprobs=1)
 
 
 def _forced(tokens: Tokens) -> SamplingParams:
-    from services.engine.sampling_params import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
     return replace(SamplingParams.forcing(tokens, 1.0), top_logprobs=1)
 

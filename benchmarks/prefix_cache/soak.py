@@ -55,8 +55,8 @@ from services.engine.observability.status import Counts
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan
 

@@ -12,7 +12,7 @@ from random import Random
 
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 
 VOCAB = 96

@@ -22,8 +22,8 @@ from services.engine.models.footprint import Quantization
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.settings import EngineSettings
 from services.pod.engine import build_engine
 from services.pod.preflight import use_kernel_cache

@@ -27,8 +27,8 @@ from services.engine.loop.step_pipeline import Pipeline
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
 from services.engine.requests.outputs import SampledToken
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 

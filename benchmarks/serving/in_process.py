@@ -19,8 +19,8 @@ from services.engine.models.config import ModelConfig
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
 

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Sizes, Workload
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan, StepResult

@@ -40,8 +40,8 @@ def child(model: Path, zero: float) -> None:
     from services.common.storage.object_store import ObjectStore
     from services.engine.requests.adapter import AdapterChoice
     from services.engine.requests.outputs import SequenceUpdate
+    from services.engine.requests.sampling_params import SamplingParams
     from services.engine.requests.submission import Submission
-    from services.engine.sampling_params import SamplingParams
     from services.pod.engine import build_engine, use_threads
 
     stages.done("import the engine")

@@ -26,8 +26,8 @@ from services.engine.constraints.grammars import CompiledGrammar
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 _PROMPT = "Give me JSON."

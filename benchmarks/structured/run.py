@@ -65,8 +65,8 @@ def try_schemas(engine: InProcessEngine, count: int, seed: int, max_tokens: int)
     from services.engine.constraints.refusal import Refused
     from services.engine.requests.adapter import AdapterChoice
     from services.engine.requests.request import FinishReason
+    from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
     from services.engine.requests.submission import Submission
-    from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
 
     maker = SchemaMaker(seed)
     compile_one = compiler_of(engine)
@@ -135,8 +135,8 @@ def compiler_of(engine: InProcessEngine) -> Any:
 def measure_cost(engine: InProcessEngine, case: Case, repeats: int) -> dict[str, Any]:
     """Decode rates with and without masks, in turn: decode = c · (out - 1) / (t(out) - t(1)), the best of each."""
     from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
     from services.engine.requests.submission import Submission
-    from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
 
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(_ENDLESS),))
     grammar = compiler_of(engine)(constraint)
@@ -229,7 +229,7 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
     from services.engine.executors.cuda.sampler import CudaSampler
     from services.engine.executors.cuda.stream import EngineStream
     from services.engine.requests.request import Request
-    from services.engine.sampling_params import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
     from services.engine.scheduler.step_plan import Chunk
 
     draw = random.Random(seed)

@@ -16,8 +16,8 @@ from services.common.adapters.registry import AdapterRegistry
 from services.engine.loop.loop import EngineLoop
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.trainer.jobs.base import JobRun
 from services.trainer.runtime.publish import Publisher
 

@@ -24,7 +24,7 @@ from kernels.gpu.sampling.sample import PARAMETER_WORDS, ROW_WORDS, SamplingBuff
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.cuda.sampler import CudaSampler
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 _VOCAB = 248_320

@@ -19,8 +19,8 @@ from services.engine.models.lora import LoraParams
 from services.engine.requests.adapter import AdapterChoice, PrivateVersion
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, ScoreRequest
 
 _PRIORITY = 2**31

@@ -27,8 +27,8 @@ from services.engine.loop.loop import EngineLoop
 from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, cuda_runner, random_model
 

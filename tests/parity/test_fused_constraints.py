@@ -19,7 +19,7 @@ from services.engine.executors.runner import Runner
 from services.engine.loop.step_pipeline import Pipeline
 from services.engine.observability.events import EventStream
 from services.engine.requests.request import FinishReason, Request
-from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS

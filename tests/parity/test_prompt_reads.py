@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM
 from services.engine.models.lora import LoraSlots
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import Pooling, Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from tests.parity.conftest import Pair

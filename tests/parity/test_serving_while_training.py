@@ -20,8 +20,8 @@ from services.engine.models.lora import LoraParams, LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import in_float64

@@ -20,7 +20,7 @@ from services.engine.observability.status import Counts
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import random_adapters

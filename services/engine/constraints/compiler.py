@@ -17,7 +17,7 @@ from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits,
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 
 _log = structlog.get_logger(__name__)
 _Key = tuple[ConstraintKind, tuple[str, ...]]

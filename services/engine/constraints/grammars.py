@@ -11,7 +11,7 @@ from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.source import lark_of, reason_of
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 
 _NOTHING_FOLLOWS = "NoExtensionBias"
 """What llguidance says of a language without any text."""

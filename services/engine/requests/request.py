@@ -9,8 +9,8 @@ from itertools import pairwise
 from services.common.errors import InvalidRequest
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName
-from services.engine.sampling_params import SamplingParams
 
 MAX_BOUNDARIES = 4096
 """Ends of messages that a request may name."""

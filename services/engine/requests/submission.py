@@ -10,8 +10,8 @@ from services.engine.constraints.matcher import OutputMatcher
 from services.engine.requests.adapter import AdapterChoice, AdapterPin, PrivateVersion
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import Pooling, Request, check_boundaries, check_prompt_logprobs
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName, check_session
-from services.engine.sampling_params import SamplingParams
 
 Sink = Callable[[list[SequenceUpdate]], None]
 """Gets the updates of one step for all requests that were submitted with it, at once. Called on the loop thread, so it

@@ -13,9 +13,9 @@ from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptScores
 from services.engine.requests.request import FinishReason, Pooling
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
 from services.engine.requests.sessions import SessionName, check_session
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
 from services.engine.server.errors import to_message
 
 FINISH_REASONS = {

@@ -25,7 +25,7 @@ from services.engine.executors.cuda.sampler import CudaSampler
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import PENDING, Chunk
 from tests.kernels.gpu import interpreter  # noqa: F401
 

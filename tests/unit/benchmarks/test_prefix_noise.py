@@ -22,7 +22,7 @@ from benchmarks.prefix_cache.noise import (
 )
 from benchmarks.serving.in_process import InProcessEngine, settings_for
 from services.engine.requests.outputs import SampledToken
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 

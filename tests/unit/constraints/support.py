@@ -20,7 +20,7 @@ from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.executors.runner import CompletedStep
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
-from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan, StepResult
 

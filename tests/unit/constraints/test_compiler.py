@@ -19,7 +19,7 @@ from services.engine.constraints.compiler import CompilerLimits, ConstraintCompi
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
-from services.engine.sampling_params import Constraint, SamplingParams, Thinking
+from services.engine.requests.sampling_params import Constraint, SamplingParams, Thinking
 from services.engine.server.errors import to_message
 from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (

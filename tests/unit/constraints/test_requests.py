@@ -13,7 +13,7 @@ from services.engine.observability.events import GrammarDone, StepDone
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.status import Counts
 from services.engine.requests.request import Request
-from services.engine.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
 from services.engine.server.protobuf import sampling_params, submission
 from tests.unit.constraints.support import constraint, matcher, request
 

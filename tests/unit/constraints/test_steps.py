@@ -14,7 +14,7 @@ from services.engine.loop.step_pipeline import Pipeline
 from services.engine.observability.events import EngineEvent, EventStream, StepDone
 from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
-from services.engine.sampling_params import Thinking
+from services.engine.requests.sampling_params import Thinking
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.constraints.support import RandomRunner, codec, constraint, request, schema, text_of

@@ -13,7 +13,7 @@ from services.engine.executors.cuda.buffers import LoadedStep, StepBuffers, Step
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import PENDING, BlockCopy, Chunk, StateCopy
 
 CPU = torch.device("cpu")

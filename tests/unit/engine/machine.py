@@ -9,7 +9,7 @@ from __future__ import annotations
 from services.engine.executors.runner import CompletedStep
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, PENDING, Chunk, StepPlan, StepResult
 from tests.unit.engine.toy_reads import toy_reports

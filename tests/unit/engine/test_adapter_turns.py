@@ -16,8 +16,8 @@ from services.engine.loop.loop import EngineLoop
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.engine.machine import ToyRunner

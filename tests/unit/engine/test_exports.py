@@ -24,7 +24,7 @@ from services.engine.observability.status import AdapterSnapshot, Counts, LoopSt
 from services.engine.requests.adapter import BASE_PIN
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 
 PLAN = MemoryPlan(
     budget=1000, weights=400, workspace=50, states=60, adapters=70, kv=200, training=100, num_blocks=21, block_size=16,

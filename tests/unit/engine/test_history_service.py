@@ -14,9 +14,9 @@ from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
 from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName
 from services.engine.requests.submission import Submission
-from services.engine.sampling_params import SamplingParams
 from services.engine.server.errors import INTERNAL_MESSAGE
 from services.engine.server.protobuf import submission
 from services.engine.server.session_service import HistoryService

@@ -10,7 +10,7 @@ from services.engine.loop.kept_completions import Rollout, RolloutMemory
 from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason, Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 
 
 class Clock:

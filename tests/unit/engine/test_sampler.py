@@ -14,7 +14,7 @@ from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.rng import FIRST_BLOCK, exponential, row_keys
 from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import Request
-from services.engine.sampling_params import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 VOCAB = 300
