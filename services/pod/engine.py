@@ -36,7 +36,7 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
-from services.engine.observability.events import EventStream, GrammarDone
+from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.session_manager import LoopHistories
@@ -156,10 +156,6 @@ def build_engine(
     log.info("memory plan", sequences=settings.max_num_seqs, **memory.parts())
     max_model_len = memory.model_len(config.max_position_embeddings, settings.max_model_len)
     limits = _limits(settings, config, memory, max_model_len, codec.eos_ids, device)
-
-    def grammar_done(result: str, seconds: float) -> None:
-        stream.emit(GrammarDone(result, seconds))
-
     with ThreadPoolExecutor(2) as pool:  # the digest reads the same pages as the loader
         digest = pool.submit(checkpoint_digest, settings.model)
         vocabulary = pool.submit(Vocabulary, codec, config.vocab_size, settings.mask_threads)
@@ -189,7 +185,7 @@ def build_engine(
             eos_token_ids=codec.eos_ids,
         )
         base_digest = digest.result()
-        constraints = ConstraintCompiler(vocabulary.result(), compiler_limits(settings), grammar_done)
+        constraints = ConstraintCompiler(vocabulary.result(), compiler_limits(settings), stream)
     log.info("checkpoint identified", digest=base_digest)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     binder = AdapterBinder(model.config, max_rank=settings.max_lora_rank)

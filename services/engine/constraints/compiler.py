@@ -17,6 +17,7 @@ from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits,
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
+from services.engine.observability.events import EventStream, GrammarDone
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 
 _log = structlog.get_logger(__name__)
@@ -68,20 +69,19 @@ class ConstraintCompiler:
     again, soon.
 
     Args:
-        done: told how each request's grammar was had ("cached", "compiled", "refused" or "overloaded") and in how many
-            seconds.
+        events: told how each request's grammar was had.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         limits: CompilerLimits,
-        done: Callable[[str, float], None],
+        events: EventStream,
         compile_one: Callable[[Vocabulary, Constraint, GrammarLimits], CompiledGrammar] = compile_grammar,
     ) -> None:
         self.vocabulary = vocabulary
         self._limits = limits
-        self._done = done
+        self._events = events
         self._compile_one = compile_one
         self._pool = ThreadPoolExecutor(limits.threads, thread_name_prefix="grammar")
         self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
@@ -118,20 +118,20 @@ class ConstraintCompiler:
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
-            self._done("cached", 0.0)
+            self._events.emit(GrammarDone("cached", 0.0))
             return found
         began = time.monotonic()
         try:
             job = self._jobs.get(key) or self._start(constraint)
             compiled = await self._wait(job)
         except Refused as error:
-            self._done("refused", time.monotonic() - began)
+            self._events.emit(GrammarDone("refused", time.monotonic() - began))
             param = error.field or constraint.param
             raise InvalidRequest(f"{param}: {error}", param=param) from None
         except Overloaded:
-            self._done("overloaded", time.monotonic() - began)
+            self._events.emit(GrammarDone("overloaded", time.monotonic() - began))
             raise
-        self._done("compiled", time.monotonic() - began)
+        self._events.emit(GrammarDone("compiled", time.monotonic() - began))
         return compiled
 
     def _start(self, constraint: Constraint) -> _Job:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from services.common.errors import InvalidRequest
-from services.engine.constraints.matcher import OutputMatcher
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName
@@ -25,6 +25,14 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class TokenMatcher(Protocol):
+    """Constraint of one request, followed token by token. constraints.matcher.OutputMatcher is one; it lies above."""
+
+    def advance(self, token_id: int) -> bool:
+        """Takes in a token of the output; returns whether nothing more may follow."""
+        ...
 
 
 class Pooling(enum.Enum):
@@ -55,7 +63,7 @@ class Request:
     """The first token of the prompt to report; 0 is 1: there is nothing to say of the very first."""
     pooling: Pooling | None = None
     """Report a vector of the prompt."""
-    matcher: OutputMatcher | None = None
+    matcher: TokenMatcher | None = None
     """Of this request alone: what may follow the output so far. Goes with ``sampling.masked``."""
     traceparent: str = ""
     """Of the span that asks; empty: nobody traces it."""

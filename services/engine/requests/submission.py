@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest
-from services.engine.constraints.matcher import OutputMatcher
 from services.engine.requests.adapter import AdapterChoice, AdapterPin, PrivateVersion
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import Pooling, Request, check_boundaries, check_prompt_logprobs
+from services.engine.requests.request import Pooling, Request, TokenMatcher, check_boundaries, check_prompt_logprobs
 from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName, check_session
 
@@ -41,7 +40,7 @@ class Submission:
     """See Request."""
     prompt_logprobs_from: int = 0
     pooling: Pooling | None = None
-    matcher: OutputMatcher | None = None
+    matcher: TokenMatcher | None = None
     """See Request.matcher; made by ConstraintCompiler before the request is submitted."""
     traceparent: str = ""
     """See Request."""
