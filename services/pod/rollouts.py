@@ -15,7 +15,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
 from services.engine.adapters.private_versions import PrivateVersions
 from services.engine.loop.loop import EngineLoop
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.requests.adapter import AdapterChoice, PrivateVersion
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason

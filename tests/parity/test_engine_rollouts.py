@@ -9,7 +9,8 @@ import torch
 
 from services.common.jobs import GrpoJob
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.models.lora import LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.requests.adapter import BASE_PIN, AdapterPin
 from services.engine.requests.request import Request
 from services.engine.requests.sampling_params import SamplingParams

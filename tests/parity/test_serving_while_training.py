@@ -16,7 +16,8 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.models.lora import LoraParams, LoraSlots
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import SequenceUpdate

@@ -1,0 +1,1 @@
+"""Tools that write and check the documentation: generated pages, plots, links and the site."""

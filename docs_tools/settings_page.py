@@ -1,0 +1,141 @@
+"""Writes docs/guides/configuration.md from the settings classes: `python -m docs_tools.settings_page [--check]`.
+
+Names, types, defaults and limits come from the classes, descriptions from the docstring under each field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ByteSize, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings
+
+from cli.settings import CliSettings, UpSettings
+from services.common.settings import CommonSettings
+from services.engine.settings import EngineSettings
+from services.gateway.settings import GatewaySettings
+from services.model_source.settings import ModelSourceSettings
+from services.trainer.settings import TrainerSettings
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "configuration.md"
+
+HEADER = """# Configuration
+
+<!-- Written by `python -m docs_tools.settings_page`; change the settings classes, not this file. -->
+
+Everything is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
+use with a line that names the variable. `temper up` sets those of its own stores and of the data directory, puts its
+options before their variables (`temper up --help` names them), and passes all others on, so
+`TEMPER_MAX_NUM_SEQS=128 temper up` works as expected.
+"""
+
+SECTIONS: tuple[tuple[str, type[BaseSettings], type[BaseSettings] | None, str], ...] = (
+    ("Every service", CommonSettings, None, "Both the gateway and the engine read these."),
+    ("Gateway", GatewaySettings, CommonSettings, "`python -m services.gateway`"),
+    ("Engine", EngineSettings, CommonSettings, "`python -m services.pod`"),
+    ("Trainer", TrainerSettings, CommonSettings, "The trainer thread of `python -m services.pod`."),
+    (
+        "Model source",
+        ModelSourceSettings,
+        CommonSettings,
+        "`python -m services.model_source`, before an engine starts.",
+    ),
+    ("`temper up`", UpSettings, None, "Read by the supervisor, besides its options."),
+    ("Client commands", CliSettings, None, "`temper chat`, `temper train`, `temper adapters`, `temper batch`."),
+)
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [HEADER]
+    for title, settings, base, intro in SECTIONS:
+        own = {
+            name: field for name, field in settings.model_fields.items() if base is None or _is_new(name, field, base)
+        }
+        texts = _descriptions(settings)
+        parts.append(f"\n## {title}\n\n{intro}\n\n| variable | type | default | |\n|---|---|---|---|\n")
+        for name, field in own.items():
+            cells = (f"`{_variable(name, field)}`", _type(field.annotation), _default(field), texts.get(name, ""))
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(parts)
+
+
+def _variable(name: str, field: FieldInfo) -> str:
+    """Of the environment: ours, or one that others read as well and that has its name from them."""
+    alias = field.validation_alias
+    return alias.upper() if isinstance(alias, str) else f"TEMPER_{name.upper()}"
+
+
+def _is_new(name: str, field: FieldInfo, base: type[BaseSettings]) -> bool:
+    inherited = base.model_fields.get(name)
+    return inherited is None or inherited.default != field.default
+
+
+def _descriptions(settings: type[BaseSettings]) -> dict[str, str]:
+    """Field → the string literal right below it, of the class and its bases."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        if not issubclass(cls, BaseSettings) or cls is BaseSettings:
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        if not isinstance(body, ast.ClassDef):
+            continue
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                found[field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def _type(annotation: Any) -> str:
+    if annotation in (SecretStr, Path, ByteSize):
+        return {SecretStr: "secret", Path: "path", ByteSize: "bytes"}[annotation]
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if origin is Union or type(annotation).__name__ == "UnionType":
+        return " or ".join(_type(part) for part in get_args(annotation) if part is not type(None))
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return "unset"
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"`{value}`"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if the page is not current")
+    page = render()
+    if not parser.parse_args().check:
+        TARGET.write_text(page)
+        return 0
+    if not TARGET.exists() or TARGET.read_text() != page:
+        sys.stderr.write(f"{TARGET} is not current: run `python -m docs_tools.settings_page`\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,72 @@
+"""Documentation that can go stale, checked where that is cheap."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from cli.main import app
+from cli.output import ExitCode
+from docs_tools import settings_page
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "NOTES.md"])
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+COMMAND = re.compile(r"temper ((?:[a-z]+ ?)+)")
+
+
+def test_configuration_page_is_current() -> None:
+    assert settings_page.TARGET.read_text() == settings_page.render(), "run `python -m docs_tools.settings_page`"
+
+
+def test_every_setting_is_described_or_plain() -> None:
+    described = settings_page.render().count("| `TEMPER_")
+    assert described > 50
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
+    assert not broken
+
+
+def commands() -> set[str]:
+    """Every command as it is typed, without "temper"."""
+    group = typer.main.get_command(app)
+    found = set()
+    for name, command in getattr(group, "commands", {}).items():
+        found.add(name)
+        found.update(f"{name} {sub}" for sub in getattr(command, "commands", {}))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_text_exist(page: Path) -> None:
+    known = commands()
+    code = re.findall(r"`([^`\n]+)`|^(temper .+)$", page.read_text(), re.MULTILINE)
+    wrong = []
+    for quoted, line in code:
+        match = COMMAND.match(quoted or line)
+        if match is None:
+            continue
+        words = match.group(1).split()
+        if words[0] not in known or (
+            words[0] in ("train", "adapters", "sessions") and len(words) > 1 and " ".join(words[:2]) not in known
+        ):
+            wrong.append(quoted or line)
+    assert not wrong
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    targets = set(re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()))
+    known = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert targets <= {line.split()[0] for line in known.splitlines()}
+
+
+def test_exit_codes_are_documented() -> None:
+    page = (ROOT / "docs" / "guides" / "operations.md").read_text()
+    assert all(f"| {int(code)} |" in page for code in ExitCode)
