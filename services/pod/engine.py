@@ -43,9 +43,8 @@ from services.engine.scheduler.config import SchedulerConfig
 from services.engine.server.session_manager import LoopHistories
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
-from services.pod.gate import Gate, build_gate
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
-from services.pod.runner import build_runner, prefill_alignment
+from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
 
