@@ -40,7 +40,7 @@ from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.session_manager import LoopHistories
+from services.engine.server.session_manager import SessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
@@ -73,7 +73,7 @@ class Engine:
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
     tiers: TierManager | None
-    histories: LoopHistories
+    sessions: SessionManager
     constraints: ConstraintCompiler
     description: pb.Model
 
@@ -217,7 +217,7 @@ def build_engine(
         events=stream,
         tiers=tiers,
     )
-    histories = LoopHistories(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
+    sessions = SessionManager(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
@@ -249,7 +249,7 @@ def build_engine(
         bind,
         loop,
         tiers,
-        histories,
+        sessions,
         constraints,
         description,
     )

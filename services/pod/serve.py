@@ -32,7 +32,7 @@ from services.engine.observability.request_traces import RequestTraces
 from services.engine.observability.status import TierStatus
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
-from services.engine.server.session_service import HistoryService
+from services.engine.server.session_service import SessionService
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
 from services.pod.training import Training
@@ -121,8 +121,8 @@ async def _serve(
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
-    histories = HistoryService(engine.histories)
-    histories_pb2_grpc.add_HistoriesServicer_to_server(histories, server)
+    sessions = SessionService(engine.sessions)
+    histories_pb2_grpc.add_HistoriesServicer_to_server(sessions, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
     training.start()
@@ -154,7 +154,7 @@ async def _serve(
         await asyncio.gather(*beside, return_exceptions=True)
         await asyncio.to_thread(loop.stop)
         await server.stop(_CLOSE_SECONDS)
-        histories.close()
+        sessions.close()
 
 
 async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) -> Engine:
