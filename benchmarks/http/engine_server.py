@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
-from benchmarks.serving.rates import Case, measure
+from benchmarks.lib.cases import Case
+from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
+from benchmarks.serving.rates import measure
 from services.common.telemetry.tracing import open_tracer
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals

@@ -73,7 +73,7 @@ def sampling(rows: int, selections: int) -> Case:
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.sampling.sample import RESULT_WORDS, SamplingBuffers, sample_rows
-        from services.engine.executors.cuda.sampling_tables import SamplingTables
+        from services.engine.executors.cuda.sampling.tables import SamplingTables
 
         logits = [t.normal(rows, VOCAB, scale=3.0, dtype=torch.float32) for _ in range(t.copies(4 * rows * VOCAB))]
         step = torch.stack((t.ints(range(1, rows + 1)), t.ints([3] * rows), t.ints([-1] * rows)))

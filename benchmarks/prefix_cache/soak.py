@@ -14,8 +14,8 @@ or late for their deadline, of three salts. `--seconds` are of CPU time. What mu
 - the tokens of all steps, as the loop tells its metrics, are the tokens of all chunks
 - the process does not grow by more than --growth MiB behind the first quarter
 
-One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/test_prefix_soak.py` does some
-seconds of it.
+One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/prefix_cache/test_soak.py` does
+some seconds of it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.lib.environment import ROOT, environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.in_process import only_warnings
+from benchmarks.lib.recorder import put_line
 from benchmarks.serving.host_step import BaseOnly
-from benchmarks.serving.in_process import only_warnings
 from services.common.errors import DeadlineExceeded
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
@@ -49,7 +49,7 @@ from services.engine.kv_offload.messages import NoTierObserver
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import NoObserver, OpenStep, Runner, StepHandle, StepStats, Submission
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason, SamplingParams

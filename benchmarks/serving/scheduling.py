@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any
 
-from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Sizes, Workload
+from benchmarks.lib.multiturn_workloads import GENERATORS, Sizes, Workload
 from services.engine.requests.request import Request, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler

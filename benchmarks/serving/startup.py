@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.stages import Stages
+from benchmarks.lib.stages import Stages
 
 _FIRST_TOKEN_SECONDS = 120.0
 
@@ -115,8 +115,8 @@ def main() -> None:
         child(options.model, options.child)
         return
     from benchmarks.lib.environment import environment
-    from benchmarks.lib.lines import put_line
     from benchmarks.lib.random_checkpoint import config_of, write
+    from benchmarks.lib.recorder import put_line
     from cli.settings import inherited_environment
 
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:

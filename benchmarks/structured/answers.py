@@ -7,7 +7,8 @@ may be refused, before anything is generated; a request that fails afterwards co
 
     --schemas 5000 --answers 5
 
-One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/test_schema_answers.py` does some.
+One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/structured/test_answers.py` does
+some.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.structured.drawn_schemas import Schema
 from benchmarks.structured.judge import Judge, Outcome
 from services.engine.constraints.grammars import CompiledGrammar
@@ -28,7 +29,7 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason, SamplingParams
 from services.engine.server.protobuf import AdapterChoice
 
-TINY = Path(__file__).parents[1] / "models" / "tiny"
+TINY = Path(__file__).parents[2] / "models" / "tiny"
 _PROMPT = "Give me JSON."
 _MAX_TOKENS = 120
 _AT_ONCE = 64

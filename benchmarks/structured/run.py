@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.cases import Case, percentile
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
+from benchmarks.lib.recorder import put_line
 from benchmarks.lib.wide_tokenizer import widen
-from benchmarks.serving.rates import Case, percentile
 from benchmarks.structured.schemas import SchemaMaker
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
     from services.engine.loop.ports import Submission
     from services.engine.requests.outputs import SequenceUpdate
 
@@ -227,8 +227,8 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
     from services.engine.constraints.bits import allow, allows
     from services.engine.constraints.masks import RowMasks
     from services.engine.executors.cpu.sampler import Sampler
-    from services.engine.executors.cuda.mask_upload import MaskUpload
-    from services.engine.executors.cuda.sampler import CudaSampler
+    from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
+    from services.engine.executors.cuda.sampling.sampler import CudaSampler
     from services.engine.executors.cuda.stream import EngineStream
     from services.engine.requests.request import Request, SamplingParams
     from services.engine.scheduler.step_plan import Chunk
@@ -324,7 +324,7 @@ def with_engine(options: argparse.Namespace, common: dict[str, Any]) -> None:
     from services.pod.preflight import use_kernel_cache
 
     directory = checkpoint(options.model, options.scratch, options.layers)
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     cpu = {"max_num_seqs": 16, "max_model_len": 2048} if options.device == "cpu" else {}
     settings = settings_for(directory, options.device, **cpu, **dict(pair.split("=", 1) for pair in options.set))

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Mapping
 
+from benchmarks.lib.in_process import Prompt
 from benchmarks.lib.memory_store import MemoryStore
-from benchmarks.serving.in_process import Prompt
 from benchmarks.training.pod import TrainingPod
 from services.common.adapters.events import AdapterEvents, EventKind
 from services.common.adapters.names import AdapterVersion

@@ -33,7 +33,8 @@ from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import EngineObserver, NoObserver
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
 from services.engine.requests.sessions import HistoryDesk

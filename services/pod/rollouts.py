@@ -16,7 +16,7 @@ from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.adapters.private_versions import PrivateVersion, PrivateVersions
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import FinishReason, SamplingParams
 from services.engine.server.protobuf import AdapterChoice

@@ -25,7 +25,9 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig

@@ -16,7 +16,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.models.footprint import Storage
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.request import Request, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig

@@ -9,7 +9,8 @@ import torch
 
 from services.common.jobs import GrpoJob
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.models.lora import LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.requests.request import BASE_PIN, AdapterPin, Request, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler

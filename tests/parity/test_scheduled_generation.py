@@ -13,7 +13,7 @@ from transformers import Qwen3_5ForCausalLM
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.loop.ports import Runner, StepHandle
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import Finished, SequenceUpdate
 from services.engine.requests.request import Request, SamplingParams

@@ -17,7 +17,8 @@ from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraParams, LoraSlots
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams

@@ -13,7 +13,8 @@ from services.common.errors import AdapterRejected
 from services.engine.loop.ports import AdapterObserver, NoObserver
 
 if TYPE_CHECKING:
-    from services.engine.models.lora import BoundAdapter, LoraSlots
+    from services.engine.models.lora.binding import BoundAdapter
+    from services.engine.models.lora.slots import LoraSlots
 
 
 class AdapterLoader:

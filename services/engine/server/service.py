@@ -27,7 +27,7 @@ from services.engine.adapters.manager import AdapterManager
 from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.loop.loop import EngineLoop
 from services.engine.loop.ports import Submission
-from services.engine.models.lora import BoundAdapter
+from services.engine.models.lora.binding import BoundAdapter
 from services.engine.observability.call_traces import CallTraces
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason

@@ -26,7 +26,7 @@ from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.step_plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from services.engine.models.lora import LoraSlots
+    from services.engine.models.lora.slots import LoraSlots
     from services.engine.models.qwen3_5.model import Qwen3_5
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.engine.executors.cuda.sampler import CudaSampler, DeviceResults, SampleRows
+from services.engine.executors.cuda.sampling.sampler import CudaSampler, DeviceResults, SampleRows
 from services.engine.models.qwen3_5.fused import FusedForward
 from services.engine.scheduler.step_plan import Chunk, SampledToken
 
