@@ -16,7 +16,8 @@ _HEADER = """# Commands
 <!-- Written by `python -m docs_tools.generate` from the commands; change their help, not this file. -->
 
 `temper COMMAND --help` says the same. All client commands have the same
-[exit codes](../guides/operations.md#exit-codes-of-the-client-commands). Each of these takes `--json` and `--url`, and an API key from `TEMPER_API_KEY`.
+[exit codes](../guides/operations.md#exit-codes-of-the-client-commands). Each of these takes `--json` and `--url`,
+and an API key from `TEMPER_API_KEY`.
 
 """
 

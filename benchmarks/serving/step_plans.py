@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.serving.in_process import InProcessEngine
+from benchmarks.lib.in_process import InProcessEngine
 from benchmarks.serving.rates import Case
 from services.engine.scheduler.step_plan import StepPlan
 from services.engine.settings import EngineSettings
