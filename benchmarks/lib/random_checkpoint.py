@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.engine.models.config import ModelConfig
 
-TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _MIXED = 0.5
 """Typical size of a number that enters a projection back into the residual stream."""

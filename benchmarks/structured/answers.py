@@ -28,7 +28,7 @@ from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason, SamplingParams
 from services.engine.server.protobuf import AdapterChoice
 
-TINY = Path(__file__).parents[1] / "models" / "tiny"
+TINY = Path(__file__).parents[2] / "models" / "tiny"
 _PROMPT = "Give me JSON."
 _MAX_TOKENS = 120
 _AT_ONCE = 64

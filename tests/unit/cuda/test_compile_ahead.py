@@ -60,8 +60,8 @@ from kernels.gpu.launch.cache_keys import stable_keys
 from triton.runtime.jit import JITFunction
 
 stable_keys()
-names = [module.name for module in pkgutil.iter_modules(kernels.gpu.__path__)]
-modules = [importlib.import_module(f"kernels.gpu.{name}") for name in names]
+names = [module.name for module in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu.")]
+modules = [importlib.import_module(name) for name in names]
 functions = {
     f"{value.fn.__module__}.{name}": value
     for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
