@@ -130,6 +130,36 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool 
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that name a model: what checkpoint() is given."""
+    parser.add_argument(
+        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
+    )
+    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+
+
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where they contradict each other."""
+    if options.random != (options.model in SHAPES):
+        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+
+
+def checkpoint(name: str, scratch: Path, *, gentle: bool = False) -> Path:
+    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``.
+
+    Args:
+        gentle: see benchmarks.lib.random_checkpoint; with a head of its own.
+    """
+    if name not in SHAPES:
+        return Path(name)
+    directory = scratch / (f"{name}-gentle" if gentle else name)
+    if not (directory / "model.safetensors.index.json").exists():
+        changes = {"tie_word_embeddings": False} if gentle else {}
+        write(directory, config_of(name) | changes, gentle=gentle)
+    return directory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)

@@ -22,7 +22,9 @@ from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, Runn
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
-from services.engine.models.lora import BoundAdapter, LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import BoundAdapter, bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.weights.layers import (
     AttentionWeights,

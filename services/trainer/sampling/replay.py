@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import ScoreRequest
 from services.trainer.packing import Document
