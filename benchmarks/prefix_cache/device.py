@@ -45,7 +45,8 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 from services.pod.memory import WAITING_WRITES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from services.engine.loop.ports import OpenStep, Runner, StepHandle
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 

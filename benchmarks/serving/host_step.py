@@ -19,16 +19,18 @@ from statistics import median
 from typing import TypeVar
 
 from services.common.errors import TemperError
-from services.engine.adapters.private_versions import PrivateVersion
 from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.executors.runner import CompletedStep, OpenStep
 from services.engine.loop.kept_completions import RolloutMemory
-from services.engine.loop.ports import CompletedStep, NoObserver, OpenStep, Submission
 from services.engine.loop.request_tracker import Desk
 from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.observability.events import EventStream
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import SampledToken, StepPlan, StepResult
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 _PROMPT = 512
 _T = TypeVar("_T")
@@ -95,8 +97,8 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
     )
     watch = Stopwatch()
     runner = NullRunner()
-    pipeline = Pipeline(config, runner, SliceGate(0.05), NoObserver(), time.monotonic)
-    desk = Desk(pipeline, BaseOnly(), RolloutMemory(0, 1.0), NoObserver(), 1.0, time.monotonic)
+    pipeline = Pipeline(config, runner, SliceGate(0.05), EventStream(), time.monotonic)
+    desk = Desk(pipeline, BaseOnly(), RolloutMemory(0, 1.0), EventStream(), 1.0, time.monotonic)
     for n in range(sequences):
         prompt = tuple(range(n, n + _PROMPT))
         sampling = SamplingParams(max_tokens=steps + 9)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from services.engine.kv_offload.messages import Tier, TierStatus
+from services.engine.kv_cache.keys import Tier
 from services.engine.observability.exports import Sources
+from services.engine.observability.status import TierStatus
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine
 

@@ -8,7 +8,7 @@ import torch
 
 from services.engine.compute_sharing.device_order import StreamGate
 from services.engine.compute_sharing.host_lock import SliceGate
-from services.engine.loop.ports import Runner
+from services.engine.executors.runner import Runner
 
 Gate: TypeAlias = SliceGate | StreamGate
 

@@ -10,8 +10,8 @@ import torch
 
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.executors.runner import Runner
 from services.engine.kv_offload.messages import CacheTransfer
-from services.engine.loop.ports import Runner
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.settings import EngineSettings

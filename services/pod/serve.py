@@ -23,9 +23,9 @@ from services.common.shutdown import Wishes, end_now
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.prometheus import serve as serve_metrics
 from services.common.telemetry.tracing import Tracer, open_tracer
+from services.engine.observability.events import EventStream
 from services.engine.observability.exports import export
 from services.engine.observability.metrics import EngineMetrics
-from services.engine.observability.observers import Observers
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
@@ -66,17 +66,15 @@ async def serve(
     registry = AdapterRegistry(store, settings.served_model_name)
     metrics = EngineMetrics(CollectorRegistry())
     use_threads(settings)
-    nudges = AdapterEvents(settings)
+    adapter_events = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
     if settings.metrics_port:  # while it loads, too: a target that does not answer counts as down
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
-    observer = metrics if traces is None else Observers(metrics, traces)
-    loading = asyncio.create_task(
-        asyncio.to_thread(build_engine, settings, registry, nudges, observer, metrics.tiers, store)
-    )
+    events = EventStream(metrics.listen) if traces is None else EventStream(metrics.listen, traces.listen)
+    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()
@@ -86,7 +84,7 @@ async def serve(
     finally:
         await asyncio.to_thread(training.drain)
         # The adapters' event thread would otherwise wait on for as long as a poll takes.
-        nudges.close()
+        adapter_events.close()
         await asyncio.to_thread(engine.stop, settings.tier_close_seconds)
         if traces is not None:
             await asyncio.to_thread(traces.close)

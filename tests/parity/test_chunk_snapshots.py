@@ -14,8 +14,10 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.prompt_scoring import PromptRead
-from services.engine.requests.request import AdapterPin, Pooling, Request, SamplingParams
+from services.engine.requests.request import Pooling, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult

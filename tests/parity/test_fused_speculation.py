@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS, requests

@@ -16,9 +16,11 @@ from services.common.errors import CheckpointRejected
 from services.engine.executors.cpu.mtp import Guesser
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.observability.status import Counts
+from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
-from services.engine.requests.request import AdapterPin, Request, SamplingParams
-from services.engine.scheduler.config import Counts
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import random_adapters

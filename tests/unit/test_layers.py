@@ -17,9 +17,10 @@ TOPS = ("services", "kernels", "cli", "benchmarks")
 # Package → its parts from the lowest to the highest. A part imports only those on lines above its own.
 LAYERS: dict[str, tuple[str, ...]] = {
     "services.engine": (
-        "requests",
-        "constraints",
         "kv_cache",
+        "requests",
+        "observability",
+        "constraints",
         "kv_offload",
         "scheduler",
         "models",
@@ -27,7 +28,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "executors",
         "adapters",
         "loop",
-        "observability",
         "settings",
         "server",
     ),

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.engine.kv_cache.token_bytes import shared
-from services.engine.kv_offload.messages import TOKEN_BYTES, Key, Space
+from services.engine.kv_cache.keys import TOKEN_BYTES, Key, Space, shared
 
 
 class Pending:

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.keys import Key, Space, Tier
 from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node, Path
 from services.engine.kv_cache.state_pool import SlotPool
@@ -22,7 +22,6 @@ from services.engine.kv_offload.messages import (
     GiveUp,
     Job,
     Kept,
-    Key,
     Layout,
     Load,
     Loaded,
@@ -31,8 +30,6 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Released,
     Save,
-    Space,
-    Tier,
     Tiers,
     Use,
 )

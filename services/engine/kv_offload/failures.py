@@ -7,7 +7,8 @@ import time
 
 import structlog
 
-from services.engine.kv_offload.messages import Tier, TierObserver, Trouble
+from services.engine.kv_cache.keys import Tier
+from services.engine.observability.events import CopyFailure, CopyNotMade, EventStream
 
 _LOG_SECONDS = 10.0
 """Between two lines about the same trouble of the same tier."""
@@ -18,7 +19,7 @@ log = structlog.get_logger(__name__)
 class CopyFailed(Exception):
     """A copy could not be read or written."""
 
-    def __init__(self, trouble: Trouble, reason: str) -> None:
+    def __init__(self, trouble: CopyFailure, reason: str) -> None:
         super().__init__(reason)
         self.trouble = trouble
 
@@ -26,15 +27,15 @@ class CopyFailed(Exception):
 class Troubles:
     """Tells people of troubles. Thread-safe."""
 
-    def __init__(self, observer: TierObserver) -> None:
-        self._observer = observer
+    def __init__(self, events: EventStream) -> None:
+        self._events = events
         self._lock = threading.Lock()
-        self._said: dict[tuple[Tier, Trouble], float] = {}
-        self._silent: dict[tuple[Tier, Trouble], int] = {}
+        self._said: dict[tuple[Tier, CopyFailure], float] = {}
+        self._silent: dict[tuple[Tier, CopyFailure], int] = {}
 
-    def tell(self, tier: Tier, trouble: Trouble, reason: str) -> None:
+    def tell(self, tier: Tier, trouble: CopyFailure, reason: str) -> None:
         """Counts one, and logs it unless another like it was logged a moment ago."""
-        self._observer.tier_failed(tier, trouble)
+        self._events.emit(CopyNotMade(tier, trouble))
         kind, now = (tier, trouble), time.monotonic()
         with self._lock:
             if now < self._said.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:

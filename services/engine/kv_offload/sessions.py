@@ -10,10 +10,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from services.engine.kv_cache.keys import Key
 from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import StoredHistories
-from services.engine.kv_offload.messages import Forget, Key, Pin
+from services.engine.kv_offload.messages import Forget, Pin
 from services.engine.requests.sessions import SessionName
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node
-from services.engine.kv_offload.messages import Entry, Key, Tier
+from services.engine.kv_offload.messages import Entry
 
 
 @dataclass(slots=True)

@@ -18,20 +18,15 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import Overloaded, TemperError, Unavailable
+from services.engine.compute_sharing.engine_gate import EngineGate
+from services.engine.executors.runner import Runner
 from services.engine.kv_offload.messages import Tiers
 from services.engine.loop.kept_completions import RolloutMemory
-from services.engine.loop.ports import (
-    AdapterResolver,
-    EngineGate,
-    LoopObserver,
-    LoopStatus,
-    NoObserver,
-    Runner,
-    Sink,
-    Submission,
-)
-from services.engine.loop.request_tracker import Desk
+from services.engine.loop.request_tracker import AdapterResolver, Desk
 from services.engine.loop.step_pipeline import Pipeline
+from services.engine.observability.events import EventStream
+from services.engine.observability.status import LoopStatus
+from services.engine.requests.submission import Sink, Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 
@@ -56,7 +51,7 @@ class EngineLoop:
         rollouts: where finished completions go whose submission says ``keep_rollout``.
         max_waiting: requests that may wait for their first step; more are refused.
         adapter_wait_seconds: how long a request waits for its adapter to load.
-        observer: gets the metrics.
+        events: told of steps and requests.
         clock: monotonic seconds; deadlines are on it.
         tiers: what keeps more histories than the device does; None: nothing does. It calls ``wake``.
     """
@@ -71,7 +66,7 @@ class EngineLoop:
         *,
         max_waiting: int = 256,
         adapter_wait_seconds: float = 30.0,
-        observer: LoopObserver | None = None,
+        events: EventStream | None = None,
         clock: Callable[[], float] = time.monotonic,
         tiers: Tiers | None = None,
     ) -> None:
@@ -80,9 +75,9 @@ class EngineLoop:
         self._gate = gate
         self._max_waiting = max_waiting
         self._clock = clock
-        observer = observer if observer is not None else NoObserver()
-        self._pipeline = Pipeline(config, runner, gate, observer, clock, tiers)
-        self._desk = Desk(self._pipeline, resolver, rollouts, observer, adapter_wait_seconds, clock)
+        events = events or EventStream()
+        self._pipeline = Pipeline(config, runner, gate, events, clock, tiers)
+        self._desk = Desk(self._pipeline, resolver, rollouts, events, adapter_wait_seconds, clock)
 
         # Shared with other threads.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()

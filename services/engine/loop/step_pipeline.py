@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import structlog
 
 from services.common.errors import TemperError
+from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.masks import NO_MASKS
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.kv_offload.messages import Tiers
-from services.engine.loop.ports import EngineGate, LoopObserver, OpenStep, Runner, StepHandle, StepStats
+from services.engine.observability.events import EventStream, StepDone, StepFailed
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
@@ -62,7 +64,7 @@ class Pipeline:
         config: SchedulerConfig,
         runner: Runner,
         gate: EngineGate,
-        observer: LoopObserver,
+        events: EventStream,
         clock: Callable[[], float],
         tiers: Tiers | None = None,
     ) -> None:
@@ -70,7 +72,7 @@ class Pipeline:
         self._tiers = tiers
         self._runner = runner
         self._gate = gate
-        self._observer = observer
+        self._events = events
         self._clock = clock
         self._flights: deque[_Flight] = deque()
         """Oldest first; the gate is held while there are any."""
@@ -172,7 +174,7 @@ class Pipeline:
     def count_failure(self, error: Exception) -> None:
         self.failures_in_a_row += 1
         self.failed_steps += 1
-        self._observer.step_failed(error)
+        self._events.emit(StepFailed(error))
 
     def _launch(self, plan: StepPlan, began: float) -> bool:
         if not self._flights:
@@ -233,8 +235,8 @@ class Pipeline:
         self.failures_in_a_row = 0
         self.steps += 1
         decodes = plan.num_decodes + plan.num_verified
-        self._observer.step_done(
-            StepStats(
+        self._events.emit(
+            StepDone(
                 seconds=now - max(flight.began, before),
                 compute_seconds=computed,
                 decodes=decodes,

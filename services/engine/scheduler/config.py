@@ -153,24 +153,3 @@ class SchedulerConfig:
                 param="max_tokens",
             )
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What is in use now. ``used`` is by live sequences, ``cached`` by the prefix cache alone."""
-
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_total: int
-    slots_used: int
-    slots_cached: int
-    slots_total: int
-    preemptions: int
-    """Since the start."""
-    guesses: int = 0
-    """Guessed tokens that were checked since the start."""
-    guesses_right: int = 0
-    evicted_bytes: int = 0
-    """Given up by the prefix cache since the start."""

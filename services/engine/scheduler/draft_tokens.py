@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 
+from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import SequenceMemory
 from services.engine.scheduler.step_builder import Draft
-from services.engine.scheduler.step_plan import MOST_VERIFIED, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import MOST_VERIFIED, StepPlan, StepResult
 
 
 class Speculation:

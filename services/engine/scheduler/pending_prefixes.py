@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.engine.kv_cache.keys import TOKEN_BYTES, Space
 from services.engine.kv_cache.radix_tree import Node, RadixTree
-from services.engine.kv_offload.messages import TOKEN_BYTES, Space
 from services.engine.scheduler.sequence import Sequence
 
 

@@ -19,22 +19,23 @@ from collections.abc import Sequence as SequenceABC
 
 from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.constraints.masks import MaskMaker, RowMasks
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.radix_tree import Node
 from services.engine.kv_offload.connector import StoredHistories
 from services.engine.kv_offload.messages import Event, Job, Tiers
 from services.engine.kv_offload.sessions import Sessions
-from services.engine.requests.outputs import SequenceUpdate
+from services.engine.observability.status import Counts
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
 from services.engine.scheduler.admission import Admission, Admissions
-from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.draft_tokens import Speculation
 from services.engine.scheduler.pending_prefixes import Sharing
 from services.engine.scheduler.request_queue import Roster
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import SequenceMemory, Snapshot
 from services.engine.scheduler.step_builder import Draft
-from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, StepPlan, StepResult
 from services.engine.scheduler.steps_in_flight import Flights
 
 _LONG_FOR_A_SHORT = 8

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceABC
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from services.common.errors import TemperError
-from services.engine.constraints.matcher import ConstraintBroken
+from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
+from services.engine.kv_cache.keys import Space, Tier, encode, space_of
 from services.engine.kv_cache.radix_tree import Path
-from services.engine.kv_cache.token_bytes import encode
-from services.engine.kv_offload.messages import Space, Tier, space_of
-from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading
 from services.engine.requests.request import FinishReason, Request
-from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
+from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk
 
 Rank = tuple[int, int, int]
 
@@ -99,7 +98,7 @@ class Sequence:
         self.guess = -1
         """Of the next token; -1: none."""
         self.guessable = sampling.guessable
-        self.matcher = request.matcher
+        self.matcher = cast(OutputMatcher | None, request.matcher)
         """What may follow the output; it knows all tokens but the pending ones."""
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output

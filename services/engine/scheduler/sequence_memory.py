@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from services.engine.kv_cache.block_pool import BlockPool
 from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.keys import TOKEN_BYTES
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
 from services.engine.kv_cache.radix_tree import Node, Path, Pending
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy, interval
 from services.engine.kv_cache.state_pool import SlotPool
 from services.engine.kv_offload.connector import StoredHistories
-from services.engine.kv_offload.messages import TOKEN_BYTES, Event, Job, Tiers
+from services.engine.kv_offload.messages import Event, Job, Tiers
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, BlockCopy, StateCopy

@@ -20,6 +20,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.engine.requests.outputs import SampledToken
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.requests.request import Request
 
@@ -145,20 +146,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         decodes = self.num_decodes
         return decodes + sum(len(chunk.token_ids) for chunk in self.chunks[decodes:])
-
-
-class SampledToken(NamedTuple):
-    """The next token of one sequence."""
-
-    token_id: int
-    sampling_logprob: float
-    """log softmax(logits / temperature)[token]; temperature 1 for greedy."""
-    logprob: float | None = None
-    """log softmax(logits)[token], if the request asked for logprobs."""
-    top_ids: SequenceABC[int] = ()
-    top_logprobs: SequenceABC[float] = ()
-    error: str | None = None
-    """Set when the row's logits were NaN or infinite: the request ends with this error and token_id means nothing."""
 
 
 @dataclass(frozen=True, slots=True)

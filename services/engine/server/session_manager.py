@@ -1,4 +1,4 @@
-"""Clients' sessions of one engine: asked by any thread, done between two steps of the loop."""
+"""SessionManager: what clients can ask and do with their sessions, from any thread, between two steps of the loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.connector import StoredHistories
 from services.engine.kv_offload.entry_format.header import item_bytes
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import Entry, Key, Tier
+from services.engine.kv_offload.messages import Entry
 from services.engine.kv_offload.sessions import Session
 from services.engine.loop.loop import EngineLoop
 from services.engine.requests.sessions import History, SessionName
@@ -36,7 +37,9 @@ class _Chain:
 
 
 class LoopHistories:
-    """Implements HistoryDesk.
+    """Lists, saves, deletes, exports and imports sessions, on any thread but the loop's; every method may block.
+
+    Every method raises NotFound, there is no such session (any more), and Unavailable, the engine is stopping.
 
     Args:
         tiers: None: there are none, and a session is only what the device has.
@@ -58,7 +61,7 @@ class LoopHistories:
         self._clock = clock
 
     def list(self, owner: str) -> list[History]:
-        """See HistoryDesk."""
+        """Those of an owner, last used first."""
 
         def read(scheduler: Scheduler) -> list[History]:
             return [self._history(scheduler, one) for one in scheduler.sessions.of(owner) if one.tip() is not None]
@@ -66,11 +69,16 @@ class LoopHistories:
         return self._between_steps(read)
 
     def get(self, session: SessionName) -> History:
-        """See HistoryDesk."""
+        """What is kept of one session."""
         return self._between_steps(lambda scheduler: self._history(scheduler, _found(scheduler, session)))
 
     def save(self, session: SessionName) -> History:
-        """See HistoryDesk."""
+        """Brings a session to every tier that there is.
+
+        Raises:
+            InvalidRequest: there is neither disk nor store (TEMPER_TIERS).
+            Unavailable: it could not be written; the message says where and why.
+        """
         if not self._durable:
             raise InvalidRequest(
                 "this engine has neither disk nor store to save sessions in: set TEMPER_TIERS to host,disk or "
@@ -81,7 +89,7 @@ class LoopHistories:
         return self.get(session)
 
     def delete(self, session: SessionName) -> None:
-        """See HistoryDesk."""
+        """Forgets a session and, in every tier, what only it has use for."""
 
         def forget(scheduler: Scheduler) -> None:
             _found(scheduler, session)
@@ -90,7 +98,7 @@ class LoopHistories:
         self._between_steps(forget)
 
     def export(self, session: SessionName) -> Iterator[bytes]:
-        """See HistoryDesk."""
+        """Writes a session as one file, in pieces of at most 1 MiB; NotFound before the first piece."""
         tiers = self._with_tiers()
         self._persist(session)
         chain = self._between_steps(lambda scheduler: _chain(scheduler, session))
@@ -106,7 +114,11 @@ class LoopHistories:
         return write(facts, [first, *(_later(tiers, entry.key) for entry in chain.entries[1:])])
 
     def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> History:
-        """See HistoryDesk."""
+        """Reads such a file; the session is then as it was when it was exported.
+
+        Raises:
+            InvalidRequest: it is damaged, or of another model or configuration.
+        """
         tiers = self._with_tiers()
         reader = Reader(pieces)
         entries = [tiers.take_in(item) for item in reader.entries()]

@@ -15,9 +15,10 @@ from grpc import aio
 from services.common.errors import InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.requests.sessions import History, HistoryDesk, SessionName
+from services.engine.requests.sessions import History, SessionName
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code
 from services.engine.server.protobuf import session_name
+from services.engine.server.session_manager import LoopHistories
 
 _THREADS = 4
 """Of calls that are short, or wait for disk or store."""
@@ -38,7 +39,7 @@ class HistoryService(histories_pb2_grpc.HistoriesServicer):
         desk: does it.
     """
 
-    def __init__(self, desk: HistoryDesk) -> None:
+    def __init__(self, desk: LoopHistories) -> None:
         self._desk = desk
         self._calls = ThreadPoolExecutor(_THREADS, "histories")
         self._transfers = ThreadPoolExecutor(_TRANSFERS, "history-files")

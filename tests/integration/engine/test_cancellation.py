@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.engine.loop.ports import LoopStatus
+from services.engine.observability.status import LoopStatus
 from tests.integration.engine.harness import EngineUnderTest, GatewayStream, request
 
 SEATS = 8

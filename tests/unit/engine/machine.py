@@ -6,10 +6,12 @@ block table, slot, start or snapshot shows up as a wrong history, and the sample
 
 from __future__ import annotations
 
-from services.engine.loop.ports import CompletedStep
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.executors.runner import CompletedStep
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, PENDING, Chunk, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, PENDING, Chunk, StepPlan, StepResult
 from tests.unit.engine.toy_reads import toy_reports
 
 VOCAB = 50

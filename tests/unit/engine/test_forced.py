@@ -9,7 +9,8 @@ import torch
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.engine.executors.cpu.sampler import Sampler
-from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 from tests.unit.engine.executors.cpu.test_sampler import EOS, VOCAB, chunk, random_logits
 from tests.unit.engine.machine import next_token

@@ -13,11 +13,12 @@ from grpc import aio
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.loop.ports import Submission
-from services.engine.requests.request import SamplingParams
+from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName
+from services.engine.requests.submission import Submission
 from services.engine.server.errors import INTERNAL_MESSAGE
-from services.engine.server.protobuf import AdapterChoice, submission
+from services.engine.server.protobuf import submission
 from services.engine.server.session_service import HistoryService
 from tests.unit.engine.memory_histories import MAGIC, PIECE, MemoryHistories
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, TemperError
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, StepPlan, StepResult
 from tests.unit.engine.machine import reference
 from tests.unit.engine.toy_engine import ADAPTER, LONG, Engine, shape
 

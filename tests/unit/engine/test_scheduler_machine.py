@@ -21,13 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.adapters.slot_table import SlotTable
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Pooling, Request
+from services.engine.requests.request import FinishReason, Pooling, Request
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import StepPlan, StepResult
-from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, behind, request
 from tests.unit.engine.toy_reads import Told
 from tests.unit.engine.toy_tiers import ToyTiers

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kernels.gpu.segments import TILE
 from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.keys import decode, encode, shared
 from services.engine.kv_cache.snapshot_policy import _TILE, SnapshotPolicy, interval
-from services.engine.kv_cache.token_bytes import decode, encode, shared
 from services.engine.scheduler.pending_prefixes import Sharing
 from services.engine.scheduler.sequence import Sequence
 from tests.unit.engine.machine import request

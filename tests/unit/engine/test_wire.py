@@ -11,13 +11,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common import errors
 from services.common.pb import engine_pb2 as pb
-from services.engine.adapters.ports import AdapterSnapshot, LoadedAdapter
-from services.engine.loop.ports import LoopStatus
 from services.engine.observability.metrics import EngineMetrics, StateCollector
-from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import AdapterPin, FinishReason
-from services.engine.scheduler.config import Counts
-from services.engine.scheduler.step_plan import SampledToken
+from services.engine.observability.status import AdapterSnapshot, Counts, LoadedAdapter, LoopStatus
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
+from services.engine.requests.request import FinishReason
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.server.protobuf import update_message
 

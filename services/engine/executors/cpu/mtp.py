@@ -16,7 +16,8 @@ from torch import Tensor
 
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.models.batch import CacheBuffers
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.scheduler.step_plan import Chunk
 
 if TYPE_CHECKING:
     from services.engine.models.qwen3_5.model import Qwen3_5

@@ -19,11 +19,12 @@ from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cpu.mtp import Guesser
 from services.engine.executors.cpu.prompt_scoring import read_prompts
 from services.engine.executors.cpu.sampler import Sampler
-from services.engine.loop.ports import CompletedStep
+from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.qwen3_5.step import Step
+from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.chunk_segments import links
-from services.engine.scheduler.step_plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from services.engine.models.lora.slots import LoraSlots

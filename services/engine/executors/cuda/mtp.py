@@ -16,7 +16,8 @@ from torch import Tensor
 
 from services.engine.executors.cuda.sampling.sampler import CudaSampler, DeviceResults, SampleRows
 from services.engine.models.qwen3_5.fused import FusedForward
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.scheduler.step_plan import Chunk
 
 Words = npt.NDArray[np.int32]
 _WORDS = 5

@@ -34,7 +34,7 @@ from services.engine.executors.cuda.sampling.sampler import CudaSampler
 from services.engine.executors.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
-from services.engine.loop.ports import OpenStep, StepHandle
+from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward

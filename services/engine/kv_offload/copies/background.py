@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.entry_format.header import Header
 from services.engine.kv_offload.failures import CopyFailed, Troubles
-from services.engine.kv_offload.messages import Bytes, Key, Tier, TierObserver
+from services.engine.kv_offload.messages import Bytes
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopySaved, EventStream
 
 FIRST_RANK, ERASE_RANK, FORCED_RANK, WRITE_RANK, TOUCH_RANK = range(5)
 _MOST_WAITING = 1024
@@ -42,7 +44,7 @@ class LowerTier:
         index: Index,
         target: Target,
         fetcher: Fetcher,
-        observer: TierObserver,
+        events: EventStream,
         troubles: Troubles,
         failed: Callable[[Key, Tier], None],
     ) -> None:
@@ -50,7 +52,7 @@ class LowerTier:
         self._index = index
         self._target = target
         self._fetcher = fetcher
-        self._observer = observer
+        self._events = events
         self._troubles = troubles
         self._failed = failed
         self._doomed: dict[Key, None] = {}
@@ -154,7 +156,7 @@ class LowerTier:
                 index.keep(record, self.tier, size)
             else:
                 self.erase(record.entry.key)
-        self._observer.tier_saved(self.tier, size, time.monotonic() - began)
+        self._events.emit(CopySaved(self.tier, size, time.monotonic() - began))
         return True
 
     def _make_room(self, record: Record, size: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.background import FIRST_RANK, TOUCH_RANK, LowerTier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
@@ -15,8 +16,8 @@ from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Record
 from services.engine.kv_offload.disk.files import DiskFiles, FoundFile
 from services.engine.kv_offload.failures import CopyFailed, Troubles
-from services.engine.kv_offload.messages import Key, Tier, TierObserver
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import EventStream
 
 _YIELD_SECONDS = 0.01
 _WARM_SECONDS = 60.0
@@ -39,7 +40,7 @@ class DiskTier(LowerTier):
         index: Index,
         files: DiskFiles,
         fetcher: Fetcher,
-        observer: TierObserver,
+        events: EventStream,
         troubles: Troubles,
         failed: Callable[[Key, Tier], None],
         bandwidth: Bandwidth,
@@ -47,7 +48,7 @@ class DiskTier(LowerTier):
         busy: Callable[[], bool],
         warm: bool,
     ) -> None:
-        super().__init__(Tier.DISK, index, files, fetcher, observer, troubles, failed)
+        super().__init__(Tier.DISK, index, files, fetcher, events, troubles, failed)
         self._files = files
         self._bandwidth = bandwidth
         self._busy = busy

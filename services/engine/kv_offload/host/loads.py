@@ -6,24 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.failures import Troubles
-from services.engine.kv_offload.messages import (
-    Bytes,
-    CacheTransfer,
-    Event,
-    Fence,
-    Key,
-    Load,
-    Loaded,
-    Part,
-    Tier,
-    TierObserver,
-)
+from services.engine.kv_offload.messages import Bytes, CacheTransfer, Event, Fence, Load, Loaded, Part
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopyLoaded, EventStream
 
 LOAD_RANK = 0
 """Of copies to the device; those from it come after."""
@@ -79,7 +70,7 @@ class Loads:
         transfer: CacheTransfer,
         fetcher: Fetcher,
         bandwidth: Bandwidth,
-        observer: TierObserver,
+        events: EventStream,
         troubles: Troubles,
         *,
         device: Worker,
@@ -92,7 +83,7 @@ class Loads:
         self._transfer = transfer
         self._fetcher = fetcher
         self._bandwidth = bandwidth
-        self._observer = observer
+        self._events = events
         self._troubles = troubles
         self._device = device
         self._timer = timer
@@ -210,7 +201,7 @@ class Loads:
         if list(found)[: len(expected)] == expected:
             self._bandwidth.measured(Tier.HOST, part.size, seconds)
             since = began if part.tier is Tier.HOST else part.began
-            self._observer.tier_loaded(part.tier, part.size, time.monotonic() - since)
+            self._events.emit(CopyLoaded(part.tier, part.size, time.monotonic() - since))
             self._copied(part, buffer, True)
             return
         with self._index.lock:

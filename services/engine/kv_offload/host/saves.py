@@ -7,19 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.failures import Troubles
-from services.engine.kv_offload.messages import (
-    CacheTransfer,
-    Event,
-    Fence,
-    Released,
-    Save,
-    Tier,
-    TierObserver,
-)
+from services.engine.kv_offload.messages import CacheTransfer, Event, Fence, Released, Save
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopySaved, EventStream
 
 SAVE_RANK = 1
 """Of copies from the device: a load does not wait behind them."""
@@ -39,7 +33,7 @@ class Saves:
         self,
         index: Index,
         transfer: CacheTransfer,
-        observer: TierObserver,
+        events: EventStream,
         troubles: Troubles,
         *,
         device: Worker,
@@ -48,7 +42,7 @@ class Saves:
     ) -> None:
         self._index = index
         self._transfer = transfer
-        self._observer = observer
+        self._events = events
         self._troubles = troubles
         self._device = device
         self._tell = tell
@@ -101,7 +95,7 @@ class Saves:
         with index.lock:
             index.ready(record, buffer, np.array(sums, np.int64), None)
             self._end(job, record, buffer)
-        self._observer.tier_saved(Tier.HOST, size, seconds)
+        self._events.emit(CopySaved(Tier.HOST, size, seconds))
 
     def _end(self, job: Save, record: Record, buffer: Buffer | None) -> None:
         with self._index.lock:

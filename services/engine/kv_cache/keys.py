@@ -1,12 +1,48 @@
-"""Histories as bytes: a token is a little-endian uint32, so that comparing and hashing prompts are calls into C."""
+"""Keys of the prefix cache: tokens as bytes, the namespace that requests share, and the tiers that copies lie in.
+
+A token is a little-endian uint32, so that comparing and hashing prompts are calls into C.
+"""
 
 from __future__ import annotations
 
+import enum
+import hashlib
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import NewType
 
-from services.engine.kv_offload.messages import TOKEN_BYTES
+Key = NewType("Key", bytes)
+"""Of an entry: KEY_BYTES of BLAKE2b over the key of the entry before and the tokens."""
+
+
+Space = NewType("Space", bytes)
+"""Of histories that may be shared: a hash of adapter digest and cache salt. The first entry's predecessor."""
+
+
+KEY_BYTES = 20
+
+
+TOKEN_BYTES = 4
+"""A token is a little-endian uint32."""
+
+
+class Tier(enum.Enum):
+    """Where copies lie, fastest first."""
+
+    HOST = "host"
+    DISK = "disk"
+    STORE = "store"
+
+
+def space_of(adapter_digest: str, cache_salt: str) -> Space:
+    """The name of what requests under this adapter version and salt may share."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
+    for part in (adapter_digest.encode(), cache_salt.encode()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return Space(digest.digest())
+
 
 _CODE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
 
