@@ -66,7 +66,7 @@ def with_tree(page: str) -> str:
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{ARCHITECTURE.name} needs the lines {_BEGIN.strip()!r} and {_END.strip()!r}")
-    return f"{before}{begin}{tree()}{end}{after}"
+    return f"{before}{begin}\n{tree()}\n{end}{after}"
 
 
 def whole_map() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from benchmarks.lib.in_process import InProcessEngine
-
 from benchmarks.serving.rates import Case
 from benchmarks.serving.step_plans import describe, dump
 from services.engine.settings import EngineSettings
