@@ -61,14 +61,14 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=_relinked(text, source, page), inclusion=level))
     for image in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
         files.append(File.generated(config, f"results/{image.name}", abs_src_path=str(image)))
-    page = get_swagger_ui_html(
+    swagger = get_swagger_ui_html(
         openapi_url="openapi.json",
         title="Temper API",
         swagger_js_url=_SWAGGER[0],
         swagger_css_url=_SWAGGER[1],
         swagger_favicon_url=_SWAGGER[2],
     )
-    files.append(File.generated(config, f"{_TRY}/index.html", content=bytes(page.body)))
+    files.append(File.generated(config, f"{_TRY}/index.html", content=bytes(swagger.body)))
     files.append(File.generated(config, f"{_TRY}/openapi.json", content=reference_http.openapi_json()))
     for part in _SWAGGER:
         content = resources("fastapi_swagger").joinpath("resources", part).read_bytes()

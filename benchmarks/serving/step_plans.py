@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib.in_process import InProcessEngine
-from benchmarks.serving.rates import Case
+from benchmarks.lib.cases import Case
 from services.engine.scheduler.step_plan import StepPlan
 from services.engine.settings import EngineSettings
 
