@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.lib.in_process import InProcessEngine
 from benchmarks.lib.cases import Case
+from benchmarks.lib.in_process import InProcessEngine
 from services.engine.scheduler.step_plan import StepPlan
 from services.engine.settings import EngineSettings
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.lib.in_process import InProcessEngine
 from benchmarks.lib.cases import Case
+from benchmarks.lib.in_process import InProcessEngine
 from benchmarks.serving.step_plans import describe, dump
 from services.engine.settings import EngineSettings
 from tests.stack import ROOT
