@@ -13,17 +13,17 @@ from services.common.storage.object_store import ObjectStore
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.copies.background import WRITE_RANK, LowerTier
+from services.engine.kv_offload.background_copies import WRITE_RANK, LowerTier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
-from services.engine.kv_offload.copies.export import Items
+from services.engine.kv_offload.export import Items
 from services.engine.kv_offload.copies.fetcher import Fetcher, Source
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.pending_writes import Persists
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.disk.files import DiskFiles
+from services.engine.kv_offload.zdisk import DiskFiles
 from services.engine.kv_offload.disk.tier import DiskTier
 from services.engine.kv_offload.failures import FailureLog
-from services.engine.kv_offload.host.loads import Loads
+from services.engine.kv_offload.host_copies import Loads
 from services.engine.kv_offload.host.saves import Saves
 from services.engine.kv_offload.host_memory import HostArena
 from services.engine.kv_offload.messages import (
@@ -45,7 +45,7 @@ from services.engine.kv_offload.messages import (
     Save,
     Use,
 )
-from services.engine.kv_offload.object_store.objects import StoreObjects
+from services.engine.kv_offload.zstore import StoreObjects
 from services.engine.kv_offload.object_store.tier import StoreTier
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import EventStream

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.entry_format.header import Header
+from services.engine.kv_offload.zformat import Header
 from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.host_memory import Run
 from services.engine.kv_offload.messages import Bytes, Entry

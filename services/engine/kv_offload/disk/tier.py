@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.copies.background import FIRST_RANK, TOUCH_RANK, LowerTier
+from services.engine.kv_offload.background_copies import FIRST_RANK, TOUCH_RANK, LowerTier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.records import Record
-from services.engine.kv_offload.disk.files import DiskFiles, FoundFile
+from services.engine.kv_offload.zdisk import DiskFiles, FoundFile
 from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import EventStream

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.engine.kv_cache.keys import Tier
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.failures import FailureLog
 from services.engine.kv_offload.messages import CacheTransfer, Event, Fence, Released, Save

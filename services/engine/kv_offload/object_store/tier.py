@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from services.common.storage.object_store import ListedObject
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.copies.background import ERASE_RANK, LowerTier
+from services.engine.kv_offload.background_copies import ERASE_RANK, LowerTier
 from services.engine.kv_offload.copies.fetcher import Fetcher
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.messages import Entry
-from services.engine.kv_offload.object_store.objects import MOST_BYTES, StoreObjects
+from services.engine.kv_offload.zstore import MOST_BYTES, StoreObjects
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import CopyEvicted, EventStream
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.engine.kv_cache.keys import Key
 from services.engine.kv_offload.copies.fetcher import Fetcher
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
-from services.engine.kv_offload.entry_format.header import (
+from services.engine.kv_offload.zformat import (
     PREFIX_BYTES,
     Header,
     HeaderRejected,

@@ -19,7 +19,7 @@ import urllib3
 from services.common.errors import TemperError
 from services.common.storage.object_store import ListedObject, ObjectNotFound, ObjectStore, PreconditionFailed
 from services.engine.kv_cache.keys import Key
-from services.engine.kv_offload.entry_format.header import (
+from services.engine.kv_offload.zformat import (
     VERSION,
     Header,
     HeaderRejected,

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from services.engine.kv_cache.keys import Key
-from services.engine.kv_offload.entry_format.header import (
+from services.engine.kv_offload.zformat import (
     PREFIX_BYTES,
     Header,
     HeaderRejected,

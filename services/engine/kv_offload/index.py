@@ -18,7 +18,7 @@ import numpy.typing as npt
 from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.records import Books, Buffer, Record
-from services.engine.kv_offload.entry_format.header import item_bytes
+from services.engine.kv_offload.zformat import item_bytes
 from services.engine.kv_offload.host_memory import HostArena, Run
 from services.engine.kv_offload.messages import Dropped, Entry, Event, Kept, Layout
 from services.engine.observability.events import CopyEvicted, EventStream

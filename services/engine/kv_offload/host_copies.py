@@ -9,7 +9,7 @@ from typing import Literal
 from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
-from services.engine.kv_offload.copies.index import Index
+from services.engine.kv_offload.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.failures import FailureLog
 from services.engine.kv_offload.messages import Bytes, CacheTransfer, Event, Fence, Load, Loaded, Part
