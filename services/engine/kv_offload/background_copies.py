@@ -1,19 +1,18 @@
-"""What the tiers below the host have in common: copies are made and removed in the background, in order."""
+"""Copies in the background: entries are fetched from disk or store to the host, and written to and removed from them in
+order."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.copies.fetcher import Fetcher
-from services.engine.kv_offload.index import Index
-from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.zformat import Header
-from services.engine.kv_offload.failures import CopyFailed, FailureLog
-from services.engine.kv_offload.messages import Bytes
-from services.engine.kv_offload.worker import Worker
+from services.engine.kv_offload.entry_format import Header
+from services.engine.kv_offload.host_memory import Run
+from services.engine.kv_offload.index import Buffer, Index, Record
+from services.engine.kv_offload.messages import Bytes, Entry, Event, Persisted
+from services.engine.kv_offload.worker import Bandwidth, CopyFailed, FailureLog, Worker
 from services.engine.observability.events import CopySaved, EventStream
 
 FIRST_RANK, ERASE_RANK, FORCED_RANK, WRITE_RANK, TOUCH_RANK = range(5)
@@ -197,3 +196,192 @@ class LowerTier:
                 self._failures.tell(self.tier, error.reason, str(error))
                 return
             self._doomed.pop(key, None)
+
+
+class _Persist:
+    def __init__(self, ticket: int, wanted: set[tuple[Key, Tier]]) -> None:
+        self.ticket = ticket
+        self.wanted = wanted
+        self.missing: list[tuple[Key, Tier]] = []
+
+
+class Persists:
+    """Tells Persisted of each. Not thread-safe.
+
+    Args:
+        tiers: those that entries are brought to.
+    """
+
+    def __init__(self, tiers: Collection[Tier], tell: Callable[[Event], None]) -> None:
+        self._tiers = tiers
+        self._tell = tell
+        self._open: list[_Persist] = []
+
+    def begin(self, ticket: int, wanted: Collection[tuple[Key, Tier]], missing: Collection[tuple[Key, Tier]]) -> None:
+        """One that waits for these copies; others are known to be missing."""
+        persist = _Persist(ticket, set(wanted))
+        persist.missing.extend(missing)
+        self._open.append(persist)
+        self._end_those_done()
+
+    def kept(self, key: Key, tier: Tier) -> None:
+        """The copy is there."""
+        self._settle(key, tier, missing=False)
+
+    def failed(self, key: Key, tier: Tier) -> None:
+        """It could not be made."""
+        self._settle(key, tier, missing=True)
+
+    def gone(self, key: Key) -> None:
+        """The entry is no more."""
+        for tier in self._tiers:
+            self._settle(key, tier, missing=True)
+
+    def _settle(self, key: Key, tier: Tier, *, missing: bool) -> None:
+        for persist in self._open:
+            if (key, tier) in persist.wanted:
+                persist.wanted.discard((key, tier))
+                if missing:
+                    persist.missing.append((key, tier))
+        self._end_those_done()
+
+    def _end_those_done(self) -> None:
+        for persist in [persist for persist in self._open if not persist.wanted]:
+            self._open.remove(persist)
+            self._tell(Persisted(persist.ticket, tuple(persist.missing)))
+
+
+_THREADS = 4
+"""Entries that are read at once; each by several threads more."""
+
+
+class Source(Protocol):
+    """A tier that entries can be read from."""
+
+    def read(self, entry: Entry, target: Sequence[Bytes]) -> Header:
+        """Raises CopyFailed."""
+        ...
+
+
+class Fetcher:
+    """Reads entries into the arena. Thread-safe.
+
+    Args:
+        sources: fastest first.
+    """
+
+    def __init__(
+        self, index: Index, sources: Mapping[Tier, Source], bandwidth: Bandwidth, failures: FailureLog
+    ) -> None:
+        self._index = index
+        self._sources = sources
+        self._bandwidth = bandwidth
+        self._failures = failures
+        self._ended: dict[Tier, float] = {}
+        """When the last read of each tier ended."""
+        self.worker = Worker("tiers-fetch", _THREADS)
+
+    def begin(self, record: Record, until: float, run: Run | None = None) -> Buffer:
+        """A new buffer of this entry, which is going to be filled; the caller holds the index's lock.
+
+        Args:
+            until: a time of time.monotonic() after which nobody wants it any more.
+            run: memory for it; without one others may have to go.
+        """
+        buffer = self._index.new_buffer(record)
+        buffer.run = run
+        buffer.origin = next((tier for tier in self._sources if tier in record.tiers), None)
+        self.worker.put(
+            lambda: self._fill(record, buffer, until),
+            rank=0 if run is None else 1,
+            failed=lambda: self._give_up(record, buffer),
+        )
+        return buffer
+
+    def fetch(self, record: Record, until: float) -> Buffer | None:
+        """Waits until the bytes are in the arena; None: they do not get there. The caller releases the buffer."""
+        with self._index.lock:
+            buffer = record.buffer
+            if buffer is None:
+                if not any(tier in record.tiers for tier in self._sources):
+                    return None
+                buffer = self.begin(record, until)
+            buffer.readers += 1
+            return self._wait(record, buffer, until)
+
+    def warm(self, record: Record, until: float) -> bool:
+        """Waits until the bytes are in the arena, if there is room for them; False: there is none."""
+        with self._index.lock:
+            if record.buffer is not None or Tier.DISK not in record.tiers:
+                return True
+            run = self._index.take_room(self._index.layout.payload_bytes(record.entry), evict=False)
+            if run is None:
+                return False
+            buffer = self.begin(record, until, run)
+            buffer.readers += 1
+            if self._wait(record, buffer, until) is not None:
+                self._index.release(record, buffer)
+            return True
+
+    def _wait(self, record: Record, buffer: Buffer, until: float) -> Buffer | None:
+        """Until the buffer is ready; otherwise it is released."""
+        while buffer.state == "filling" and (left := until - time.monotonic()) > 0:
+            self._index.lock.wait(left)
+        if buffer.state == "ready":
+            return buffer
+        self._index.release(record, buffer)
+        return None
+
+    def _fill(self, record: Record, buffer: Buffer, until: float) -> None:
+        entry, index = record.entry, self._index
+        size = index.layout.payload_bytes(entry)
+        run = buffer.run or self._take_room(size, until)
+        if run is None:
+            self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
+            self._give_up(record, buffer)
+            return
+        buffer.run = run
+        for tier, source in self._sources.items():
+            with index.lock:
+                if tier not in record.tiers:
+                    continue
+                buffer.origin = tier
+            began = time.monotonic()
+            try:
+                header = source.read(entry, index.arena.pieces(run))
+            except CopyFailed as error:
+                self._failed(record, tier, error)
+                continue
+            with index.lock:
+                # Reads at the same time are served one after the other: this one's time began with the last one's end.
+                began, ended = max(began, self._ended.get(tier, 0.0)), time.monotonic()
+                self._ended[tier] = ended
+                self._bandwidth.measured(tier, size, ended - began)
+                index.ready(record, buffer, header.checksums, tier)
+                index.release(record, buffer)
+            return
+        self._give_up(record, buffer)
+
+    def _take_room(self, size: int, until: float) -> Run | None:
+        """Waits for readers of others, if it has to."""
+        index = self._index
+        with index.lock:
+            while (run := index.take_room(size)) is None:
+                left = until - time.monotonic()
+                if left <= 0 or index.arena.room(size) > index.arena.limit:
+                    return None
+                index.lock.wait(left)
+            return run
+
+    def _failed(self, record: Record, tier: Tier, error: CopyFailed) -> None:
+        with self._index.lock:
+            if tier not in record.tiers or not self._index.is_live(record):
+                return  # it was dropped while it was read: no wonder
+            if error.reason not in ("slow", "away"):
+                self._index.drop(record, tier, erase=error.reason != "missing")
+        self._failures.tell(tier, error.reason, str(error))
+
+    def _give_up(self, record: Record, buffer: Buffer) -> None:
+        with self._index.lock:
+            if buffer.state == "filling":
+                self._index.failed(record, buffer)
