@@ -9,16 +9,6 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 Responses = dict[int | str, dict[str, Any]]
-_REFERENCE = "#/components/schemas/"
-_COMPONENTS = {
-    "services__common__jobs__fields__messages__TextPart": "services__common__jobs__messages__TextPart",
-    "services__gateway__protocol__chat__request__TextPart": "services__gateway__schemas__chat__TextPart",
-    "services__gateway__protocol__fields__tools__AllowedTools": "services__gateway__schemas__tools__AllowedTools",
-    "services__gateway__protocol__responses__tools__AllowedTools": (
-        "services__gateway__schemas__responses_tools__AllowedTools"
-    ),
-}
-"""Names of components that FastAPI makes of a module's path, and the names that generated clients know them by."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -33,32 +23,21 @@ def answers_with(whole: type[BaseModel], *, stream: type[BaseModel], done: bool 
 
 
 def describe_bounds(app: FastAPI) -> None:
-    """Corrects the description: bounds that are whole numbers become integers, and components keep their names.
-
-    FastAPI writes all bounds as floating-point numbers, and what is next to 2**63 is not told from it as one of those.
-    """
+    """Bounds that are whole numbers become integers in the description: FastAPI writes all as floating-point numbers,
+    and what is next to 2**63 is not told from it as one of those."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            description = _whole_bounds(plain())
-            schemas = {_component(name): schema for name, schema in description["components"]["schemas"].items()}
-            description["components"]["schemas"] = {name: schemas[name] for name in sorted(schemas)}
-            app.openapi_schema = description
+            app.openapi_schema = _whole_bounds(plain())
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _component(name: str) -> str:
-    return _COMPONENTS.get(name, name)
-
-
 def _whole_bounds(value: Any) -> Any:
     if isinstance(value, list):
         return [_whole_bounds(member) for member in value]
-    if isinstance(value, str) and value.startswith(_REFERENCE):
-        return _REFERENCE + _component(value.removeprefix(_REFERENCE))
     if not isinstance(value, dict):
         return value
     return {
