@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.models.config import ModelConfig
 from services.engine.observability.events import EventStream
 from services.engine.requests.adapter import AdapterChoice
@@ -99,7 +99,7 @@ class InProcessEngine:
         self._runs = 0
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> StepPipeline:
         return self.engine.loop._pipeline
 
     @property

@@ -12,13 +12,13 @@ from unittest.mock import patch
 from services.engine.observability.events import EngineEvent, EventStream, StepDone
 
 if TYPE_CHECKING:
-    from services.engine.loop.step_pipeline import Pipeline
+    from services.engine.loop.step_pipeline import StepPipeline
 
 _DECODES = (0, 1, 8, 16, 32, 64, 128, 192, 256)
 
 
 @contextmanager
-def recorded_steps(pipeline: Pipeline) -> Iterator[list[StepDone]]:
+def recorded_steps(pipeline: StepPipeline) -> Iterator[list[StepDone]]:
     """Inside, every step's figures are noted as the loop reports them."""
     steps: list[StepDone] = []
     before = pipeline._events

@@ -41,7 +41,7 @@ class ChosenAcceptance:
         tokens = list(result.tokens)
         at = 0
         for chunk in plan.chunks:
-            if chunk.guesses:
+            if chunk.num_draft_tokens:
                 guess = chunk.token_ids[-1]
                 right = self._random.random() < self._share
                 if right or tokens[at].token_id == guess:

@@ -40,12 +40,11 @@ from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
 from services.engine.observability.events import EventStream
 from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.session_manager import LoopHistories
+from services.engine.server.session_manager import SessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
-from services.pod.gate import Gate, build_gate
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
-from services.pod.runner import build_runner, prefill_alignment
+from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
 
@@ -74,7 +73,7 @@ class Engine:
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
     tiers: TierManager | None
-    histories: LoopHistories
+    sessions: SessionManager
     constraints: ConstraintCompiler
     description: pb.Model
 
@@ -218,7 +217,7 @@ def build_engine(
         events=stream,
         tiers=tiers,
     )
-    histories = LoopHistories(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
+    sessions = SessionManager(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
@@ -250,7 +249,7 @@ def build_engine(
         bind,
         loop,
         tiers,
-        histories,
+        sessions,
         constraints,
         description,
     )

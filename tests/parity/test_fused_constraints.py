@@ -16,7 +16,7 @@ from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
 from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.runner import Runner
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream
 from services.engine.requests.request import FinishReason, Request
 from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
@@ -79,7 +79,7 @@ def asked() -> list[Request]:
 
 def outputs(runner: Runner, limits: SchedulerConfig) -> dict[str, list[int]]:
     """Of all requests, two of which come at a time."""
-    pipeline = Pipeline(limits, runner, SliceGate(1.0), EventStream(), lambda: 0.0)
+    pipeline = StepPipeline(limits, runner, SliceGate(1.0), EventStream(), lambda: 0.0)
     coming = asked()
     found: dict[str, list[int]] = {}
     while coming or pipeline.busy:

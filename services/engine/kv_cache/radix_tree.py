@@ -31,13 +31,13 @@ class Node:
         "key",
         "label",
         "parent",
-        "passing",
         "pending",
         "pins",
         "saving",
         "slot",
         "space",
         "start",
+        "transient",
     )
 
     def __init__(self, space: Space, parent: Node | None, label: bytes, start: int) -> None:
@@ -62,7 +62,7 @@ class Node:
         self.key: Key | None = None
         """Under which the tiers have the state, and the KV from the entry before; None: they have not."""
         self.saving = False
-        self.passing = False
+        self.transient = False
         """Nobody goes on from it once the requests that live now have ended: it is not for the tiers."""
 
     def path(self) -> list[Node]:

@@ -22,7 +22,7 @@ from services.engine.kv_offload.copies.pending_writes import Persists
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.disk.files import DiskFiles
 from services.engine.kv_offload.disk.tier import DiskTier
-from services.engine.kv_offload.failures import Troubles
+from services.engine.kv_offload.failures import FailureLog
 from services.engine.kv_offload.host.loads import Loads
 from services.engine.kv_offload.host.saves import Saves
 from services.engine.kv_offload.host_memory import HostArena
@@ -99,7 +99,7 @@ class TierManager:
         if self._objects is not None:
             sizes[Tier.STORE] = limits.store_bytes
             sources[Tier.STORE] = self._objects
-        troubles = Troubles(events)
+        failures = FailureLog(events)
         self._bandwidth = Bandwidth(limits.host_rate)
         self._index = Index(
             self._layout,
@@ -114,14 +114,14 @@ class TierManager:
         self._index.gone.append(self._persists.gone)
         self._index.known.append(self._known)
         self._jobs, self._device = Worker("tiers-jobs"), Worker("tiers-device")
-        self._fetcher = Fetcher(self._index, sources, self._bandwidth, troubles)
+        self._fetcher = Fetcher(self._index, sources, self._bandwidth, failures)
         self._loads = Loads(
             self._index,
             transfer,
             self._fetcher,
             self._bandwidth,
             events,
-            troubles,
+            failures,
             device=self._device,
             timer=self._jobs,
             seconds=limits.load_seconds,
@@ -129,10 +129,10 @@ class TierManager:
             slow=self._slow,
         )
         self._saves = Saves(
-            self._index, transfer, events, troubles, device=self._device, tell=self._tell, saved=self._saved
+            self._index, transfer, events, failures, device=self._device, tell=self._tell, saved=self._saved
         )
         self._items = Items(self._index, self._fetcher, self._saved)
-        parts = (self._fetcher, events, troubles, self._persists.failed)
+        parts = (self._fetcher, events, failures, self._persists.failed)
         self._disk = self._store = None
         if self._files is not None:
             self._disk = DiskTier(

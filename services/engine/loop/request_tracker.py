@@ -23,7 +23,7 @@ import structlog
 
 from services.common.errors import DeadlineExceeded, InvalidRequest
 from services.engine.loop.kept_completions import Rollout, RolloutMemory
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EventStream, RequestDone
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
@@ -74,7 +74,7 @@ class _Live:
     """None while its adapter is loading."""
 
 
-class Desk:
+class RequestTracker:
     """Pins adapters, hands requests to the scheduler, and updates to the sinks.
 
     Args:
@@ -88,7 +88,7 @@ class Desk:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: StepPipeline,
         resolver: AdapterResolver,
         rollouts: RolloutMemory,
         events: EventStream,
@@ -129,7 +129,7 @@ class Desk:
             return
         self._live[name] = _Live(submission, sink, submitted_at)
         self._background += submission.background
-        self._admit(name)
+        self._pin(name)
 
     def abort(self, name: str, keep_tokens: int, told: Sink | None = None) -> None:
         """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
@@ -168,7 +168,7 @@ class Desk:
 
     # Adapters that load.
 
-    def admit_loaded(self) -> None:
+    def retry_loading(self) -> None:
         """Asks again for the adapters that were loading, and ends the requests that have waited too long."""
         retry, self.retry = self.retry, False
         if not self._loading:
@@ -178,7 +178,7 @@ class Desk:
             for name in list(self._loading):
                 # A failing sink may have taken it with it.
                 if name in self._loading and (choice := self._live[name].submission.adapter) not in refused:
-                    self._admit(name)
+                    self._pin(name)
                     if name in self._loading:
                         refused.add(choice)  # the others that wait for it would hear the same
         now = self._clock()
@@ -191,7 +191,7 @@ class Desk:
             return None
         return min(self._loading_until(name) for name in self._loading) - self._clock()
 
-    def _admit(self, name: str) -> None:
+    def _pin(self, name: str) -> None:
         """Pins the adapter and hands the request to the scheduler, or to those whose adapter is loading."""
         live = self._live[name]
         try:
@@ -205,7 +205,7 @@ class Desk:
         except TemperError as error:
             self.publish([_failed(name, error)])
         except Exception as error:
-            _log.exception("request could not be admitted", request=name)
+            _log.exception("request could not be scheduled", request=name)
             ending = TemperError(f"the engine could not admit the request ({type(error).__name__})")
             self.publish([_failed(name, ending)])
 

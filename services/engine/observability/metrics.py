@@ -254,11 +254,11 @@ class StateCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=VLLM_LABELS)
             family.add_metric([self._model_name, VLLM_ENGINE], value)
             yield family
-        guesses = counts.guesses
+        drafted = counts.num_draft_tokens
         counters: dict[str, tuple[str, int]] = {
-            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", guesses),
-            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", guesses),
-            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.guesses_right),
+            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", drafted),
+            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", drafted),
+            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.num_accepted_tokens),
         }
         for name, (text, count) in counters.items():
             counter = CounterMetricFamily(name, text, labels=VLLM_LABELS)

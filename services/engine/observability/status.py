@@ -21,9 +21,9 @@ class Counts:
     slots_total: int
     preemptions: int
     """Since the start."""
-    guesses: int = 0
+    num_draft_tokens: int = 0
     """Guessed tokens that were checked since the start."""
-    guesses_right: int = 0
+    num_accepted_tokens: int = 0
     evicted_bytes: int = 0
     """Given up by the prefix cache since the start."""
 

@@ -214,14 +214,15 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def guessable(self) -> bool:
-        """Whether speculation may guess tokens ahead. Not given ones: steps take them one by one, as those they replay
-        were sampled where nothing is guessed. Nor such as depend on a mask, which is made when the token before it is
-        known."""
+    def draftable(self) -> bool:
+        """Whether draft tokens may be proposed. Not where tokens are given: steps take them one by one, as those they
+        replay were sampled without draft tokens. Nor where tokens depend on a mask, which is made when the token before
+        it is known."""
         return not self.edits_logits and not self.forced_ids and not self.masked
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits depend on the output so far or are changed token by token: nothing is guessed for these."""
+        """Whether logits depend on the output so far or are changed token by token: no draft token is proposed for
+        these."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0

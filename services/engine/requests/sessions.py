@@ -30,7 +30,7 @@ def check_session(session: SessionName) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class SessionInfo:
     """What is kept of a session."""
 
     session: SessionName

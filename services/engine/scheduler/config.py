@@ -37,7 +37,8 @@ class SchedulerConfig:
     a single token (which would run as a decode). Then a prompt's bits do not depend on how it was cut, where the
     kernels compute in tiles of as many tokens."""
     speculative: bool = False
-    """The runner guesses tokens, which steps check. A running sequence has two state slots; one plan in flight."""
+    """The runner proposes draft tokens, which steps verify. A running sequence has two state slots; one plan in
+    flight."""
     block_bytes: int = 1
     """KV of a block, for comparing what the prefix cache may keep."""
     slot_bytes: int = 1

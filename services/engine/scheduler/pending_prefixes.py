@@ -24,7 +24,7 @@ class Promise:
     """Of the tree of waiting prompts, in which the position lies."""
 
 
-class Sharing:
+class PendingPrefixes:
     """All prompts that are not computed yet."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from services.engine.scheduler.sequence import Rank, Sequence
 _FEW_DEADLINES = 64
 
 
-class Roster:
+class RequestQueue:
     """Every live sequence is registered, and either runs (it has a slot) or waits. Both lists are sorted by rank.
 
     Args:

@@ -35,7 +35,7 @@ def test_every_kind_is_read(message: pb.Constraint, expected: Constraint) -> Non
     sampling = read(constraint=message)
     assert sampling.constraint == expected
     assert sampling.masked
-    assert not sampling.guessable
+    assert not sampling.draftable
     assert not sampling.edits_logits, "masks take no part in the counts that edits need"
 
 
@@ -47,7 +47,7 @@ def test_thinking_is_read() -> None:
     assert unbounded.thinking == Thinking(7)
     assert unbounded.thinking.closing == (7,)
     assert not unbounded.masked, "alone it changes nothing"
-    assert unbounded.guessable
+    assert unbounded.draftable
     assert not SamplingParams().masked
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EngineEvent, EventStream, StepDone
 from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
@@ -43,7 +43,7 @@ class Bench:
         config = SchedulerConfig(**{**defaults, "eos_token_ids": frozenset(codec().eos_ids), **changes})
         self.runner = runner(config, depth)
         self.contended = False
-        self.pipeline = Pipeline(config, self.runner, self, EventStream(self.listen), lambda: 0.0)
+        self.pipeline = StepPipeline(config, self.runner, self, EventStream(self.listen), lambda: 0.0)
         self.updates: dict[str, list[SequenceUpdate]] = {}
         self.stats: list[StepDone] = []
 

@@ -50,9 +50,9 @@ def test_nothing_to_force_is_refused() -> None:
 
 
 def test_nothing_is_guessed_of_given_tokens() -> None:
-    assert SamplingParams().guessable
-    assert not SamplingParams(min_tokens=1).guessable
-    assert not SamplingParams.forcing((1,), 1.0).guessable
+    assert SamplingParams().draftable
+    assert not SamplingParams(min_tokens=1).draftable
+    assert not SamplingParams.forcing((1,), 1.0).draftable
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0.0])

@@ -206,7 +206,7 @@ class Fixture:
         counts = self.loop.call_at_boundary(lambda: self.loop._pipeline.scheduler.counts()).result(TIMEOUT)
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert self.adapters.pins == []
-        assert len(self.loop._desk) == 0
+        assert len(self.loop._tracker) == 0
         # A step of requests that ended meanwhile may still be in flight.
         for _ in range(1000):
             if not self.loop.call_at_boundary(lambda: self.loop._pipeline.busy).result(TIMEOUT):
@@ -400,7 +400,7 @@ def test_broken_books_end_all_requests_and_serving_goes_on(engine: Fixture) -> N
     engine.runner.entered.get(timeout=TIMEOUT)
 
     def break_books() -> None:
-        engine.loop._pipeline.scheduler._memory._slots.release(engine.loop._pipeline.scheduler._roster.running[0].slot)
+        engine.loop._pipeline.scheduler._memory._slots.release(engine.loop._pipeline.scheduler._queue.running[0].slot)
 
     engine.loop.call_at_boundary(break_books)
     engine.loop.abort("r0")

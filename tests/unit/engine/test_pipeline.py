@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import TemperError
 from services.engine.kv_offload.messages import Save
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.observability.events import EngineEvent, EventStream, StepDone
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
@@ -39,7 +39,7 @@ class Bench(ToyRunner):
         self.stats: list[StepDone] = []
         self.plans: list[StepPlan] = []
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.pipeline = Pipeline(CONFIG, self, self, EventStream(self.listen), lambda: self.now, self.tiers)
+        self.pipeline = StepPipeline(CONFIG, self, self, EventStream(self.listen), lambda: self.now, self.tiers)
 
     def launch(self, plan: StepPlan) -> Step:
         number = self.launches

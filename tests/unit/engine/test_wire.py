@@ -56,7 +56,7 @@ def test_an_update_on_the_wire() -> None:
 def test_the_gauges_that_routers_read() -> None:
     counts = Counts(
         running=2, waiting=1, blocks_used=25, blocks_cached=5, blocks_total=100, slots_used=2, slots_cached=1,
-        slots_total=9, preemptions=0, guesses=10, guesses_right=7,
+        slots_total=9, preemptions=0, num_draft_tokens=10, num_accepted_tokens=7,
     )  # fmt: skip
     snapshot = AdapterSnapshot(
         "a@2",

@@ -212,7 +212,7 @@ class ModelRunner:
         ends = np.cumsum(np.array(lengths, dtype=np.int64))
         sampled = np.array([chunk.sampled_rows for chunk in chunks])
         logit_rows = np.repeat(ends, sampled) - 1
-        if any(chunk.guesses for chunk in chunks):
+        if any(chunk.num_draft_tokens for chunk in chunks):
             logit_rows -= [back for count in sampled for back in range(count - 1, -1, -1)]
         buffer = np.empty(3 * total + 3 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
         tokens, positions, kv_slots = buffer[: 3 * total].reshape(3, total)

@@ -44,8 +44,8 @@ class GuessRows:
         for chunk in chunks:
             if not chunk.samples:
                 continue
-            if chunk.request.sampling.guessable:
-                guess = chunk.token_ids[-1] if chunk.guesses else -1
+            if chunk.request.sampling.draftable:
+                guess = chunk.token_ids[-1] if chunk.num_draft_tokens else -1
                 columns.append((at, guess, rows[at], chunk.slot, chunk.output_count + 1))
                 places.append(count)
             at += chunk.sampled_rows

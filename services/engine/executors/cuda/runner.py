@@ -272,7 +272,7 @@ class CudaRunner:
         sampling = self._sampler.prepare(sampled)
         extra = sampling.step
         guessing: GuessRows | None = None
-        if self._limits.speculative and any(chunk.request.sampling.guessable for chunk in chunks):
+        if self._limits.speculative and any(chunk.request.sampling.draftable for chunk in chunks):
             guessing = GuessRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
             extra = np.concatenate((extra.reshape(-1), guessing.words.reshape(-1)))
         step = self._buffers.load(

@@ -11,7 +11,7 @@ from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.entry_format.header import Header
-from services.engine.kv_offload.failures import CopyFailed, Troubles
+from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.messages import Bytes
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import CopySaved, EventStream
@@ -45,7 +45,7 @@ class LowerTier:
         target: Target,
         fetcher: Fetcher,
         events: EventStream,
-        troubles: Troubles,
+        failures: FailureLog,
         failed: Callable[[Key, Tier], None],
     ) -> None:
         self.tier = tier
@@ -53,7 +53,7 @@ class LowerTier:
         self._target = target
         self._fetcher = fetcher
         self._events = events
-        self._troubles = troubles
+        self._failures = failures
         self._failed = failed
         self._doomed: dict[Key, None] = {}
         """Copies that no record has any more and that are still to be removed."""
@@ -143,13 +143,13 @@ class LowerTier:
             try:
                 self._target.write(header, payload)
             except CopyFailed as error:
-                if error.trouble != "full":
+                if error.reason != "full":
                     raise
                 # Others need the room as well: then this tier has to do with what it has.
                 self._give_up(record, size)
                 self._target.write(header, payload)
         except CopyFailed as error:
-            self._troubles.tell(self.tier, error.trouble, str(error))
+            self._failures.tell(self.tier, error.reason, str(error))
             return False
         with index.lock:
             if index.is_live(record):
@@ -194,6 +194,6 @@ class LowerTier:
             try:
                 self._target.remove(key)
             except CopyFailed as error:
-                self._troubles.tell(self.tier, error.trouble, str(error))
+                self._failures.tell(self.tier, error.reason, str(error))
                 return
             self._doomed.pop(key, None)

@@ -1,9 +1,9 @@
 """What the tiers have: entries, their copies, and who has to go when there is no room.
 
-Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes, everything
-behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there, so only
-leaves are evicted; from the host any entry goes that a lower tier has, and of the others only those that nothing stands
-on. Whatever is being read or written stays.
+Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes,
+everything behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there,
+so only leaves are evicted; from the host any entry goes that a lower tier has, and of the others only those that
+nothing stands on. Whatever is being read or written stays.
 """
 
 from __future__ import annotations

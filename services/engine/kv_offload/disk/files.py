@@ -203,11 +203,11 @@ class DiskFiles:
             return FoundFile(header, size, found.st_mtime)
         except OSError as error:  # which says nothing about the file: it stays, and is not used
             failure = _failure(error, "reading")
-            return failure.trouble, f"{name}: {failure}"
+            return failure.reason, f"{name}: {failure}"
         except CopyFailed as error:
             with suppress(OSError):
                 os.unlink(path)
-            return error.trouble, f"{name}: {error}"
+            return error.reason, f"{name}: {error}"
 
 
 @contextmanager
@@ -269,9 +269,9 @@ def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _failure(error: OSError, what: str) -> CopyFailed:
-    trouble: CopyFailure = "unreadable"
+    reason: CopyFailure = "unreadable"
     if error.errno in _FULL:
-        trouble = "full"
+        reason = "full"
     elif isinstance(error, FileNotFoundError):
-        trouble = "missing"
-    return CopyFailed(trouble, f"{what}: {error.strerror}")
+        reason = "missing"
+    return CopyFailed(reason, f"{what}: {error.strerror}")

@@ -15,7 +15,7 @@ from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Record
 from services.engine.kv_offload.disk.files import DiskFiles, FoundFile
-from services.engine.kv_offload.failures import CopyFailed, Troubles
+from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import EventStream
 
@@ -41,14 +41,14 @@ class DiskTier(LowerTier):
         files: DiskFiles,
         fetcher: Fetcher,
         events: EventStream,
-        troubles: Troubles,
+        failures: FailureLog,
         failed: Callable[[Key, Tier], None],
         bandwidth: Bandwidth,
         *,
         busy: Callable[[], bool],
         warm: bool,
     ) -> None:
-        super().__init__(Tier.DISK, index, files, fetcher, events, troubles, failed)
+        super().__init__(Tier.DISK, index, files, fetcher, events, failures, failed)
         self._files = files
         self._bandwidth = bandwidth
         self._busy = busy
@@ -70,10 +70,10 @@ class DiskTier(LowerTier):
         try:
             found, wrong = self._files.scan()
         except CopyFailed as error:
-            self._troubles.tell(Tier.DISK, error.trouble, str(error))
+            self._failures.tell(Tier.DISK, error.reason, str(error))
             return
-        for trouble, reason in wrong:
-            self._troubles.tell(Tier.DISK, trouble, reason)
+        for reason, message in wrong:
+            self._failures.tell(Tier.DISK, reason, message)
         if found:
             self._probe(max(found, key=lambda file: file.used))
         kept = self._keep(found)
@@ -98,7 +98,7 @@ class DiskTier(LowerTier):
         try:
             size, seconds = self._files.probe(file.header.entry)
         except CopyFailed as error:  # whoever loads it will see, too, and drop it
-            self._troubles.tell(Tier.DISK, error.trouble, str(error))
+            self._failures.tell(Tier.DISK, error.reason, str(error))
             return
         self._bandwidth.measured(Tier.DISK, size, seconds)
         log.info("tier_disk_probed", mib=round(size / 2**20, 1), seconds=round(seconds, 4))
@@ -120,7 +120,7 @@ class DiskTier(LowerTier):
                     self._index.unclaim(record)
                     kept.append((file, record))
             if record is None:
-                self._troubles.tell(Tier.DISK, "missing", "a file without the one that it stands on")
+                self._failures.tell(Tier.DISK, "missing", "a file without the one that it stands on")
         return kept
 
     def _warm_up(self, records: Sequence[Record]) -> None:

@@ -11,7 +11,7 @@ from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.failures import Troubles
+from services.engine.kv_offload.failures import FailureLog
 from services.engine.kv_offload.messages import Bytes, CacheTransfer, Event, Fence, Load, Loaded, Part
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import CopyLoaded, EventStream
@@ -71,7 +71,7 @@ class Loads:
         fetcher: Fetcher,
         bandwidth: Bandwidth,
         events: EventStream,
-        troubles: Troubles,
+        failures: FailureLog,
         *,
         device: Worker,
         timer: Worker,
@@ -84,7 +84,7 @@ class Loads:
         self._fetcher = fetcher
         self._bandwidth = bandwidth
         self._events = events
-        self._troubles = troubles
+        self._failures = failures
         self._device = device
         self._timer = timer
         self._seconds = seconds
@@ -129,7 +129,7 @@ class Loads:
                 return
             size, seconds = sum(part.size for part in left), time.monotonic() - load.began
             slow = next((part.tier for part in left if part.filling), Tier.HOST)
-            self._troubles.tell(slow, "late", f"{size:,} bytes of a load were not there after {seconds:.3f} s")
+            self._failures.tell(slow, "late", f"{size:,} bytes of a load were not there after {seconds:.3f} s")
             # What only waits for the device has come; each copy to it is measured by itself.
             if slow is not Tier.HOST:
                 self._bandwidth.late(slow, seconds)
@@ -206,7 +206,7 @@ class Loads:
             return
         with self._index.lock:
             if self._index.spoil(part.record, buffer):
-                self._troubles.tell(part.tier, "damaged", f"{part.size:,} bytes of an entry are not those written")
+                self._failures.tell(part.tier, "damaged", f"{part.size:,} bytes of an entry are not those written")
                 if part.tier is not Tier.HOST:
                     self._index.drop(part.record, part.tier)
             self._leave(part, buffer)
@@ -242,7 +242,7 @@ class Loads:
             for part in parts:
                 if part.state == "waiting" or part.filling:
                     tier = part.tier if part.buffer is None else part.buffer.origin or Tier.HOST
-                    self._troubles.tell(tier, "slow", f"an entry did not come within {self._seconds} s")
+                    self._failures.tell(tier, "slow", f"an entry did not come within {self._seconds} s")
                     self._slow(tier)
                     if part.state == "waiting":
                         self._finish(part, part.record.entry.key)

@@ -10,7 +10,7 @@ import numpy as np
 from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.failures import Troubles
+from services.engine.kv_offload.failures import FailureLog
 from services.engine.kv_offload.messages import CacheTransfer, Event, Fence, Released, Save
 from services.engine.kv_offload.worker import Worker
 from services.engine.observability.events import CopySaved, EventStream
@@ -34,7 +34,7 @@ class Saves:
         index: Index,
         transfer: CacheTransfer,
         events: EventStream,
-        troubles: Troubles,
+        failures: FailureLog,
         *,
         device: Worker,
         tell: Callable[[Event], None],
@@ -43,7 +43,7 @@ class Saves:
         self._index = index
         self._transfer = transfer
         self._events = events
-        self._troubles = troubles
+        self._failures = failures
         self._device = device
         self._tell = tell
         self._saved = saved
@@ -57,7 +57,7 @@ class Saves:
                 return
             record = self._index.expect(job.entry)
             if record is None:
-                self._troubles.tell(Tier.HOST, "missing", "an entry came before the one that it stands on")
+                self._failures.tell(Tier.HOST, "missing", "an entry came before the one that it stands on")
                 self._tell(Released(job.entry.key))
                 return
             expected = record
@@ -78,7 +78,7 @@ class Saves:
                 return
             run = index.take_room(size)
             if run is None:
-                self._troubles.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry")
+                self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry")
                 self._end(job, record, None)
                 return
             buffer = index.new_buffer(record)
@@ -90,7 +90,7 @@ class Saves:
         except BaseException:
             with index.lock:
                 index.failed(record, buffer)
-            self._troubles.tell(Tier.HOST, "unreadable", f"copying {size:,} bytes from the device failed")
+            self._failures.tell(Tier.HOST, "unreadable", f"copying {size:,} bytes from the device failed")
             raise
         with index.lock:
             index.ready(record, buffer, np.array(sums, np.int64), None)

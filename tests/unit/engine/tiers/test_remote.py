@@ -44,7 +44,7 @@ def test_what_is_not_there_is_no_failure_of_the_store() -> None:
     objects = StoreObjects(ToyStore(), LAYOUT)  # type: ignore[arg-type]
     with pytest.raises(CopyFailed) as caught:
         objects.header(chain(1)[0].key, 10_000)
-    assert caught.value.trouble == "missing"
+    assert caught.value.reason == "missing"
     assert not objects.pause
     objects.close()
 
