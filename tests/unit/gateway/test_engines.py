@@ -371,7 +371,7 @@ async def test_an_engine_that_tells_of_less_than_before_has_lost_it(engines: lis
 
 
 def test_sessions_in_requests(running: Running, http: httpx.Client) -> None:
-    (client,) = running.gateway.engines.clients
+    (client,) = running.inference.engines.clients
     expected = {"id": "mine", "engine": client.id}
     assert str(running.engine.port) not in client.id
     for sent, headers in (({"session_id": "mine"}, {}), ({}, {"x-session-id": "mine"})):
