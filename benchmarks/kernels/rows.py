@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks.kernels.timing import Case, Tensors, Work
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 HIDDEN, INTERMEDIATE, VOCAB = 2560, 9216, 248_320

@@ -14,12 +14,13 @@ import numpy as np
 import structlog
 
 from benchmarks.lib.adapters import GeneratedAdapters, adapter_name
-from services.engine.loop.ports import EngineObserver, Submission
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
 from services.engine.models.registry import read_config
+from services.engine.observability.events import EventStream
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
 
@@ -63,7 +64,7 @@ class InProcessEngine:
     Args:
         settings: prefix_cache and trainer are switched off; adapter_slots grows to the adapters and two to swap.
         adapters: how many different LoRA adapters requests use; request i uses adapter i mod ``adapters``.
-        observer: told what happens.
+        events: told what happens.
         prefix_cache: leave it on.
     """
 
@@ -73,7 +74,7 @@ class InProcessEngine:
         *,
         adapters: int = 0,
         rank: int = 16,
-        observer: EngineObserver | None = None,
+        events: EventStream | None = None,
         prefix_cache: bool = False,
     ) -> None:
         config = read_config(settings.model)
@@ -90,7 +91,7 @@ class InProcessEngine:
             }
         )
         use_threads(settings)
-        self.engine: Engine = build_engine(settings, self.registry, None, observer)
+        self.engine: Engine = build_engine(settings, self.registry, None, events)
         settle()
         self.engine.start()
         self.vocab_size = config.vocab_size
@@ -98,7 +99,7 @@ class InProcessEngine:
         self._runs = 0
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> StepPipeline:
         return self.engine.loop._pipeline
 
     @property

@@ -9,28 +9,29 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from services.engine.observability.events import EngineEvent, EventStream, StepDone
+
 if TYPE_CHECKING:
-    from services.engine.loop.ports import StepStats
-    from services.engine.loop.step_pipeline import Pipeline
+    from services.engine.loop.step_pipeline import StepPipeline
 
 _DECODES = (0, 1, 8, 16, 32, 64, 128, 192, 256)
 
 
 @contextmanager
-def recorded_steps(pipeline: Pipeline) -> Iterator[list[StepStats]]:
+def recorded_steps(pipeline: StepPipeline) -> Iterator[list[StepDone]]:
     """Inside, every step's figures are noted as the loop reports them."""
-    steps: list[StepStats] = []
-    report = pipeline._observer.step_done
+    steps: list[StepDone] = []
+    before = pipeline._events
 
-    def note(stats: StepStats) -> None:
-        steps.append(stats)
-        report(stats)
+    def note(event: EngineEvent) -> None:
+        if isinstance(event, StepDone):
+            steps.append(event)
 
-    with patch.object(pipeline._observer, "step_done", note):
+    with patch.object(pipeline, "_events", EventStream(note, before.emit)):
         yield steps
 
 
-def by_kind(steps: list[StepStats]) -> list[dict[str, Any]]:
+def by_kind(steps: list[StepDone]) -> list[dict[str, Any]]:
     """Steps of up to so many decodes beside so many prompt tokens: how many there were, and their median milliseconds.
 
     Decodes are counted in buckets, up to the number given.

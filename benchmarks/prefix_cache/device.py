@@ -39,13 +39,14 @@ from services.engine.executors.cuda.cache_transfer import CudaCacheTransfer
 from services.engine.executors.cuda.compile_ahead import compiler_pool
 from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, RunnerOptions
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
+from services.engine.kv_offload.entry_format import WORD, checksum, weights
 from services.engine.kv_offload.messages import Bytes
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 from services.pod.memory import WAITING_WRITES

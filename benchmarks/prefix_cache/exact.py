@@ -46,18 +46,19 @@ from benchmarks.prefix_cache.token_by_token import TokenByToken
 from benchmarks.prefix_cache.workloads import ADAPTERS, VOCAB, Workload, make_workload
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.kv_offload.config import TierLimits
-from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import NoTierObserver, Tier
+from services.engine.kv_cache.keys import Tier
+from services.engine.kv_offload.manager import TierLimits, TierManager
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.outputs import Finished
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.observability.events import CopyEvicted, EngineEvent, EventStream
+from services.engine.requests.outputs import Finished, SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 CONFIG = Qwen3_5Config(
     vocab_size=VOCAB,
@@ -133,17 +134,6 @@ class Totals:
     def missing(self, places: Sequence[str]) -> list[str]:
         """Those that did not answer, or to no prompt that branches."""
         return [place for place in places if not self.cached_from[place] or not self.branched_from[place]]
-
-
-class _Evictions(NoTierObserver):
-    """Counts them. Called on the threads of the tiers, under their lock."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        self._counts = counts
-
-    def tier_evicted(self, tier: Tier | None, size: int) -> None:
-        """One copy."""
-        self._counts["device" if tier is None else tier.value] += 1
 
 
 class Bench:
@@ -241,8 +231,12 @@ class Bench:
                 store_poll_seconds=3600.0,
                 store_after_uses=0,
             )
-            observer = _Evictions(Counter() if evicted is None else evicted)
-            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, observer, woken.set, MemoryStore())
+
+            def count(event: EngineEvent) -> None:
+                if isinstance(event, CopyEvicted) and evicted is not None:
+                    evicted[event.tier.value] += 1
+
+            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, EventStream(count), woken.set, MemoryStore())
             tiers.start()
             try:
                 # Whatever is computed takes longer than any load.

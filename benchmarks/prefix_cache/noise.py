@@ -48,9 +48,8 @@ from benchmarks.prefix_cache.conversations import Conversation, Tokens, conversa
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine
-    from services.engine.requests.outputs import Finished, SequenceUpdate
-    from services.engine.requests.request import SamplingParams
-    from services.engine.scheduler.step_plan import SampledToken
+    from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
+    from services.engine.requests.sampling_params import SamplingParams
 
 BOUND = 1.5
 """Times the noise."""
@@ -150,8 +149,8 @@ class Asking:
 
 
 def _submission(name: str, ask: Ask) -> Any:
-    from services.engine.loop.ports import Submission
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.submission import Submission
 
     return Submission(name, ask.prompt, ask.sampling, AdapterChoice(), cache_salt=ask.salt)
 
@@ -319,13 +318,13 @@ class Measurement:
 
 
 def _drawn(count: int, seed: int) -> SamplingParams:
-    from services.engine.requests.request import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=count, ignore_eos=True, top_logprobs=1)
 
 
 def _forced(tokens: Tokens) -> SamplingParams:
-    from services.engine.requests.request import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
     return replace(SamplingParams.forcing(tokens, 1.0), top_logprobs=1)
 

@@ -22,7 +22,7 @@ class TokenByToken:
         Raises:
             ValueError: it has guesses, or reads prompts.
         """
-        if plan.reads or any(chunk.guesses or chunk.out_slot for chunk in plan.chunks):
+        if plan.reads or any(chunk.num_draft_tokens or chunk.out_slot for chunk in plan.chunks):
             raise ValueError("a plan that guesses or reads prompts cannot be run token by token")
         return StepResult([token for step in single_steps(plan) for token in self._runner.execute(step).tokens])
 

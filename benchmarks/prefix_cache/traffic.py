@@ -89,10 +89,10 @@ class Traffic:
         return None
 
     def _send(self, number: int) -> Sent:
-        from services.engine.loop.ports import Submission
-        from services.engine.requests.request import SamplingParams
+        from services.engine.requests.adapter import AdapterChoice
+        from services.engine.requests.sampling_params import SamplingParams
         from services.engine.requests.sessions import SessionName
-        from services.engine.server.protobuf import AdapterChoice
+        from services.engine.requests.submission import Submission
 
         session, turn = self._workload.sessions[number], self._turns[number]
         self._turns[number] += 1

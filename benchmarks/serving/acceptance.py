@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from services.engine.loop.ports import OpenStep, Runner, StepHandle
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 
@@ -41,7 +41,7 @@ class ChosenAcceptance:
         tokens = list(result.tokens)
         at = 0
         for chunk in plan.chunks:
-            if chunk.guesses:
+            if chunk.num_draft_tokens:
                 guess = chunk.token_ids[-1]
                 right = self._random.random() < self._share
                 if right or tokens[at].token_id == guess:

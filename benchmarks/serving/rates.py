@@ -28,7 +28,7 @@ from benchmarks.lib.stages import Stages
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine, Run
-    from services.engine.loop.step_pipeline import Pipeline
+    from services.engine.loop.step_pipeline import StepPipeline
 
 _REPEATS = 2
 _WARM_TOKENS = 12
@@ -162,9 +162,9 @@ def run(options: argparse.Namespace) -> None:
             try:
                 report |= measure(engine, case)
                 after = pipeline.scheduler.counts()
-                if after.guesses > before.guesses:
-                    right = after.guesses_right - before.guesses_right
-                    report["acceptance"] = round(right / (after.guesses - before.guesses), 4)
+                if after.num_draft_tokens > before.num_draft_tokens:
+                    right = after.num_accepted_tokens - before.num_accepted_tokens
+                    report["acceptance"] = round(right / (after.num_draft_tokens - before.num_draft_tokens), 4)
                 left = options.seconds - (time.perf_counter() - began)
                 if options.swaps:
                     report["swaps"] = measure_swaps(engine, case, options.swaps, seconds=left)
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
         engine.stop()
 
 
-def _mix(pipeline: Pipeline, tokens: int) -> None:
+def _mix(pipeline: StepPipeline, tokens: int) -> None:
     """From now on steps with decodes hold up to so many prompt tokens."""
     pipeline.scheduler.config = replace(pipeline.scheduler.config, mixed_prefill_tokens=tokens)
 

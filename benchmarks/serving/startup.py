@@ -38,10 +38,10 @@ def child(model: Path, zero: float) -> None:
 
     from services.common.adapters.registry import AdapterRegistry
     from services.common.storage.object_store import ObjectStore
-    from services.engine.loop.ports import Submission
+    from services.engine.requests.adapter import AdapterChoice
     from services.engine.requests.outputs import SequenceUpdate
-    from services.engine.requests.request import SamplingParams
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.sampling_params import SamplingParams
+    from services.engine.requests.submission import Submission
     from services.pod.engine import build_engine, use_threads
 
     stages.done("import the engine")

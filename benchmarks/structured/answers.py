@@ -24,10 +24,11 @@ from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_f
 from benchmarks.structured.drawn_schemas import Schema
 from benchmarks.structured.judge import Judge, Outcome
 from services.engine.constraints.grammars import CompiledGrammar
-from services.engine.loop.ports import Submission
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import FinishReason, SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 _PROMPT = "Give me JSON."

@@ -29,8 +29,8 @@ from benchmarks.structured.schemas import SchemaMaker
 
 if TYPE_CHECKING:
     from benchmarks.lib.in_process import InProcessEngine
-    from services.engine.loop.ports import Submission
     from services.engine.requests.outputs import SequenceUpdate
+    from services.engine.requests.submission import Submission
 
 _ENDLESS = {"type": "array", "items": {"type": "string"}, "minItems": 100_000}
 """Keeps a request going: its end is that of its tokens."""
@@ -63,10 +63,10 @@ def try_schemas(engine: InProcessEngine, count: int, seed: int, max_tokens: int)
     import jsonschema_rs
 
     from services.engine.constraints.refusal import Refused
-    from services.engine.loop.ports import Submission
-    from services.engine.requests.constraint import Constraint, ConstraintKind
-    from services.engine.requests.request import FinishReason, SamplingParams
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.request import FinishReason
+    from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
+    from services.engine.requests.submission import Submission
 
     maker = SchemaMaker(seed)
     compile_one = compiler_of(engine)
@@ -134,10 +134,9 @@ def compiler_of(engine: InProcessEngine) -> Any:
 
 def measure_cost(engine: InProcessEngine, case: Case, repeats: int) -> dict[str, Any]:
     """Decode rates with and without masks, in turn: decode = c · (out - 1) / (t(out) - t(1)), the best of each."""
-    from services.engine.loop.ports import Submission
-    from services.engine.requests.constraint import Constraint, ConstraintKind
-    from services.engine.requests.request import SamplingParams
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
+    from services.engine.requests.submission import Submission
 
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(_ENDLESS),))
     grammar = compiler_of(engine)(constraint)
@@ -200,22 +199,21 @@ class mask_times:  # noqa: N801 - a context manager
 
     def __init__(self, engine: InProcessEngine, into: list[float]) -> None:
         self._pipeline, self._into = engine.pipeline, into
-        self._before = self._pipeline._observer
+        self._before = self._pipeline._events
 
     def __enter__(self) -> None:
-        from services.engine.loop.ports import NoObserver, StepStats
+        from services.engine.observability.events import EngineEvent, EventStream, StepDone
 
         into = self._into
 
-        class Observer(NoObserver):
-            def step_done(self, stats: StepStats) -> None:
-                if stats.mask_seconds:
-                    into.append(stats.mask_seconds)
+        def note(event: EngineEvent) -> None:
+            if isinstance(event, StepDone) and event.mask_seconds:
+                into.append(event.mask_seconds)
 
-        self._pipeline._observer = Observer()
+        self._pipeline._events = EventStream(note)
 
     def __exit__(self, *_: object) -> None:
-        self._pipeline._observer = self._before
+        self._pipeline._events = self._before
 
 
 def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
@@ -230,7 +228,8 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
     from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
     from services.engine.executors.cuda.sampling.sampler import CudaSampler
     from services.engine.executors.cuda.stream import EngineStream
-    from services.engine.requests.request import Request, SamplingParams
+    from services.engine.requests.request import Request
+    from services.engine.requests.sampling_params import SamplingParams
     from services.engine.scheduler.step_plan import Chunk
 
     draw = random.Random(seed)

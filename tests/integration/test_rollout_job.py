@@ -18,7 +18,7 @@ from services.common.jobs import GrpoJob, Job, JobEvent, JobState
 from services.common.queue.job_queue import JobQueue
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
 from services.trainer.rewards import Webhooks
 from services.trainer.runtime.worker import TrainerWorker

@@ -368,9 +368,9 @@ class InStep:
             if self.tolerance < 1e-3:
                 assert mine.token_id == theirs.token_id
                 assert abs(mine.sampling_logprob - theirs.sampling_logprob) < 10 * self.tolerance
-        assert len(ours.guesses) == len(result.guesses)
+        assert len(ours.draft_token_ids) == len(result.draft_token_ids)
         if self.tolerance < 1e-3:
-            assert list(ours.guesses) == list(result.guesses)
+            assert list(ours.draft_token_ids) == list(result.draft_token_ids)
         self._compare_reports(ours.reports, result.reports)
         return result
 

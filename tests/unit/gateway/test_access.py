@@ -84,7 +84,7 @@ def _post_and_leave(http: httpx.Client) -> None:
 
 def test_a_full_gateway_reads_no_body(start: Starter) -> None:
     running = start(max_in_flight=1)
-    reservation = running.gateway.admission.reserve(1)
+    reservation = running.inference.admission.reserve(1)
     try:
         answer = _answer_to_head(running, "/v1/chat/completions", "content-length: 9000000")
         assert answer.startswith(b"HTTP/1.1 503")

@@ -188,7 +188,7 @@ def test_missing(http: httpx.Client) -> None:
 def test_store_away(running: Running, http: httpx.Client) -> None:
     upload(http)
     running.engine.attached = "bot@1"
-    running.wait_for(lambda: running.gateway.engines.attached == "bot@1")
+    running.wait_for(lambda: running.inference.engines.attached == "bot@1")
     running.store.down = True
     for method, path in [("GET", ""), ("GET", "/bot"), ("POST", "/bot/attach"), ("DELETE", "/bot")]:
         answer = http.request(method, f"/v1/adapters{path}")

@@ -47,7 +47,7 @@ def test_life(start: Starter) -> None:
         assert done["output"][0]["content"][0]["text"] == "slowly"
         assert (done["adapter"], done["usage"]["output_tokens"]) == ("bot@2", 7)
         assert http.post(f"{ROUTE}/{response_id}/cancel").json() == done, "what has ended stays as it is"
-        assert running.gateway.admission.taken == running.gateway.background.running == 0
+        assert running.inference.admission.taken == running.response_services.background.running == 0
         answer = http.post(ROUTE, json={"model": MODEL, "input": "and?", "previous_response_id": response_id})
         assert answer.status_code == 200
 
@@ -61,7 +61,7 @@ def test_cancel(running: Running, client: openai.OpenAI, http: httpx.Client) -> 
     cancelled = client.responses.cancel(response_id)
     assert (cancelled.status, cancelled.output) == ("cancelled", [])
     running.wait_for(lambda: bool(running.engine.aborts))
-    running.wait_for(lambda: running.gateway.background.running == 0)
+    running.wait_for(lambda: running.response_services.background.running == 0)
     assert client.responses.cancel(response_id).status == "cancelled"
     running.engine.behaviour = says("hi")
     foreground = client.responses.create(model=MODEL, input="hi")
@@ -87,7 +87,7 @@ def test_deleted_or_cancelled_elsewhere(start: Starter) -> None:
         assert key.endswith(other)
         del running.responses.records[key]  # by another gateway
         running.wait_for(lambda: len(running.engine.aborts) == 2)
-        running.wait_for(lambda: running.gateway.background.running == 0)
+        running.wait_for(lambda: running.response_services.background.running == 0)
         assert running.responses.records == {}, "nothing is written about what nobody wants"
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_succeed_is_refused_at_once(running: Running, http: httpx.Cl
         assert http.post(ROUTE, json=ASK | change).status_code == status
     streamed = http.post(ROUTE, json=ASK | {"stream": True})
     assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "stream")
-    assert (running.responses.records, running.gateway.background.running) == ({}, 0)
+    assert (running.responses.records, running.response_services.background.running) == ({}, 0)
 
 
 def test_number_is_bounded(start: Starter) -> None:
@@ -116,9 +116,9 @@ def test_number_is_bounded(start: Starter) -> None:
         full = http.post(ROUTE, json=ASK)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         assert "retry-after" in full.headers
-        assert running.gateway.admission.taken == 2, "what was refused holds nothing"
+        assert running.inference.admission.taken == 2, "what was refused holds nothing"
         http.post(f"{ROUTE}/{first}/cancel")
-        running.wait_for(lambda: running.gateway.background.running == 1)
+        running.wait_for(lambda: running.response_services.background.running == 1)
         begin(http)
 
 
@@ -147,7 +147,7 @@ def test_gateway_stops(start: Starter) -> None:
     with httpx.Client(base_url=running.url, timeout=10) as http:
         late, stuck = begin(http, max_output_tokens=9), begin(http)
         await_status(running, http, stuck, "in_progress")
-        running.run(_set(running.gateway.closing))
+        running.run(_set(running.lifecycle.closing))
         refused = http.post(ROUTE, json=ASK)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     running.stop()
@@ -174,7 +174,7 @@ def test_redis_away_at_the_end(start: Starter) -> None:
         response_id = begin(http)
         running.responses.down = True
         released.set()
-        running.wait_for(lambda: running.gateway.admission.taken == 0)
-        assert running.gateway.background.running == 1, "its answer is not stored yet"
+        running.wait_for(lambda: running.inference.admission.taken == 0)
+        assert running.response_services.background.running == 1, "its answer is not stored yet"
         running.responses.down = False
         await_status(running, http, response_id, "completed")

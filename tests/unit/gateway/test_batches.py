@@ -91,7 +91,7 @@ def batches(_gateway: Batches) -> Iterator[Batches]:
     _gateway.running.engine.behaviour = says("Hello")
     _gateway.running.engine.requests.clear()
     yield _gateway
-    _gateway.running.wait_for(lambda: _gateway.running.gateway.admission.taken == 0)
+    _gateway.running.wait_for(lambda: _gateway.running.inference.admission.taken == 0)
 
 
 def test_life_of_a_batch(batches: Batches) -> None:
@@ -358,7 +358,7 @@ def test_half_of_the_gateway_is_for_users(start: Starter) -> None:
     running = batches.running
     let_go = asyncio.Event()
     running.engine.behaviour = says_after(let_go, "Hello")
-    users = [running.gateway.admission.reserve(1) for _ in range(2)]
+    users = [running.inference.admission.reserve(1) for _ in range(2)]
     batch = batches.submit(*(line(str(i)) for i in range(8)))
     batches.wait(batch.id, lambda found: found.status == "in_progress")
     time.sleep(0.5)

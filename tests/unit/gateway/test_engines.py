@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2
+from services.gateway.core.engine_target import EngineTarget
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.circuit_breaker import BreakerState
 from services.gateway.engines.client import EngineClient
-from services.gateway.engines.discovery import Discovery, EngineTarget, resolve
+from services.gateway.engines.discovery import Discovery, resolve
 from services.gateway.engines.load_balancing import Affinity, route_of
 from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings
@@ -370,7 +371,7 @@ async def test_an_engine_that_tells_of_less_than_before_has_lost_it(engines: lis
 
 
 def test_sessions_in_requests(running: Running, http: httpx.Client) -> None:
-    (client,) = running.gateway.engines.clients
+    (client,) = running.inference.engines.clients
     expected = {"id": "mine", "engine": client.id}
     assert str(running.engine.port) not in client.id
     for sent, headers in (({"session_id": "mine"}, {}), ({}, {"x-session-id": "mine"})):

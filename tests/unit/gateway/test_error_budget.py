@@ -55,7 +55,7 @@ def a_minute(found: dict[tuple[str, str], float]) -> dict[str, str]:
 
 def test_a_full_gateway_burns_its_budget(start: Starter, promtool: Promtool, tmp_path: Path) -> None:
     running = start(max_in_flight=1)
-    reservation = running.gateway.admission.reserve(1)
+    reservation = running.inference.admission.reserve(1)
     try:
         for route in _GENERATING:
             assert httpx.post(f"{running.url}{route}", json=CHAT, trust_env=False).status_code == 503

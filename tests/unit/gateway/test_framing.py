@@ -177,7 +177,7 @@ def test_coded_bodies_are_read(http: httpx.Client, name: str) -> None:
 @pytest.mark.parametrize("name", ["gzip", "deflate", "raw deflate", "zstd", "two"])
 def test_a_bomb_is_too_large_and_goes_no_further(running: Running, http: httpx.Client, name: str) -> None:
     coding, code = CODINGS[name]
-    bomb = code(bytes(running.gateway.settings.max_body_bytes + 1))
+    bomb = code(bytes(running.inference.settings.max_body_bytes + 1))
     assert len(bomb) < 100_000
     headers = {"content-type": "application/json", "content-encoding": coding}
     answer = http.post("/v1/chat/completions", content=bomb, headers=headers)

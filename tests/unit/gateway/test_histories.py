@@ -49,7 +49,7 @@ def test_a_session_is_told(running: Running, http: httpx.Client) -> None:
     found = http.get(f"{ROUTE}/talk")
     assert found.status_code == 200
     SessionObject.model_validate_json(found.content, strict=True)
-    (client,) = running.gateway.engines.clients
+    (client,) = running.inference.engines.clients
     assert found.json() == {
         "id": "talk",
         "object": "session",
@@ -174,7 +174,7 @@ def test_an_export_goes_at_its_readers_pace(start: Starter) -> None:
 
 
 def test_an_import_goes_at_the_engines_pace(running: Running) -> None:
-    histories = running.engine.histories
+    histories = running.engine.sessions
     histories.taken = 0
     histories.go_on.clear()
     sent = 0
@@ -235,13 +235,13 @@ def test_an_engine_lost_in_the_middle_of_an_export(start: Starter) -> None:
 
 
 def test_sessions_of_all_engines_are_one_list(two: Running, http_two: httpx.Client) -> None:
-    first, second = (engine.histories for engine in two.engines)
+    first, second = (engine.sessions for engine in two.engines)
     first.keep("", "a", b"1", used=10.0)
     second.keep("", "a", b"22", used=20.0)
     second.keep("", "b", b"", used=15.0)
     assert names(http_two) == ["a", "b"]
     ids = {f"127.0.0.1:{engine.port}": engine for engine in two.engines}
-    by_id = {client.id: ids[client.address] for client in two.gateway.engines.clients}
+    by_id = {client.id: ids[client.address] for client in two.inference.engines.clients}
     for found in (http_two.get(f"{ROUTE}/a").json(), http_two.get(ROUTE).json()["data"][0]):
         assert (found["tokens"], by_id[found["engine"]]) == (2, two.engines[1]), "the one that was used last"
     assert http_two.get(f"{ROUTE}/a/export").content == MAGIC + b"22"
@@ -254,7 +254,7 @@ def test_sessions_of_all_engines_are_one_list(two: Running, http_two: httpx.Clie
 
 def test_the_engine_of_a_session_is_asked_first(two: Running, http_two: httpx.Client) -> None:
     home = http_two.post("/v1/chat/completions", json=CHAT | {"session_id": "s"}).json()["usage"]["session"]["engine"]
-    at_home = next(client for client in two.gateway.engines.clients if client.id == home)
+    at_home = next(client for client in two.inference.engines.clients if client.id == home)
     (engine,) = (engine for engine in two.engines if at_home.address.endswith(f":{engine.port}"))
     (other,) = (one for one in two.engines if one is not engine)
     other.histories.keep("", "s", b"22", used=20.0)
@@ -281,7 +281,7 @@ def test_requests_follow_an_import(two: Running, http_two: httpx.Client) -> None
 def test_an_engine_that_is_away(two: Running, http_two: httpx.Client) -> None:
     for engine in two.engines:
         engine.histories.keep("", "s", used=1.0)
-    clients = {client.address: client for client in two.gateway.engines.clients}
+    clients = {client.address: client for client in two.inference.engines.clients}
     gone = two.engines[0]
     address = f"127.0.0.1:{gone.port}"
     two.run(gone.stop())

@@ -82,7 +82,7 @@ def test_any_engine_may_take_a_job(
 ) -> None:
     """One that does not say what it allows, takes no jobs or is of an earlier release."""
     running = start(*(FakeEngine(webhooks=webhooks) for webhooks in others))
-    running.wait_for(lambda: all(client.ready for client in running.gateway.engines.clients))
+    running.wait_for(lambda: all(client.ready for client in running.inference.engines.clients))
     with httpx.Client(base_url=running.url, timeout=20) as http:
         answer = http.post("/v1/train/grpo", json=webhook_job("https://scores.example/v1"))
     if says is None:
@@ -229,7 +229,7 @@ def test_rollouts_that_are_all_masked(http: httpx.Client) -> None:
 
 
 def test_a_token_that_the_second_checkpoint_does_not_know(running: Running, http: httpx.Client) -> None:
-    info = running.gateway.engines.served.info
+    info = running.inference.engines.served.info
     body = {"adapter": "bot", "rounds": 1, "max_tokens": 8, "teacher": "checkpoint"}
     try:
         info.teacher, info.teacher_vocab_size = "digest", 100

@@ -224,7 +224,7 @@ def test_reload(guarded: Running, door: httpx.Client, keys: Keys) -> None:
         return door.get("/v1/models", headers=keys.bearer(name)).status_code
 
     def failures() -> float:
-        return float(guarded.gateway.metrics.api_key_reload_failures._value.get())
+        return float(guarded.inference.metrics.api_key_reload_failures._value.get())
 
     keys.add("late", Scope.INFERENCE)
     guarded.wait_for(lambda: status("late") == 200)
@@ -409,7 +409,7 @@ def test_no_key_comes_out(
     # Not this client's own lines, nor uvicorn's, which only pytest listens to: gateways have them off.
     others = ("httpx", "httpcore.connection", "httpcore.http11", "uvicorn.access")
     ours = [record.getMessage() for record in caplog.records if record.name not in others]
-    said += [out, err, *ours, generate_latest(guarded.gateway.metrics.registry).decode()]
+    said += [out, err, *ours, generate_latest(guarded.inference.metrics.registry).decode()]
     said += [file.read_text() for file in keys.path.parent.glob("audit*")]
     everything = "\n".join(said)
     assert "tp-***" in out, "a key in a path is masked"

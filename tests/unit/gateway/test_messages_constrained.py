@@ -56,7 +56,7 @@ def test_thinking_has_a_budget(running: Running, claude: anthropic.Anthropic) ->
     claude.messages.create(**BODY, thinking={"type": "adaptive"})
     assert not running.engine.requests[-1].sampling.thinking.HasField("budget")
     claude.messages.create(**BODY, thinking={"type": "adaptive"}, output_config={"effort": "max"})
-    budget = running.gateway.settings.reasoning_budget_xhigh
+    budget = running.inference.settings.reasoning_budget_xhigh
     assert running.engine.requests[-1].sampling.thinking.budget == budget
 
 

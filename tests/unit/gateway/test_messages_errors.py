@@ -187,8 +187,8 @@ def test_body_limit_and_admission(start: Starter) -> None:
         running.engine.behaviour = hangs
         with pytest.raises(httpx.ReadTimeout):
             http.post(ROUTE, json=BODY, timeout=0.2)
-        running.wait_for(lambda: bool(running.engine.aborts) and running.gateway.admission.taken == 0)
-        place = running.gateway.admission.reserve(1)
+        running.wait_for(lambda: bool(running.engine.aborts) and running.inference.admission.taken == 0)
+        place = running.inference.admission.reserve(1)
         for route in (ROUTE, f"{ROUTE}/count_tokens"):
             body = BODY if route == ROUTE else {"model": MODEL, "messages": USER}
             full = http.post(route, json=body)

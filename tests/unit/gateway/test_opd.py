@@ -70,5 +70,5 @@ def test_an_unknown_version_is_refused(running: Running, http: httpx.Client, tea
 
 
 def test_a_second_checkpoint_may_teach_where_there_is_one(running: Running, http: httpx.Client) -> None:
-    running.gateway.engines.served.info.teacher = "digest"
+    running.inference.engines.served.info.teacher = "digest"
     assert post(http, teacher="checkpoint").status_code == 202

@@ -51,7 +51,7 @@ def test_many_clients_leave(running: Running) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(leave, range(48)))
-    running.wait_for(lambda: not running.engine.running and running.gateway.admission.taken == 0)
+    running.wait_for(lambda: not running.engine.running and running.inference.admission.taken == 0)
 
 
 def test_admission_is_bounded(start: Starter) -> None:
@@ -59,13 +59,13 @@ def test_admission_is_bounded(start: Starter) -> None:
     with httpx.Client(base_url=running.url, timeout=10) as http:
         waiting = threading.Thread(target=lambda: _quietly(running, {"n": 3}))
         waiting.start()
-        running.wait_for(lambda: running.gateway.admission.taken == 3)
+        running.wait_for(lambda: running.inference.admission.taken == 3)
         answer = http.post(ROUTE, json=CHAT | {"n": 2})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "overloaded"
         assert int(answer.headers["retry-after"]) >= 1
         waiting.join()
-        running.wait_for(lambda: running.gateway.admission.taken == 0)
+        running.wait_for(lambda: running.inference.admission.taken == 0)
 
 
 def _quietly(running: Running, change: dict[str, object]) -> None:
@@ -99,7 +99,7 @@ def test_engine_dies_while_it_answers(running: Running, http: httpx.Client) -> N
     events = http.post(ROUTE, json=CHAT | {"stream": True}).text.split("\n\n")
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "unavailable"
     assert "[DONE]" not in "".join(events)
-    running.wait_for(lambda: running.gateway.engines.ready)
+    running.wait_for(lambda: running.inference.engines.ready)
     answer = http.post(ROUTE, json=CHAT)
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
@@ -131,7 +131,7 @@ def test_unstarted_request_goes_to_another_engine(start: Starter) -> None:
             engine.behaviour, other.behaviour = dies(), says("here")
             answer = http.post(ROUTE, json=CHAT)
             assert answer.json()["choices"][0]["message"]["content"] == "here"
-            running.wait_for(lambda: all(client.ready for client in running.gateway.engines.clients))
+            running.wait_for(lambda: all(client.ready for client in running.inference.engines.clients))
     assert len(left.requests) + len(right.requests) >= 3
 
 
@@ -139,7 +139,7 @@ def test_draining_engine_gets_nothing_new(start: Starter) -> None:
     left, right = FakeEngine(), FakeEngine()
     running = start(left, right)
     left.draining = True
-    running.wait_for(lambda: sum(client.ready for client in running.gateway.engines.clients) == 1)
+    running.wait_for(lambda: sum(client.ready for client in running.inference.engines.clients) == 1)
     with httpx.Client(base_url=running.url, timeout=10) as http:
         for number in range(8):
             body = CHAT | {"messages": [{"role": "user", "content": f"{number}"}]}
@@ -164,7 +164,7 @@ def test_affinity(start: Starter) -> None:
 def test_no_engine(start: Starter) -> None:
     running = start(engine_retry_seconds=0.3)
     running.run(running.engine.stop())
-    running.wait_for(lambda: not running.gateway.engines.ready)
+    running.wait_for(lambda: not running.inference.engines.ready)
     with httpx.Client(base_url=running.url, timeout=10) as http:
         begun = time.monotonic()
         answer = http.post(ROUTE, json=CHAT)
@@ -175,14 +175,14 @@ def test_no_engine(start: Starter) -> None:
         assert http.get("/livez").status_code == 200
         assert http.get("/healthz").json()["status"] == "degraded"
         running.run(running.engine.start(running.engine.port))
-        running.wait_for(lambda: running.gateway.engines.ready)
+        running.wait_for(lambda: running.inference.engines.ready)
         assert http.get("/readyz").status_code == 200
         assert http.post(ROUTE, json=CHAT).status_code == 200
 
 
 def test_engine_with_another_checkpoint_is_kept_out(start: Starter) -> None:
     running = start(FakeEngine(), FakeEngine(digest="e" * 64), all_ready=False)
-    clients = running.gateway.engines.clients
+    clients = running.inference.engines.clients
     running.wait_for(lambda: any("another checkpoint" in client.last_error for client in clients))
     assert [client.ready for client in clients].count(True) == 1
 
@@ -205,7 +205,7 @@ def test_queues_are_in_the_metrics_while_redis_answers(start: Starter) -> None:
     with httpx.Client(base_url=running.url) as http:
         assert 'temper_gateway_jobs{queue="training",state="queued"} 0.0' in http.get("/metrics").text
         running.queue.down = True
-        running.gateway.queues._due = 0.0
+        running.health.queues._due = 0.0
         text = http.get("/metrics").text
     assert "temper_gateway_redis_up 0.0" in text
     assert "temper_gateway_jobs{" not in text

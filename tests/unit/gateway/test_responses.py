@@ -300,7 +300,7 @@ def test_fails_in_a_stream(running: Running, http: httpx.Client, behaviour: Any,
     assert http.get(f"{ROUTE}/{response['id']}").json() == response
     again = http.post(ROUTE, json=ASK | {"previous_response_id": response["id"]})
     assert (again.status_code, again.json()["error"]["param"]) == (409, "previous_response_id")
-    running.wait_for(lambda: running.gateway.engines.ready)
+    running.wait_for(lambda: running.inference.engines.ready)
 
 
 def test_client_leaves(running: Running, http: httpx.Client) -> None:
@@ -359,7 +359,7 @@ def test_input_tokens(running: Running, client: openai.OpenAI) -> None:
 
 def test_admission(start: Starter) -> None:
     running = start(FakeEngine(), max_in_flight=1)
-    held = running.gateway.admission.reserve(1)
+    held = running.inference.admission.reserve(1)
     with httpx.Client(base_url=running.url, timeout=10) as http:
         answer = http.post(ROUTE, json=ASK)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")

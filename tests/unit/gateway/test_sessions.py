@@ -133,7 +133,7 @@ def test_a_new_session_goes_where_the_fewest_are_and_on_to_where_there_is_room(s
         for count in range(1, 5):
             names.append(opened(http))
             running.wait_for(
-                lambda count=count: sum(c.status.sessions_open for c in running.gateway.engines.clients) == count  # type: ignore[misc]
+                lambda count=count: sum(c.status.sessions_open for c in running.inference.engines.clients) == count  # type: ignore[misc]
             )
         assert len(full.sessions.opened) == len(free.sessions.opened) == 2
         for name in names:
@@ -157,14 +157,14 @@ def test_an_engine_that_is_back_with_another_process_has_lost_its_sessions(start
         session = opened(http)
         sent = send(http, session)
         running.run(engine.stop())
-        running.wait_for(lambda: not running.gateway.engines.clients[0].connected)
+        running.wait_for(lambda: not running.inference.engines.clients[0].connected)
         away = http.get(f"/v1/train/sessions/{session}")
         assert error_of(away, 503)["code"] == "unavailable"
         assert "retry-after" in away.headers
         assert http.get(f"/v1/train/futures/{sent['id']}").status_code == 503
         engine.sessions = FakeSessions("0" * 12)
         running.run(engine.start(engine.port))
-        running.wait_for(lambda: running.gateway.engines.clients[0].connected)
+        running.wait_for(lambda: running.inference.engines.clients[0].connected)
         assert "has ended" in error_of(http.get(f"/v1/train/sessions/{session}"), 410)["message"]
         assert error_of(http.post(f"/v1/train/sessions/{session}/optim_step", json={"seq": 2}), 410)["code"] == "gone"
         assert error_of(http.delete(f"/v1/train/sessions/{session}"), 410)["code"] == "gone"
@@ -180,12 +180,12 @@ def test_an_engine_that_was_only_out_of_reach_still_has_its_sessions(start: Star
         session = opened(http)
         sent = send(http, session)
         running.run(engine.stop())
-        running.wait_for(lambda: not running.gateway.engines.clients[0].connected)
+        running.wait_for(lambda: not running.inference.engines.clients[0].connected)
         returning = threading.Timer(1.0, lambda: running.run(engine.start(engine.port)))
         returning.start()
         found = http.get(f"/v1/train/futures/{sent['id']}", params={"wait": 15})
         assert (found.status_code, found.json()["state"]) == (200, "done"), "the wait outlasts the outage"
-        running.wait_for(lambda: running.gateway.engines.clients[0].connected)
+        running.wait_for(lambda: running.inference.engines.clients[0].connected)
         assert http.get(f"/v1/train/sessions/{session}").status_code == 200
 
 

@@ -251,7 +251,7 @@ def test_an_engine_that_does_not_say(start: Starter, monkeypatch: pytest.MonkeyP
     with httpx.Client(base_url=running.url, timeout=20) as http:
         answer = http.post("/v1/chat/completions", json=CHAT | {"stop": ["two"], "stream": stream})
     assert _choices(answer, stream)[-1]["finish_reason"] == "stop"
-    assert not running.gateway.engines.clients[0]._keeping
+    assert not running.inference.engines.clients[0]._keeping
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -168,7 +168,7 @@ def test_what_cannot_be_kept_is_answered(
             call(answer.id)
         assert away.value.status_code == 503
     running.responses.down = False
-    running.gateway.shelf._away_until = 0.0
+    running.response_services.best_effort._away_until = 0.0
     monkeypatch.setattr(running.responses, "largest", 300)
     assert kept(client).store is False, "over the limit of one"  # type: ignore[attr-defined]
     assert list(client.chat.completions.list()) == []

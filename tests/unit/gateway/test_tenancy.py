@@ -103,7 +103,7 @@ def test_sessions_belong_to_keys(tmp_path: Path, start: Starter) -> None:
     for name in ("one", "two"):
         found = session(sent(running, "/v1/chat/completions", session_id="s", headers=keys.bearer(name)))
         assert found == (keys.entries[name].id, "s")
-    assert len(running.gateway.engines._sessions) == 2, "nor do they decide each other's engine"
+    assert len(running.inference.engines._sessions) == 2, "nor do they decide each other's engine"
     running.engine.requests.clear()
     plain = openai.DefaultHttpxClient(verify=False)
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key=keys.secrets["two"], http_client=plain) as client:
@@ -142,7 +142,7 @@ def test_messages_end_where_others_begin(running: Running) -> None:
 
 
 def test_only_the_last_boundaries_are_told(running: Running) -> None:
-    served: ServedModel = running.gateway.engines.served
+    served: ServedModel = running.inference.engines.served
     prompt = [TURN, 1] * 5000
     assert turn_boundaries(served, prompt) == list(range(2, 10000, 2))[-4096:]
     assert turn_boundaries(served, [TURN, 1, 2]) == []

@@ -106,7 +106,7 @@ def test_both_are_bounded_and_leave_the_event_loop(start: Starter) -> None:
         tokens = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()["tokens"]
         assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "ab"}
         assert http.get("/load").json() == {"server_load": 0}
-        place = running.gateway.admission.reserve(1)
+        place = running.inference.admission.reserve(1)
         assert http.get("/load").json() == {"server_load": 1}
         for route, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})):
             assert error_of(http.post(route, json=body), 503)["code"] == "overloaded"
@@ -143,10 +143,10 @@ def test_what_routers_ask_for(start: Starter) -> None:
         assert http.get("/version").json() == {"version": installed_version()}
         for method, route in (("GET", "/ping"), ("POST", "/ping"), ("GET", "/health")):
             assert http.request(method, route).text == "ok"
-        running.gateway.stopping.set()
+        running.lifecycle.stopping.set()
         for route in ("/ping", "/health", "/readyz"):
             assert http.get(route).status_code == 503
-        running.gateway.stopping.clear()
+        running.lifecycle.stopping.clear()
 
 
 # -- models
@@ -162,7 +162,7 @@ def test_models_are_typed_for_both_clients(running: Running, http: httpx.Client,
     assert [model.id for model in claude.models.list()] == [MODEL, "bot"]
     model = claude.models.retrieve("bot@1")
     assert anthropic.types.ModelInfo.model_validate(model.model_dump()).display_name == "bot@1"
-    assert int(model.created_at.timestamp()) == running.gateway.engines.created
+    assert int(model.created_at.timestamp()) == running.inference.engines.created
 
 
 @pytest.mark.parametrize("name", ["nobody", "bot@3", "bot@0", "bot@x", "bot@", "a/b", "base", "..", "bot@1/x", "%00"])
@@ -175,7 +175,7 @@ def test_models_that_are_not(running: Running, http: httpx.Client, name: str) ->
 def test_versions_without_the_object_store(running: Running, http: httpx.Client) -> None:
     running.engine.attached = "bot@2"
     running.store.down = True
-    running.wait_for(lambda: running.gateway.engines.attached == "bot@2")
+    running.wait_for(lambda: running.inference.engines.attached == "bot@2")
     assert http.get("/v1/models/bot@2").json()["attached"] is True
     error_of(http.get("/v1/models/bot@1"), 404)
 

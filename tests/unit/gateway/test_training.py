@@ -246,7 +246,7 @@ def test_conversations_of_the_chat_are_prompts(http: httpx.Client, messages: lis
 @pytest.fixture
 def second_model(running: Running) -> Iterator[None]:
     """The engines have one loaded."""
-    info = running.gateway.engines.served.info
+    info = running.inference.engines.served.info
     before, info.teacher = info.teacher, "digest"
     yield
     info.teacher = before
@@ -439,9 +439,9 @@ def test_a_signal_ends_readiness_and_the_closed_listener_followers(start: Starte
 
         async def stop() -> None:
             await asyncio.sleep(0.2)
-            running.gateway.stopping.set()
+            running.lifecycle.stopping.set()
             await asyncio.sleep(0.2)
-            running.gateway.closing.set()
+            running.lifecycle.closing.set()
 
         stopping = threading.Thread(target=running.run, args=(stop(),))
         stopping.start()

@@ -33,7 +33,7 @@ from services.engine.executors.cuda.sampling.sampler import CudaSampler
 from services.engine.executors.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
-from services.engine.loop.ports import OpenStep, StepHandle
+from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.interface import CausalLM, DeviceForward
 from services.engine.models.lora.slots import LoraSlots
@@ -267,7 +267,7 @@ class CudaRunner:
         sampling = self._sampler.prepare(sampled)
         extra = sampling.step
         guessing: GuessRows | None = None
-        if self._limits.speculative and any(chunk.request.sampling.guessable for chunk in chunks):
+        if self._limits.speculative and any(chunk.request.sampling.draftable for chunk in chunks):
             guessing = GuessRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
             extra = np.concatenate((extra.reshape(-1), guessing.words.reshape(-1)))
         step = self._buffers.load(

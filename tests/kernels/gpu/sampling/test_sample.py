@@ -23,8 +23,10 @@ from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
 from services.engine.executors.cuda.sampling.sampler import CudaSampler
 from services.engine.executors.cuda.stream import EngineStream
-from services.engine.requests.request import Request, SamplingParams
-from services.engine.scheduler.step_plan import PENDING, Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.scheduler.step_plan import PENDING, Chunk
 from tests.kernels.gpu import interpreter  # noqa: F401
 
 VOCAB = 300

@@ -21,8 +21,8 @@ from benchmarks.prefix_cache.noise import (
     measure,
     table,
 )
-from services.engine.requests.request import SamplingParams
-from services.engine.scheduler.step_plan import SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.sampling_params import SamplingParams
 
 TINY = Path(__file__).parents[4] / "models" / "tiny"
 

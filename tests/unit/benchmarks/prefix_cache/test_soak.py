@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.prefix_cache.soak import Ledger, Soak, summary
 from services.engine.requests.outputs import Finished
-from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 
 TINY = Path(__file__).parents[4] / "models" / "tiny"

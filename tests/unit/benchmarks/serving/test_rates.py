@@ -12,8 +12,7 @@ from benchmarks.lib.in_process import InProcessEngine, Run, settings_for
 from benchmarks.serving.rates import measure
 from benchmarks.serving.swaps import measure_swaps
 from benchmarks.serving.timeline import idle
-from services.engine.requests.outputs import SequenceUpdate
-from services.engine.scheduler.step_plan import SampledToken
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
 
 TINY = Path(__file__).parents[4] / "models" / "tiny"
 

@@ -18,7 +18,7 @@ from benchmarks.training.pod import TrainingPod, report_to, with_rest
 from services.common.jobs import DpoJob, KtoJob, SftJob
 from services.common.storage.object_store import ObjectNotFound, PreconditionFailed
 from services.common.text.tokenizer import TextCodec
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.adapter import AdapterChoice
 
 SIZES = Sizes(examples=2, prompt_tokens=12, new_tokens=8, prompts=2, completions=4)
 

@@ -26,7 +26,8 @@ from kernels.gpu.sampling.sample import (
 )
 from services.engine.executors.cuda.sampling.tables import BatchFeatures, SamplingTables
 from services.engine.executors.rng import BLOCK
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.scheduler.step_plan import Chunk
 
 _RESULTS = 4
 """Result buffers in turn: one more than the steps whose results may be unread, and some to spare."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kernels.gpu.sampling import rows as layout
 from kernels.gpu.sampling.sample import MOST_ALTERNATIVES, PARAMETER_WORDS
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 _MIN_TEMPERATURE = 1e-5

@@ -9,7 +9,9 @@ import torch
 
 from services.engine.executors.cpu.runner import BlockTables, ModelRunner
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan
 
 BLOCK = 4

@@ -12,8 +12,10 @@ import torch
 
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.executors.rng import FIRST_BLOCK, exponential, row_keys
-from services.engine.requests.request import Request, SamplingParams
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.scheduler.step_plan import Chunk
 
 VOCAB = 300
 EOS = 7

@@ -11,7 +11,9 @@ import torch
 from services.engine.executors.cuda.block_tables import TableShadow
 from services.engine.executors.cuda.buffers import LoadedStep, StepBuffers, StepShape
 from services.engine.executors.cuda.stream import EngineStream
-from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import PENDING, BlockCopy, Chunk, StateCopy
 
 CPU = torch.device("cpu")

@@ -30,7 +30,8 @@ from services.engine.executors.cuda.warm_up import sampling_plans, warm_up_shape
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.upload import AdapterUpload
 from services.engine.requests.prompt_scoring import PromptRead
-from services.engine.requests.request import Pooling, Request, SamplingParams
+from services.engine.requests.request import Pooling, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import TINY, random_adapter, random_adapters, random_model
 

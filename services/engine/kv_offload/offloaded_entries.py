@@ -1,0 +1,129 @@
+"""Which entries of the tiers belong to which nodes of the tree, and which tiers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Key, Tier
+from services.engine.kv_cache.prefix_cache import PrefixCache
+from services.engine.kv_cache.radix_tree import Node
+from services.engine.kv_offload.messages import Entry
+
+
+@dataclass(slots=True)
+class OffloadedEntry:
+    """An entry that a tier has, or that is being saved."""
+
+    entry: Entry
+    node: Node
+    tiers: set[Tier] = field(default_factory=set)
+    """Empty: it is being saved."""
+
+    @property
+    def fastest(self) -> Tier | None:
+        return next((tier for tier in Tier if tier in self.tiers), None)
+
+
+class OffloadedEntries:
+    """All entries by their keys. A node's ``key`` is that of its entry here, if it has one.
+
+    Args:
+        cache: whose tree the nodes are of.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._stored: dict[Key, OffloadedEntry] = {}
+        self._alternates: dict[Node, list[Key]] = {}
+        """Further entries of one history: another engine has cut it into entries otherwise."""
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._stored
+
+    def get(self, key: Key | None) -> OffloadedEntry | None:
+        return None if key is None else self._stored.get(key)
+
+    def above(self, node: Node) -> OffloadedEntry | None:
+        """That of the last node above this one that has one, also if it is still being saved."""
+        at = node.parent
+        while at is not None and self.get(at.key) is None:
+            at = at.parent
+        return None if at is None else self.get(at.key)
+
+    def add(self, entry: Entry, node: Node) -> None:
+        """A node's state is being saved."""
+        node.key = entry.key
+        self._stored[entry.key] = OffloadedEntry(entry, node)
+
+    def kept(self, entry: Entry, tier: Tier) -> Node | None:
+        """A tier has an entry, which may be new here; returns its node, None if what it stands on is not known."""
+        stored = self._stored.get(entry.key)
+        if stored is None:
+            above = self.get(entry.parent)
+            if entry.parent is not None and above is None:
+                return None
+            history = entry.tokens if above is None else above.node.tokens() + entry.tokens
+            node = self._cache.reach(entry.space, history)
+            stored = self._stored[entry.key] = OffloadedEntry(entry, node)
+            if node.key is None:
+                node.key = entry.key
+            else:
+                self._alternates.setdefault(node, []).append(entry.key)
+        stored.tiers.add(tier)
+        return stored.node
+
+    def remove(self, stored: OffloadedEntry) -> None:
+        """Nothing has an entry any more."""
+        key, node = stored.entry.key, stored.node
+        del self._stored[key]
+        others = self._alternates.pop(node, [])
+        if node.key == key:
+            node.key = others.pop(0) if others else None
+        else:
+            others.remove(key)
+        if others:
+            self._alternates[node] = others
+        self._cache.prune(node)
+
+    def chain(self, node: Node) -> list[OffloadedEntry]:
+        """The entries of a history up to this node or the last above that has one, if they can be read; or none."""
+        at: Node | None = node
+        while at is not None and (at.key is None or not self._stored[at.key].tiers):
+            at = at.parent
+        chain: list[OffloadedEntry] = []
+        key = None if at is None else at.key
+        while key is not None:
+            stored = self._stored.get(key)
+            if stored is None or not stored.tiers:
+                return []
+            chain.append(stored)
+            key = stored.entry.parent
+        chain.reverse()
+        return chain
+
+    def lineage(self, node: Node) -> list[Key]:
+        """Keys of a history's entries in its order, those that are being saved as well."""
+        keys: list[Key] = []
+        at: Node | None = node
+        while at is not None and at.key is None:
+            at = at.parent
+        stored = None if at is None else self.get(at.key)
+        while stored is not None:
+            keys.append(stored.entry.key)
+            stored = self.get(stored.entry.parent)
+        return keys[::-1]
+
+    def unkept(self) -> Iterator[Key]:
+        """Those that no tier has yet."""
+        return (key for key, stored in self._stored.items() if not stored.tiers)
+
+    def check(self) -> None:
+        """Raises IntegrityError if entries and nodes do not belong together."""
+        for stored in self._stored.values():
+            if stored.node.end != stored.entry.end or stored.node.space != stored.entry.space:
+                raise IntegrityError(f"an entry that ends at {stored.entry.end} is at a node of {stored.node.end}")
+        for node in self._cache.tree:
+            if node.key is not None and node.key not in self._stored:
+                raise IntegrityError(f"a node that ends at {node.end} has an entry that is not listed")
