@@ -20,7 +20,7 @@ from cli.local.ports import free_ports
 from cli.main import app
 from tests.unit.cli.server import Reply, Seen, serving, sse
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 JOB: dict[str, Any] = {
     "id": "job-1",
     "kind": "sft",

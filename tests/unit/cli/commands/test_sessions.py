@@ -14,8 +14,8 @@ from cli.commands import chat
 from cli.http.client import Client
 from cli.output import Output
 from cli.settings import CliSettings
+from tests.unit.cli.commands.test_commands import chunks, routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
-from tests.unit.cli.test_commands import chunks, routes, temper
 
 SESSION: dict[str, Any] = {
     "id": "support/42",

@@ -15,8 +15,8 @@ from cli.commands.up import UpOptions, compose
 from cli.main import app
 from cli.settings import UpSettings
 from services.common.security.api_keys import Scope, digest, parse_keys
+from tests.unit.cli.commands.test_up import ports_of
 from tests.unit.cli.server import Reply, serving
-from tests.unit.cli.test_up import ports_of
 
 
 def keys(*args: str, file: Path | None = None) -> Result:

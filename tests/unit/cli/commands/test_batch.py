@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.cli.commands.test_commands import routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
-from tests.unit.cli.test_commands import routes, temper
 
 BATCH: dict[str, Any] = {
     "id": "batch_1",

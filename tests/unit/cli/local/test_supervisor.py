@@ -317,7 +317,7 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib, sys
 sys.path[:0] = {sys.path!r}
-from tests.unit.cli.test_supervisor import sleeper, supervise
+from tests.unit.cli.local.test_supervisor import sleeper, supervise
 supervisor, _ = supervise(sleeper(pathlib.Path({str(tmp_path)!r}), "child"))
 supervisor.run(lambda: print(supervisor.pids()["child"], flush=True))
 """
