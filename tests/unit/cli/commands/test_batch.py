@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.commands.test_commands import routes, temper
+from tests.unit.cli.runner import routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
 
 BATCH: dict[str, Any] = {

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.unit.cli.commands.test_commands import JOB, routes, sse, state, temper
-from tests.unit.cli.server import Reply, serving
+from tests.unit.cli.runner import JOB, routes, state, temper
+from tests.unit.cli.server import Reply, serving, sse
 
 GENERATE: dict[str, Any] = {
     "prompts": [{"prompt": "2+2=", "answer": 4}],

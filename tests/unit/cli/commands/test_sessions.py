@@ -14,7 +14,8 @@ from cli.commands import chat
 from cli.http.client import Client
 from cli.output import Output
 from cli.settings import CliSettings
-from tests.unit.cli.commands.test_commands import chunks, routes, temper
+from tests.unit.cli.commands.test_commands import chunks
+from tests.unit.cli.runner import routes, temper
 from tests.unit.cli.server import Reply, Seen, serving
 
 SESSION: dict[str, Any] = {

@@ -20,7 +20,7 @@ from services.gateway.engines.pool import ServedModel
 from services.gateway.inference.cache_isolation import cache_salt
 from services.gateway.inference.prompts import turn_boundaries
 from services.gateway.settings import CacheScope, GatewaySettings
-from tests.unit.gateway.api.batches.test_batches import BODY, OPTIONS, Batches, line
+from tests.unit.gateway.batch_client import BODY, OPTIONS, Batches, line
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.key_file import NO_REDIS, Keys
 from tests.unit.gateway.reading_engine import reads

@@ -9,9 +9,9 @@ import openai
 import pytest
 
 from services.common.security.api_keys import Scope
-from tests.unit.gateway.api.batches.test_batches import OPTIONS, Batches, line
-from tests.unit.gateway.auth.test_keys import NO_REDIS, Keys
+from tests.unit.gateway.batch_client import OPTIONS, Batches, line
 from tests.unit.gateway.conftest import Running, Starter
+from tests.unit.gateway.key_file import NO_REDIS, Keys
 
 
 def as_key(running: Running, secret: str) -> Batches:

@@ -15,7 +15,7 @@ from anthropic.types.messages import MessageBatch, MessageBatchIndividualRespons
 from services.common.pb import engine_pb2
 from services.common.queue.batches import Batch, BatchSpec
 from services.common.security.api_keys import Scope
-from tests.unit.gateway.api.batches.test_batches import OPTIONS
+from tests.unit.gateway.batch_client import OPTIONS
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, Send, fails, hangs, says
 from tests.unit.gateway.key_file import NO_REDIS, Keys

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from services.common.security.api_keys import Scope
-from tests.unit.gateway.auth.test_keys import NO_REDIS, Keys
 from tests.unit.gateway.conftest import MODEL, Starter
+from tests.unit.gateway.key_file import NO_REDIS, Keys
 
 
 def test_each_key_sees_its_own(tmp_path: Path, start: Starter) -> None:
