@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space
-from services.engine.kv_offload.messages import Entry, Layout
+from services.engine.kv_offload.messages import Bytes, Entry, Layout
 
 MAGIC = b"TEMPERKV"
 VERSION = 1
@@ -156,3 +157,53 @@ def _digest(data: bytes) -> bytes:
 def _layout_digest(layout: Layout) -> bytes:
     shape = f"{layout.block_size}:{layout.block_bytes}:{layout.slot_bytes}:{layout.fingerprint}"
     return hashlib.blake2b(shape.encode(), digest_size=_DIGEST, person=b"temper layout").digest()
+
+
+def spans(pieces: Sequence[Bytes], most: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, memory) of portions of at most ``most`` bytes, each of memory from one piece or several."""
+    offset = length = 0
+    portion: list[memoryview] = []
+    for piece in pieces:
+        view = piece.data
+        while view:
+            part = view[: most - length]
+            portion.append(part)
+            length += len(part)
+            view = view[len(part) :]
+            if length == most:
+                yield offset, portion
+                offset, length, portion = offset + length, 0, []
+    if portion:
+        yield offset, portion
+
+
+WORD = 8
+"""Bytes; what is summed is a whole number of them."""
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+_FIRST = 0xBF58476D1CE4E5B9
+
+
+_SECOND = 0x94D049BB133111EB
+
+
+def weights(words: int) -> npt.NDArray[np.int64]:
+    """[words], of the words in their order: SplitMix64 (Steele, Lea & Flood 2014) from 1 on, made odd."""
+    z = (np.arange(1, words + 1, dtype=np.uint64)) * np.uint64(_GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+def checksum(data: Bytes, weight: npt.NDArray[np.int64]) -> int:
+    """Checksum of [WORD · n] contiguous bytes under the first n weights: Σ wᵢ xᵢ mod 2⁶⁴, between -2⁶³ and 2⁶³ - 1.
+
+    A multilinear hash over 64-bit words with odd weights (Lemire & Kaser, Strongly universal string hashing is fast,
+    arXiv 1202.4961): any change of one word shows, and a swap, a shift or another page in its place goes unnoticed
+    with a probability of 2⁻⁶³ or so. It is made for devices: one multiplication and one sum a word, in any order.
+    """
+    words = data.view(np.int64)
+    return int((words * weight[: len(words)]).sum(dtype=np.int64))

@@ -1,4 +1,4 @@
-"""What the tiers have: entries, their copies, and who has to go when there is no room.
+"""Index of the tiers: entries, their copies and bytes, and what is evicted when there is no room.
 
 Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes,
 everything behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there,
@@ -11,18 +11,72 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.eviction import Worth
 from services.engine.kv_cache.keys import Key, Tier
-from services.engine.kv_offload.copies.records import Books, Buffer, Record
-from services.engine.kv_offload.entry_format.header import item_bytes
+from services.engine.kv_offload.entry_format import item_bytes
 from services.engine.kv_offload.host_memory import HostArena, Run
 from services.engine.kv_offload.messages import Dropped, Entry, Event, Kept, Layout
 from services.engine.observability.events import CopyEvicted, EventStream
 from services.engine.observability.status import TierStatus
+
+
+class Buffer:
+    """Bytes of an entry in the arena: its host copy, or on their way from one place to another."""
+
+    __slots__ = ("checksums", "kept", "origin", "readers", "run", "state", "waiters")
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.checksums: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.state: Literal["filling", "ready", "failed"] = "filling"
+        self.readers = 1
+        """Who reads or writes the bytes; the first one is who fills it."""
+        self.kept = False
+        """It is the host tier's copy."""
+        self.origin: Tier | None = None
+        """Where the bytes come from; None: from the device, or from outside."""
+        self.waiters: list[Callable[[bool], None]] = []
+        """Called, under the lock, when the bytes are there, or are not going to be."""
+
+
+class Record:
+    """An entry that some tier has or is about to have."""
+
+    __slots__ = ("buffer", "children", "claims", "entry", "parent", "persisted", "pinned_until", "tiers", "uses")
+
+    def __init__(self, entry: Entry, parent: Record | None) -> None:
+        self.entry = entry
+        self.parent = parent
+        self.children: set[Record] = set()
+        self.tiers: set[Tier] = set()
+        """Those that have a copy."""
+        self.buffer: Buffer | None = None
+        self.claims = 0
+        """Jobs that may still make a first copy."""
+        self.uses = 0
+        """How often it was told that it was made or served a hit."""
+        self.pinned_until = 0.0
+        self.persisted = False
+        """It is to be in every tier."""
+
+
+class Books:
+    """One tier's copies."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+        """Bytes of all copies."""
+        self.sizes: dict[Key, int] = {}
+        self.kids: dict[Key, int] = {}
+        """How many copies of the tier stand on this entry."""
+        self.worth: Worth[Key] = Worth()
 
 
 class Index:

@@ -1,4 +1,4 @@
-"""Entries as items of an exported session: for other threads, which may wait."""
+"""Export and import of entries as items of a session's file, on threads that may wait."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import numpy.typing as npt
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
 from services.engine.kv_cache.keys import Key
-from services.engine.kv_offload.copies.fetcher import Fetcher
-from services.engine.kv_offload.copies.index import Index
-from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
-from services.engine.kv_offload.entry_format.header import (
+from services.engine.kv_offload.background_copies import Fetcher
+from services.engine.kv_offload.entry_format import (
     PREFIX_BYTES,
+    WORD,
     Header,
     HeaderRejected,
+    checksum,
     decode,
     encode,
     header_length,
+    spans,
+    weights,
 )
-from services.engine.kv_offload.entry_format.spans import spans
+from services.engine.kv_offload.index import Buffer, Index, Record
 from services.engine.kv_offload.messages import Bytes, Entry
 
 PIECE_BYTES = 2**20
