@@ -30,7 +30,7 @@ from kernels.gpu.rms_norm import rms_norm
 from services.engine.models.device_batch import DecodeAttention, DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.config import Qwen3_5Config
-from services.engine.models.qwen3_5.side_stream import Beside
+from services.engine.models.qwen3_5.side_stream import SideStream
 from services.engine.models.qwen3_5.weights import (
     AttentionWeights,
     DeltaNetWeights,
@@ -73,7 +73,7 @@ class FusedForward:
         self._cache, self._lora = cache, lora
         self._tables, self._last_tokens = tables, last_tokens
         self._pdl = pdl
-        self._beside = Beside(inverse.device)
+        self._side_stream = SideStream(inverse.device)
         self._chunk: ChunkConfig | None = None
         self._late: bool | None = None
         """Whether decodes let writes to states wait; None: by their number."""
@@ -237,7 +237,7 @@ class FusedForward:
                 )
         if rows.segments is not None and not rows.short:
             paged_prefill(q, projected, pages, tables, rows.segments, out=out, pdl=self._pdl)
-        self._beside.join()
+        self._side_stream.join()
         return out
 
     @contextmanager
@@ -245,7 +245,7 @@ class FusedForward:
         """Where a mixer's kernels for decodes are launched, and whether early: those move states and pages, a prefill's
         compute, so that neither need wait for the other."""
         if rows.mixed:
-            with self._beside.launching():
+            with self._side_stream.launching():
                 yield False
         else:
             yield self._pdl
@@ -294,5 +294,5 @@ class FusedForward:
                 config=self._chunk,
                 pdl=self._pdl,
             )
-        self._beside.join()
+        self._side_stream.join()
         return out
