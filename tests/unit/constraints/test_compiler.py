@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from services.common.errors import InvalidRequest, Overloaded
-from services.common.pb import engine_pb2
 from services.engine.constraints.bits import tokens_of
-from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
-from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
-from services.engine.constraints.matcher import ConstraintBroken
+from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.refusal import Refused
-from services.engine.observability.events import EngineEvent, EventStream, GrammarDone
-from services.engine.requests.sampling_params import Constraint, SamplingParams, Thinking
-from services.engine.server.errors import to_message
+from services.engine.requests.sampling_params import Constraint, SamplingParams
 from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
+from tests.unit.constraints.compiling import BLOW_UPS, CONTROL, _bounded, takes
 from tests.unit.constraints.support import (
     SIZE,
     codec,
@@ -35,21 +25,6 @@ from tests.unit.constraints.support import (
     text_of,
     vocabulary,
 )  # fmt: skip
-
-SECONDS = 5.0
-CONTROL = frozenset(range(2039, 2048))
-
-
-def takes(wanted: Constraint, text: str) -> bool:
-    """Whether a text, token by token, is a whole output."""
-    of = compiled(wanted).matcher(SamplingParams(constraint=wanted))
-    ids = codec().encode_plain(text)
-    for number, token in enumerate(ids):
-        if token not in tokens_of(mask_of(of)):
-            return False
-        if of.advance(token):
-            return number == len(ids) - 1
-    return bool(vocabulary().eos_ids & set(tokens_of(mask_of(of))))
 
 
 @pytest.mark.parametrize(
@@ -157,22 +132,6 @@ def test_what_is_refused(wanted: Constraint, why: str) -> None:
     assert "no_forcing" not in message, "our own text is nobody's business"
 
 
-BLOW_UPS = {
-    "deep references": {"$ref": "#/$defs/d0", "$defs": {
-        **{f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 3} for i in range(25)}, "d25": {"type": "null"}}},
-    "wide unions": {"$ref": "#/$defs/d0", "$defs": {
-        **{f"d{i}": {"anyOf": [{"type": "array", "items": {"$ref": (to := f"#/$defs/d{i + 1}")}}, {"$ref": to}]}
-           for i in range(40)}, "d40": {"type": "null"}}},
-    "itself": {"$ref": "#"},
-    "recursive": {"type": "object", "properties": {"c": {"$ref": "#"}}, "required": ["c"]},
-    "many names": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}},
-    "long enum": {"enum": [f"value-{i}-{i * 7919}" for i in range(4000)]},
-    "a million items": {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000},
-    "a million characters": {"type": "string", "minLength": 1_000_000},
-    "nested repeats": {"type": "string", "pattern": "^((a{100}){100}){100}$"},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", BLOW_UPS)
 def test_schemas_that_blow_up_are_bounded(name: str) -> None:
     _bounded(schema(BLOW_UPS[name]))
@@ -194,30 +153,6 @@ def test_schemas_that_blow_up_are_bounded(name: str) -> None:
 )  # fmt: skip
 def test_grammars_that_blow_up_are_bounded(wanted: Constraint) -> None:
     _bounded(wanted)
-
-
-def _bounded(wanted: Constraint) -> None:
-    """Compiled or refused in time; and what is compiled makes masks in time, or fails as its request's error."""
-    began = time.process_time()
-    try:
-        of = compiled(wanted).matcher(SamplingParams(constraint=wanted))
-    except Refused:
-        assert time.process_time() - began < SECONDS
-        return
-    assert time.process_time() - began < SECONDS
-    for _ in range(30):
-        began = time.process_time()
-        problem: ConstraintBroken | None = None
-        try:
-            allowed = tokens_of(mask_of(of))
-            token = allowed[len(allowed) // 2]
-            ended = token in vocabulary().eos_ids or of.advance(token)
-        except ConstraintBroken as error:
-            problem = error
-        assert time.process_time() - began < 1.0
-        assert problem is None or "too complex" in str(problem)
-        if ended or problem is not None:
-            return
 
 
 def test_a_source_over_the_limit_is_refused_unread() -> None:
@@ -314,154 +249,3 @@ def test_the_vocabulary_knows_the_tokens_as_the_gateway_does() -> None:
     assert all(tokenizer.is_special_token(token) for token in CONTROL)
     assert {codec().token_bytes(token) for token in tokens_of(vocabulary().newlines)} >= {b"\n", b"\n\n"}
     assert vocabulary().words * 32 >= SIZE
-
-
-# The cache and the pool.
-
-
-class Counted:
-    """Compiles, counted; as slowly as the test wants."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.results: list[str] = []
-        self.hold: threading.Event | None = None
-        self.began = threading.Event()
-
-    def __call__(self, of: Any, wanted: Constraint, limits: GrammarLimits) -> CompiledGrammar:
-        self.calls.append(wanted.source[0])
-        self.began.set()
-        if self.hold is not None:
-            assert self.hold.wait(20)
-        return compile_grammar(of, wanted, limits)
-
-    def listen(self, event: EngineEvent) -> None:
-        assert isinstance(event, GrammarDone)
-        self.results.append(event.result)
-
-
-def use(test: Callable[[ConstraintCompiler, Counted], Any], **limits: Any) -> Counted:
-    """Runs a test on a compiler."""
-
-    async def run() -> None:
-        compiler = ConstraintCompiler(vocabulary(), CompilerLimits(**limits), EventStream(counted.listen), counted)
-        try:
-            await test(compiler, counted)
-        finally:
-            if counted.hold is not None:
-                counted.hold.set()
-            compiler.close()
-
-    counted = Counted()
-    asyncio.run(run())
-    return counted
-
-
-def regex(text: str, param: str = "regex") -> SamplingParams:
-    return SamplingParams(constraint=constraint("regex", text, param=param))
-
-
-def test_equal_constraints_are_compiled_once() -> None:
-    async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
-        first, second = await asyncio.gather(compiler.matcher(regex("a+")), compiler.matcher(regex("a+", "other")))
-        third = await compiler.matcher(regex("a+"))
-        assert first is not None
-        assert second is not None
-        assert third is not None
-        assert first._grammar is not second._grammar
-        first.advance(codec().encode_plain("a")[0])
-        assert set(tokens_of(mask_of(third))) < set(tokens_of(mask_of(first))), "third is at its beginning"
-
-    counted = use(test)
-    assert counted.calls == ["a+"]
-    assert counted.results == ["compiled", "compiled", "cached"]
-
-
-def test_the_cache_is_bounded_in_number_and_in_bytes() -> None:
-    async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
-        for text in ("aa", "bb", "aa", "cc", "aa", "bb"):
-            await compiler.matcher(regex(text))
-        assert counted.calls == ["aa", "bb", "cc", "bb"], "the least recently used one goes"
-        assert compiler.cached == 2
-        await compiler.matcher(regex("x" * 90))
-        assert (compiler.cached, compiler.cached_bytes) == (2, 92)
-        await compiler.matcher(regex("y" * 100))
-        await compiler.matcher(regex("z" * 101))
-        assert (compiler.cached, compiler.cached_bytes) == (1, 100)
-
-    use(test, cache_entries=2, cache_bytes=100)
-
-
-def test_what_is_refused_names_the_field_and_is_not_kept() -> None:
-    async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
-        for _ in range(2):
-            with pytest.raises(InvalidRequest, match=r"guided_regex: .*unclosed") as error:
-                await compiler.matcher(regex("(", "guided_regex"))
-            assert error.value.param == "guided_regex"
-        assert compiler.cached == 0
-
-    counted = use(test)
-    assert counted.calls == ["(", "("]
-    assert counted.results == ["refused", "refused"]
-
-
-def test_what_takes_too_long_is_refused_and_never_kept() -> None:
-    async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
-        counted.hold = threading.Event()
-        with pytest.raises(InvalidRequest, match=r"regex: .*0.05 s.*TEMPER_CONSTRAINT_COMPILE_SECONDS"):
-            await compiler.matcher(regex("slow"))
-        with pytest.raises(InvalidRequest, match="longer"):
-            await compiler.matcher(regex("slow"))
-        assert counted.calls == ["slow"], "not begun again while it runs"
-        # The only thread is taken.
-        with pytest.raises(Overloaded):
-            await compiler.matcher(regex("other"))
-        counted.hold.set()
-        await asyncio.sleep(0.1)
-        assert compiler.cached == 0
-        assert await compiler.matcher(regex("slow")) is not None
-
-    counted = use(test, seconds=0.05, threads=1)
-    assert counted.results == ["refused", "refused", "overloaded", "compiled"]
-
-
-def test_too_many_at_once_are_refused() -> None:
-    async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
-        counted.hold = threading.Event()
-        first = asyncio.create_task(compiler.matcher(regex("a")))
-        assert await asyncio.to_thread(counted.began.wait, 20)
-        waiting = [asyncio.create_task(compiler.matcher(regex(text))) for text in "bcd"]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await compiler.matcher(regex("e"))
-        # One that nobody waits for any more is compiled all the same.
-        waiting[0].cancel()
-        counted.hold.set()
-        assert None not in await asyncio.gather(first, *waiting[1:])
-        assert compiler.cached == 4
-
-    use(test, threads=1, waiting=2)
-
-
-def test_a_budget_needs_no_compiling() -> None:
-    async def test(compiler: ConstraintCompiler, counted: Counted) -> None:
-        assert await compiler.matcher(SamplingParams()) is None
-        assert await compiler.matcher(SamplingParams(thinking=Thinking(2047))) is None
-        assert await compiler.matcher(SamplingParams(thinking=Thinking(2047, 3))) is not None
-
-    assert use(test).calls == []
-
-
-def test_a_grammar_that_reaches_its_limits_is_its_requests_fault_not_the_engines() -> None:
-    """A gateway lets engines rest that fail by themselves: a hostile grammar must not look like that."""
-    wanted = constraint("lark", 'start: e\ne: e e | "a" | "b"\n', param="guided_grammar")
-    of = compiled(wanted, GrammarLimits(step_items=150)).matcher(SamplingParams(constraint=wanted))
-
-    def go_on() -> None:
-        for _ in range(200):
-            of.advance(next(token for token in tokens_of(mask_of(of)) if token not in vocabulary().eos_ids))
-
-    with pytest.raises(ConstraintBroken, match="guided_grammar: the grammar is too complex") as failure:
-        go_on()
-    assert to_message(failure.value).code == engine_pb2.ERROR_CODE_INVALID_REQUEST
-    assert to_message(failure.value).param == "guided_grammar"

@@ -10,8 +10,8 @@ import pytest
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.compiling import grammar_of, parsed
 from services.engine.constraints.schema.probe import Probe
+from tests.unit.constraints.compiling import takes
 from tests.unit.constraints.support import compiled, schema
-from tests.unit.constraints.test_compiler import takes
 
 Case = tuple[dict[str, Any], list[str], list[str]]
 BIG = 10**40

@@ -20,8 +20,8 @@ from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan
+from tests.unit.engine.adapter_world import World
 from tests.unit.engine.machine import ToyRunner
-from tests.unit.engine.test_adapters import World
 
 CONFIG = SchedulerConfig(
     max_num_seqs=16, token_budget=64, block_size=16, num_blocks=3000, num_slots=40, max_model_len=16_384

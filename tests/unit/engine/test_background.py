@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import Overloaded, Unavailable
 from services.engine.requests.request import FinishReason
-from tests.unit.engine.test_loop import CONFIG, TIMEOUT, running
+from tests.unit.engine.loop_fixture import CONFIG, TIMEOUT, running
 
 BEHIND = {"background": True, "priority": 2**31}
 

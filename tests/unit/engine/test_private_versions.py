@@ -12,7 +12,7 @@ from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFoun
 from services.common.pb import engine_pb2 as pb
 from services.engine.requests.adapter import AdapterChoice, AdapterPin
 from services.engine.server.protobuf import adapter_choice
-from tests.unit.engine.test_adapters import World
+from tests.unit.engine.adapter_world import World
 
 FILES = {"weights": b"policy"}
 
