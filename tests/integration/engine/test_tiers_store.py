@@ -28,7 +28,7 @@ from services.engine.kv_offload.messages import (
     Use,
 )
 from tests.integration.servers import RunningServer
-from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, keys, limits
+from tests.unit.engine.kv_offload.toy_device import LAYOUT, Bench, chain, keys, limits
 
 PREFIX = f"prefix-cache/{LAYOUT.fingerprint}-1/"
 

@@ -19,7 +19,7 @@ from services.common.pb import (
     sessions_pb2_grpc,
 )
 from services.engine.server.session_service import SessionService
-from tests.unit.engine.memory_histories import MemorySessions
+from tests.unit.engine.server.memory_sessions import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec
 

@@ -23,7 +23,7 @@ from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_gramma
 from services.gateway.text.output_parser import ChatParser, TextDelta
 from services.gateway.text.tool_calls.parser import CLOSE, OPEN
 from services.gateway.text.vocabulary import MARKUP
-from tests.unit.constraints.support import constraint
+from tests.unit.engine.constraints.support import constraint
 from tests.unit.gateway.text.test_tool_corpus import joined
 
 CODEC = TextCodec.from_directory(Path("models/tiny"))

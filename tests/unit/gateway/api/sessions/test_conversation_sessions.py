@@ -17,7 +17,7 @@ import pytest
 from services.common.security.api_keys import Scope
 from services.engine.requests.sessions import SessionName
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject
-from tests.unit.engine.memory_histories import MAGIC, PIECE
+from tests.unit.engine.server.memory_sessions import MAGIC, PIECE
 from tests.unit.gateway.conftest import MODEL, Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.key_file import NO_REDIS, Keys, error_of
