@@ -10,12 +10,12 @@ from pydantic_core import PydanticCustomError
 
 from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
-from services.common.jobs.fields.linear import ALL_LINEAR, TARGET_MODULES, LinearName, is_linear, means_all_linear
+from services.common.jobs.fields.lora import ALL_LINEAR, TARGET_MODULES, LinearName, is_linear, means_all_linear
 from services.common.jobs.fields.messages import SAYS as SAYS
 from services.common.jobs.fields.messages import Message as Message
-from services.common.jobs.strict import SentModel as SentModel
 from services.common.validation.errors import guess
 from services.common.validation.json_rules import Rules, if_any, true_only_with
+from services.common.validation.strict import SentModel as SentModel
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.common.jobs.spec import KINDS
-from services.common.jobs.strict import StrictModel
+from services.common.jobs.registry import KINDS
+from services.common.validation.strict import StrictModel
 
 
 class JobState(enum.StrEnum):

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.common.jobs.rewards.checks import check_rewards, matcher, schema_validator
-from services.common.jobs.rewards.specs import JsonSchemaReward, RegexReward, webhook_parts
+from services.common.scorers.base import JsonSchemaReward, RegexReward, webhook_parts
+from services.common.scorers.json_schema import check_rewards, matcher, schema_validator
 
 GENERATE: dict[str, Any] = {
     "prompts": ["2 + 2 =", {"prompt": "3 + 3 =", "answer": 6}],

@@ -10,9 +10,9 @@ import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
-from services.common.jobs.rewards.checks import check_rewards
-from services.common.jobs.rewards.specs import ExactReward, JsonSchemaReward, NumericReward, RegexReward, WebhookReward
 from services.common.queue.records import SPEC
+from services.common.scorers.base import ExactReward, JsonSchemaReward, NumericReward, RegexReward, WebhookReward
+from services.common.scorers.json_schema import check_rewards
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
 

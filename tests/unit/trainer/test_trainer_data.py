@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftExample, SftJob
-from services.common.jobs.fields.examples import split_evaluation
+from services.common.jobs.examples import split_evaluation
 from services.common.jobs.permutation import permutation
 from services.common.text.tokenizer import TextCodec
 from services.trainer.packing import (

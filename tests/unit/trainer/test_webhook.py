@@ -18,9 +18,9 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.jobs.rewards.specs import WebhookReward
-from services.trainer.rewards import Rewards, Sample, Webhooks
-from services.trainer.rewards.webhook import BATCH
+from services.common.scorers.base import WebhookReward
+from services.common.scorers.rewards import Rewards, Sample, Webhooks
+from services.common.scorers.webhook_client import BATCH
 from services.trainer.settings import TrainerSettings
 
 SECRET = "a secret of some length"

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from services.common.jobs.strict import SentModel
 from services.common.validation.json_rules import Rule, both, has, only_with
+from services.common.validation.strict import SentModel
 
 Better: TypeAlias = Literal["lower", "higher"]
 

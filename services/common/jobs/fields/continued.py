@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import LoraSettings
-from services.common.jobs.fields.linear import TARGET_MODULES
+from services.common.jobs.fields.lora import TARGET_MODULES
 
 
 def check_agrees(given: LoraSettings, present: Mapping[str, Any], all_linear: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.jobs.base import SentModel
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
-from services.common.jobs.rewards.specs import ANSWER, NumericReward, RewardSpec, answer_number
+from services.common.scorers.base import ANSWER, NumericReward, RewardSpec, answer_number
 from services.common.validation.json_rules import (
     SOME,
     Rules,

@@ -13,7 +13,6 @@ from services.common.errors import InvalidRequest
 from services.common.jobs.base import SAYS, JobBase, Message, SentModel
 from services.common.jobs.fields.messages import check_asks
 from services.common.jobs.kinds.generate import GenerateSettings
-from services.common.jobs.strict import absent
 from services.common.validation.json_rules import (
     NOT_NULL,
     NULL,
@@ -34,6 +33,7 @@ from services.common.validation.json_rules import (
     true_only_with,
     where,
 )
+from services.common.validation.strict import absent
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from services.common.adapters.names import AdapterRef
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import PublishingJob
-from services.common.jobs.strict import SentModel
 from services.common.validation.json_rules import Rules, both, either, given, has, if_any, left_out
+from services.common.validation.strict import SentModel
 
 MergeMethod: TypeAlias = Literal["weighted", "svd", "ties", "dare_linear", "dare_ties"]
 SPARSE_METHODS: frozenset[MergeMethod] = frozenset(["ties", "dare_linear", "dare_ties"])

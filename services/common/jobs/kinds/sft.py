@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from services.common.jobs.base import SAYS, Message, SentModel
+from services.common.jobs.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.acceptance import Better, publish_if_rule
-from services.common.jobs.fields.examples import EVALUATES, ExampleJob
 from services.common.jobs.fields.messages import TEACHES, check_asks, check_taught
 from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.jobs.fields.linear import TARGET_MODULES as TARGET_MODULES
+from services.common.jobs.fields.lora import TARGET_MODULES as TARGET_MODULES
 from services.engine.models.config import ModelConfig
 
 LORA_GROUPS: tuple[str, ...] = ("in", "out", "gate_up", "down")

@@ -11,11 +11,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from services.common.queue.batches import BatchConsumer, BatchQueue
-from services.common.storage.files import FileStore
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.internal_client import Caller
 from services.gateway.settings import GatewaySettings
+from services.gateway.stores.batches import BatchConsumer, BatchQueue
+from services.gateway.stores.files import FileStore
 
 if TYPE_CHECKING:
     from services.gateway.context import Gateway

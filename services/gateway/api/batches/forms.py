@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 from pydantic_core import to_json
 
 from services.common.ids import ulid_of
-from services.common.queue.batches import MESSAGES, ClaimedBatch, LineError
 from services.gateway.api.batches.internal_client import Answer
 from services.gateway.api.batches.parts import Kind, Result
 from services.gateway.core.errors import error_payload
+from services.gateway.stores.batches import MESSAGES, ClaimedBatch, LineError
 
 Unrun = Literal["expired", "cancelled"]
 """Why a request did not run."""

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.types import Message, Scope
 
-from services.common.queue.batches import ENDPOINTS, MESSAGES
 from services.gateway.auth.principal import INTERNAL
 from services.gateway.core.errors import error_payload
+from services.gateway.stores.batches import ENDPOINTS, MESSAGES
 
 _BUSY = frozenset({429, 503})
 """Answers that another attempt may not get again."""

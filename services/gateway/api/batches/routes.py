@@ -8,7 +8,6 @@ from typing import Annotated
 from fastapi import Query, Request
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.queue.batches import ENDPOINTS
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
 from services.gateway.api.batches.internal_client import served_endpoints
@@ -16,6 +15,7 @@ from services.gateway.api.batches.limits import check_unfinished
 from services.gateway.auth.principal import principal_of
 from services.gateway.context import GatewayDep
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
+from services.gateway.stores.batches import ENDPOINTS
 
 routes = router("batches")
 

@@ -12,7 +12,6 @@ import structlog
 from fastapi import FastAPI
 
 from services.common.errors import TemperError, Unavailable
-from services.common.queue.batches import ClaimedBatch
 from services.common.queue.delivery import JobLost
 from services.gateway.api.batches.dependencies import BatchHost, BatchStores
 from services.gateway.api.batches.internal_client import Caller
@@ -20,6 +19,7 @@ from services.gateway.api.batches.parts import ROOT
 from services.gateway.api.batches.runner import BatchRun, End
 from services.gateway.context import Gateway
 from services.gateway.core.client_disconnect import cancel
+from services.gateway.stores.batches import ClaimedBatch
 
 _CLAIM_SECONDS = 0.5
 """The longest that one look for a batch takes, and so the longest that a stop waits for it."""

@@ -9,8 +9,6 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.queue.batches import MESSAGES, Batch, BatchSpec
-from services.common.storage.files import new_file_id
 from services.gateway.api.base.idempotency import IdempotencyKey
 from services.gateway.api.base.routing import router
 from services.gateway.api.batches.file_routes import content_of
@@ -31,6 +29,8 @@ from services.gateway.protocol.messages.batches import (
     MessageBatchRequest,
 )
 from services.gateway.protocol.messages.response import AnthropicErrorBody
+from services.gateway.stores.batches import MESSAGES, Batch, BatchSpec
+from services.gateway.stores.files import new_file_id
 
 routes = router("batches", errors=AnthropicErrorBody)
 _ROUTE = f"{MESSAGES}/batches"

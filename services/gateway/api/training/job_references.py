@@ -14,10 +14,10 @@ from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_r
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
 from services.common.jobs import GrpoJob, JobState, OpdJob, TrainingSpec
 from services.common.jobs.fields.continued import check_agrees, stated_shape
-from services.common.jobs.fields.linear import TARGET_MODULES
-from services.common.jobs.rewards.specs import WebhookReward
-from services.common.jobs.rewards.webhooks import check_webhook
+from services.common.jobs.fields.lora import TARGET_MODULES
 from services.common.pb import engine_pb2
+from services.common.scorers.base import WebhookReward
+from services.common.scorers.webhook import check_webhook
 from services.gateway.context import Gateway
 
 

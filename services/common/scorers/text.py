@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import re2
 
-from services.common.jobs.rewards.checks import Matcher, matcher
-from services.common.jobs.rewards.specs import ExactReward, NumericReward, RegexReward, answer_number
-from services.trainer.rewards.sample import Sample
+from services.common.scorers.base import ExactReward, NumericReward, RegexReward, answer_number
+from services.common.scorers.json_schema import Matcher, matcher
+from services.common.scorers.sample import Sample
 
 _NUMBER = re2.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|[-+]?\.\d+(?:[eE][-+]?\d{1,3})?")
 """Linear in the text, whatever it is."""

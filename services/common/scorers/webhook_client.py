@@ -19,9 +19,9 @@ import httpx
 import tenacity
 
 from services.common.errors import Unavailable
-from services.common.jobs.rewards.specs import webhook_parts
-from services.common.jobs.rewards.webhooks import check_webhook
-from services.trainer.rewards.sample import Sample
+from services.common.scorers.base import webhook_parts
+from services.common.scorers.sample import Sample
+from services.common.scorers.webhook import check_webhook
 
 TIMESTAMP_HEADER = "X-Temper-Timestamp"
 SIGNATURE_HEADER = "X-Temper-Signature"

@@ -1,6 +1,6 @@
 """How a job scores what it sampled: the part of its request. Scoring is the trainer's (services/trainer/rewards).
 
-What can be checked without a pattern engine is checked here; the rest in services/common/jobs/rewards/checks.py.
+What can be checked without a pattern engine is checked here; the rest in services/common/scorers/json_schema.py.
 """
 
 from __future__ import annotations

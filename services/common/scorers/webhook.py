@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.rewards.specs import webhook_parts
+from services.common.scorers.base import webhook_parts
 
 
 def check_webhook(url: str, where: str, allowed: Sequence[str], *, signed: bool) -> None:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from services.common.jobs.rewards.checks import schema_validator
-from services.common.jobs.rewards.specs import JsonSchemaReward
-from services.trainer.rewards.sample import Sample
+from services.common.scorers.base import JsonSchemaReward
+from services.common.scorers.json_schema import schema_validator
+from services.common.scorers.sample import Sample
 
 MAX_CHARACTERS = 64 * 1024
 MAX_DEPTH = 64

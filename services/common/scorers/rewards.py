@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from services.common.errors import InvalidRequest
-from services.common.jobs.rewards.specs import (
+from services.common.scorers.base import (
     ExactReward,
     JsonSchemaReward,
     NumericReward,
@@ -14,10 +14,10 @@ from services.common.jobs.rewards.specs import (
     RewardSpec,
     WebhookReward,
 )
-from services.trainer.rewards.json_schema import JsonSchemaScorer
-from services.trainer.rewards.sample import Sample, Scorer
-from services.trainer.rewards.text import ExactScorer, NumericScorer, RegexScorer
-from services.trainer.rewards.webhook import Webhooks, WebhookScorer
+from services.common.scorers.json_text import JsonSchemaScorer
+from services.common.scorers.sample import Sample, Scorer
+from services.common.scorers.text import ExactScorer, NumericScorer, RegexScorer
+from services.common.scorers.webhook_client import Webhooks, WebhookScorer
 
 _LARGEST = 1e9
 """As of a reward that comes with a rollout (services/common/jobs/kinds/grpo.py)."""

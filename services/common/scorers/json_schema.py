@@ -16,7 +16,7 @@ import re2
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt
-from services.common.jobs.rewards.specs import ANSWER, JsonSchemaReward, RegexReward
+from services.common.scorers.base import ANSWER, JsonSchemaReward, RegexReward
 
 MAX_ANSWER = 2000
 """Characters of an answer that becomes part of a pattern."""
