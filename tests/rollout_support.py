@@ -15,7 +15,7 @@ import torch
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
-from services.common.scorers.rewards import Webhooks
+from services.common.scorers.allowed_webhooks import Webhooks
 from services.engine.loop.ports import Submission
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import SamplingParams

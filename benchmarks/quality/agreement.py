@@ -30,11 +30,12 @@ from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
 from benchmarks.serving.in_process import only_warnings
 from benchmarks.training.pod import training_pod
 from services.common.jobs import LoraSettings
+from services.common.jobs.documents import completion_document
 from services.engine.models.lora import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.pod.host import PodHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
-from services.trainer.packing import Microbatch, completion_document, pack
+from services.trainer.packing import Microbatch, pack
 
 RANK = 16
 

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidRequest
 from services.common.jobs import SftJob
-from services.common.jobs.documents import Document as Document
-from services.common.jobs.documents import answer_documents as answer_documents
-from services.common.jobs.documents import check_thinking as check_thinking
-from services.common.jobs.documents import completion_document as completion_document
-from services.common.jobs.documents import completion_tokens as completion_tokens
-from services.common.jobs.documents import example_documents as example_documents
-from services.common.jobs.documents import placed as placed
-from services.common.jobs.documents import prompt_tokens as prompt_tokens
+from services.common.jobs.documents import Document
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,43 +1,39 @@
-"""Where a job may send its samples: one rule for the gateway, which refuses the job, and the trainer, which sends."""
+"""Scorer that asks a service of the operator's; `webhook_client` sends the samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from services.common.errors import InvalidRequest
-from services.common.scorers.base import webhook_parts
+from pydantic import Field, field_validator
 
+from services.common.scorers.allowed_webhooks import Webhooks, check_webhook, webhook_parts
+from services.common.scorers.base import ScorerSpec
+from services.common.scorers.sample import Scorer
 
-def check_webhook(url: str, where: str, allowed: Sequence[str], *, signed: bool) -> None:
-    """Checks a webhook against what an engine allows.
-
-    Args:
-        where: place of the reward in the job.
-        allowed: URL prefixes, each with its scheme.
-        signed: the engine has a secret to sign requests with.
-
-    Raises:
-        InvalidRequest: the engine may not send there.
-    """
-    param = f"{where}.url"
-    if not any(_covers(entry, url) for entry in allowed):
-        raise InvalidRequest(
-            f"{param}: {url!r} is not covered by TEMPER_REWARD_WEBHOOKS of the engine that would call it, which lists "
-            f"{', '.join(allowed) or 'nothing'}: have a prefix of the URL listed there (in every engine that trains), "
-            "or give a reward that the engine computes itself",
-            param=param,
-        )
-    if not signed:
-        raise InvalidRequest(
-            f"{param}: requests to webhooks are signed, and the engine that would call it has no "
-            "TEMPER_REWARD_WEBHOOK_SECRET: have one set (in every engine that trains), or give a reward that the "
-            "engine computes itself",
-            param=param,
-        )
+_URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
+"""What ``webhook_parts`` takes, as far as a pattern can say it."""
 
 
-def _covers(entry: str, url: str) -> bool:
-    """Same scheme, host and port, and a path below that of the entry."""
-    *place, prefix = webhook_parts(entry)
-    *wanted, path = webhook_parts(url)
-    return place == wanted and (path == prefix or path.startswith(prefix if prefix.endswith("/") else f"{prefix}/"))
+class WebhookReward(ScorerSpec):
+    """The score is what a service of yours answers; see docs/guides/training.md."""
+
+    type: Literal["webhook"] = "webhook"
+    url: str = Field(max_length=2000, json_schema_extra={"pattern": _URL})
+    """Must be covered by TEMPER_REWARD_WEBHOOKS of the engine that runs the job."""
+
+    @field_validator("url")
+    @classmethod
+    def _plain(cls, url: str) -> str:
+        webhook_parts(url)
+        return url
+
+    def check_allowed(self, where: str, allowed: Sequence[str], *, signed: bool) -> None:
+        """See ScorerSpec."""
+        check_webhook(self.url, where, allowed, signed=signed)
+
+    def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
+        """See ScorerSpec."""
+        from services.common.scorers.webhook_client import WebhookScorer
+
+        return WebhookScorer(webhooks, self.url, where)

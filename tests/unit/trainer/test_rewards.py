@@ -9,11 +9,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from services.common.errors import InvalidRequest
-from services.common.scorers.base import RewardSpec
-from services.common.scorers.json_text import parse
-from services.common.scorers.rewards import Rewards, Sample, Webhooks
-from services.common.scorers.sample import without_thinking
-from services.common.scorers.text import last_number
+from services.common.scorers.allowed_webhooks import Webhooks
+from services.common.scorers.json_schema import parse
+from services.common.scorers.numeric import last_number
+from services.common.scorers.registry import Rewards, RewardSpec
+from services.common.scorers.sample import Sample, without_thinking
 from tests.training_support import TrainingHost
 
 SPEC: TypeAdapter[Any] = TypeAdapter(RewardSpec)

@@ -18,8 +18,10 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.scorers.base import WebhookReward
-from services.common.scorers.rewards import Rewards, Sample, Webhooks
+from services.common.scorers.allowed_webhooks import Webhooks
+from services.common.scorers.registry import Rewards
+from services.common.scorers.sample import Sample
+from services.common.scorers.webhook import WebhookReward
 from services.common.scorers.webhook_client import BATCH
 from services.trainer.settings import TrainerSettings
 
