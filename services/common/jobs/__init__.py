@@ -22,7 +22,7 @@ from services.common.jobs.kinds.rollouts import GrpoCompletion, GrpoGroup, Rewar
 from services.common.jobs.kinds.sft import SftExample, SftJob
 from services.common.jobs.record import Job, JobEvent, JobProgress, JobState
 from services.common.jobs.registry import JOBS, KINDS, JobSpec, Spec, TrainingSpec
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 __all__ = [
     "CHECKPOINT",

@@ -12,7 +12,7 @@ from services.common.adapters.names import POLICY_SCHEMA, AdapterName
 from services.common.jobs.fields.acceptance import Better, PublishIf, check_publish_if
 from services.common.jobs.fields.lora import LoraSettings
 from services.common.validation.json_rules import Rules, if_any, true_only_with
-from services.common.validation.strict import SentModel, absent
+from services.common.validation.strict_models import SentModel, absent
 
 Recompute = Literal["none", "selective", "full"]
 

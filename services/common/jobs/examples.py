@@ -13,7 +13,7 @@ from services.common.jobs.base import JobBase
 from services.common.jobs.fields.acceptance import Better
 from services.common.jobs.permutation import permutation
 from services.common.validation.json_rules import SOME, Rule, Rules, either, has, if_any
-from services.common.validation.strict import SentModel, absent
+from services.common.validation.strict_models import SentModel, absent
 
 E = TypeVar("E", bound=SentModel)
 Numbered: TypeAlias = list[tuple[int, E]]

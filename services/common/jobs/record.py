@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from services.common.jobs.registry import KINDS
-from services.common.validation.strict import StrictModel
+from services.common.validation.strict_models import StrictModel
 
 
 class JobState(enum.StrEnum):

@@ -33,7 +33,7 @@ from services.common.validation.json_rules import (
     left_out,
     true_only_with,
 )
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 Loss: TypeAlias = Literal["cross_entropy", "importance_sampling", "ppo", "cispo"]
 MAX_SEQ = 2**53 - 1

@@ -17,7 +17,7 @@ from pydantic import Field
 from services.common.scorers.allowed_webhooks import Webhooks
 from services.common.scorers.sample import Scorer
 from services.common.validation.json_rules import Rule, Rules
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 
 class ScorerSpec(SentModel):

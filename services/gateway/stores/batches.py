@@ -23,7 +23,7 @@ from services.common.queue.reader import Ledger
 from services.common.settings import CommonSettings
 from services.common.storage.record_versions import BATCH
 from services.common.storage.redis import call_async
-from services.common.validation.strict import StrictModel
+from services.common.validation.strict_models import StrictModel
 
 BATCHES = scripts.Space(
     "temper:batches",

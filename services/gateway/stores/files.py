@@ -24,7 +24,7 @@ from services.common.errors import NotFound, Unavailable
 from services.common.ids import PATTERN, key_of, ulid
 from services.common.storage.object_store import ObjectNotFound, ObjectStore
 from services.common.storage.record_versions import FILE
-from services.common.validation.strict import StrictModel
+from services.common.validation.strict_models import StrictModel
 
 PIECE_BYTES = 4 * 2**20
 Purpose = Literal["batch", "batch_output"]

@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.common.validation.json_rules import Rule, both, has, only_with
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 Better: TypeAlias = Literal["lower", "higher"]
 

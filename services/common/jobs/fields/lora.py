@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, With
 
 from services.common.errors import InvalidRequest
 from services.common.validation.errors import guess
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 TARGET_MODULES: tuple[str, ...] = (
     "down_proj",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.validation.json_rules import SOME, Rule, Rules, both, either, given, has, if_any, only_with, where
-from services.common.validation.strict import SentModel, absent
+from services.common.validation.strict_models import SentModel, absent
 
 SAYS: Rule = either(SOME, {"type": ["string", "null"]})
 """A prompt of one or more turns, or a text."""

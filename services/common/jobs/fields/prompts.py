@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from services.common.jobs.fields.messages import SAYS, Message, check_asks
 from services.common.validation.json_rules import Rules, exactly_one, if_any, left_out, only_with
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 

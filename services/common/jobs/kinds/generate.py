@@ -20,7 +20,7 @@ from services.common.validation.json_rules import (
     only_with,
     where,
 )
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 
 def _as_text(value: Any) -> Any:

@@ -28,7 +28,7 @@ from services.common.validation.json_rules import (
     true_only_with,
     where,
 )
-from services.common.validation.strict import absent
+from services.common.validation.strict_models import absent
 
 LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"]
 MismatchCorrection: TypeAlias = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

@@ -11,7 +11,7 @@ from services.common.adapters.names import AdapterRef
 from services.common.errors import InvalidRequest
 from services.common.jobs.base import PublishingJob
 from services.common.validation.json_rules import Rules, both, either, given, has, if_any, left_out
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 MergeMethod: TypeAlias = Literal["weighted", "svd", "ties", "dare_linear", "dare_ties"]
 SPARSE_METHODS: frozenset[MergeMethod] = frozenset(["ties", "dare_linear", "dare_ties"])

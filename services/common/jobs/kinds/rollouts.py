@@ -29,7 +29,7 @@ from services.common.validation.json_rules import (
     left_out,
     only_with,
 )
-from services.common.validation.strict import SentModel, absent
+from services.common.validation.strict_models import SentModel, absent
 
 Reward = Annotated[float, Field(ge=-1e9, le=1e9)]
 """Bounded, so that statistics over rewards stay finite."""

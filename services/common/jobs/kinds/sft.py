@@ -14,7 +14,7 @@ from services.common.jobs.fields.acceptance import Better, publish_if_rule
 from services.common.jobs.fields.messages import SAYS, TEACHES, Message, check_asks, check_taught
 from services.common.text.tokenizer import TextCodec
 from services.common.validation.json_rules import NULL, Rules, both, either, given, if_any, left_out
-from services.common.validation.strict import SentModel
+from services.common.validation.strict_models import SentModel
 
 
 class SftExample(SentModel):

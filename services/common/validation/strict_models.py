@@ -9,9 +9,11 @@ from services.common.validation.json_rules import Ruled
 
 
 def absent(value: object) -> bool:
-    """Whether a field is left out of a model's JSON (``exclude_if``): the trainer chooses it, or earlier releases did not
-    have it. Jobs without it are written as those releases wrote them, which idempotency keys and checkpoints stand
-    for."""
+    """Whether a field is left out of a model's JSON (``exclude_if``).
+
+    Such a field is one that the trainer chooses, or one that earlier releases did not have. Jobs without it are written
+    as those releases wrote them, which idempotency keys and checkpoints stand for.
+    """
     return value is None
 
 
