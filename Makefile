@@ -35,7 +35,7 @@ PIP_ARGS = $(foreach v,PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX,$(if $($v)
 	$(if $(WHEELS),--build-context wheels=$(WHEELS))
 comma := ,
 
-.PHONY: help setup clients up demo test lint proto bench clean images images-check
+.PHONY: help setup clients up demo test lint fix hooks docs proto bench clean images images-check
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,19 @@ lint: setup ## style, types, generated code
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python -m observability.generate --check
+	$(BIN)/python -m docs_tools.generate --check
+
+fix: setup ## style mended, generated files written anew
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/python proto/generate.py
+	$(BIN)/python -m observability.generate
+	$(BIN)/python -m docs_tools.generate
+	$(BIN)/python -m tests.chart.values_docs
+
+hooks: setup ## have git run `make fix`'s quick part before each commit
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pre-commit
+	$(BIN)/pre-commit install
 
 # Three processes for two cores: one has all tests of a whole Temper (tests/conftest.py), the others the rest, of which
 # those of a real server mostly wait for it. One thread in each, or threads would wait for each other.
@@ -79,6 +92,12 @@ test: lint $(CLIENTS) ## lint, then all tests; some 20 minutes on 2 cores
 	@scratch=$$(mktemp -d) && \
 	if OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --basetemp="$$scratch/test" $(ARGS); \
 	then rm -rf "$$scratch"; else status=$$?; echo "left for inspection: $$scratch" >&2; exit $$status; fi
+
+docs: setup ## the documentation as a site in build/site, links checked
+	@$(BIN)/python -c 'import material' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 proto: setup ## regenerate the protobuf stubs
 	$(BIN)/python proto/generate.py

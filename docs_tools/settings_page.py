@@ -1,14 +1,12 @@
-"""Writes docs/guides/configuration.md from the settings classes: `python -m docs_tools.settings_page [--check]`.
+"""The page docs/guides/configuration.md, from the settings classes.
 
 Names, types, defaults and limits come from the classes, descriptions from the docstring under each field.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,17 +17,18 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
 from cli.settings import CliSettings, UpSettings
+from docs_tools.paths import DOCS
 from services.common.settings import CommonSettings
 from services.engine.settings import EngineSettings
 from services.gateway.settings import GatewaySettings
 from services.model_source.settings import ModelSourceSettings
 from services.trainer.settings import TrainerSettings
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "configuration.md"
+TARGET = DOCS / "guides" / "configuration.md"
 
 HEADER = """# Configuration
 
-<!-- Written by `python -m docs_tools.settings_page`; change the settings classes, not this file. -->
+<!-- Written by `python -m docs_tools.generate`; change the settings classes, not this file. -->
 
 Everything is an environment variable. A service reads them once, at its start, and refuses a value that it cannot
 use with a line that names the variable. `temper up` sets those of its own stores and of the data directory, puts its
@@ -122,20 +121,3 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, bool):
         value = str(value).lower()
     return f"`{value}`"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the page is not current")
-    page = render()
-    if not parser.parse_args().check:
-        TARGET.write_text(page)
-        return 0
-    if not TARGET.exists() or TARGET.read_text() != page:
-        sys.stderr.write(f"{TARGET} is not current: run `python -m docs_tools.settings_page`\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -12,15 +12,16 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.security.tls import Certificates
-from services.engine.adapters.ports import AdapterSnapshot, LoadedAdapter
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
-from services.engine.kv_offload.messages import Tier, TierStatus
-from services.engine.loop.ports import LoopStatus
+from services.engine.observability.events import RequestDone
 from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
+from services.engine.observability.status import AdapterSnapshot, Counts, LoadedAdapter, LoopStatus, TierStatus
+from services.engine.requests.adapter import BASE_PIN, AdapterPin
 from services.engine.requests.outputs import Finished
-from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Request, SamplingParams
-from services.engine.scheduler.config import Counts
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.gateway.core.histogram import LoopHistogram
 from services.gateway.core.metrics import GatewayMetrics
 from services.trainer.metrics import TrainerMetrics
@@ -77,7 +78,8 @@ def _engine() -> CollectorRegistry:
     """An engine's registry with one of everything: what is made from other series shows its labels only in samples."""
     metrics = EngineMetrics(CollectorRegistry())
     request = Request("request", (1,), SamplingParams(max_tokens=1), BASE_PIN)
-    metrics.request_done(Finished(request, (1,), array("f", (0.0,)), FinishReason.STOP, 0, 0, 0.0, 0.0), 0.0, 0.0)
+    finished = Finished(request, (1,), array("f", (0.0,)), FinishReason.STOP, 0, 0, 0.0, 0.0)
+    metrics.listen(RequestDone(finished, 0.0, 0.0))
     TrainerMetrics(metrics.registry)
     counts = Counts(0, 0, 0, 0, 1, 0, 0, 1, 0)
     plan = MemoryPlan(

@@ -1,0 +1,1 @@
+"""The processes of Temper and what they are made of."""

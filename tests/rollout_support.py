@@ -16,10 +16,10 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
 from services.common.scorers.allowed_webhooks import Webhooks
-from services.engine.loop.ports import Submission
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine
 from services.pod.host import PodHost

@@ -15,7 +15,8 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
 from services.common.text.tokenizer import TextCodec
-from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.trainer.jobs.base import JobRun, RunState
 from services.trainer.memory.budget import TrainingLedger

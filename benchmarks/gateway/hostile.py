@@ -29,9 +29,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.core.result import Ok
 
 from benchmarks.gateway.hostile_bodies import Hostile, hostile_bodies
-from benchmarks.http.latency import running_stack
 from benchmarks.lib.environment import ROOT, environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.recorder import put_line
+from benchmarks.serving.http_latency import running_stack
 
 SECRET = "tp-hostile-secret-4f1c9a7e"
 """Sent as a key with every request: no answer may repeat it."""

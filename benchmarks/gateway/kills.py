@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.gateway.kill_clients import ANSWER_SECONDS, Jobs, Streams, known_questions
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.recorder import put_line
 from tests.stack import TINY, Stack
 
 _AUDIT_SECONDS = 120.0

@@ -1,0 +1,1 @@
+"""The engine's cases through gateway and gRPC, and the cost of tracing."""

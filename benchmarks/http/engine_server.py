@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
-from benchmarks.serving.rates import Case, measure
+from benchmarks.lib.cases import Case
+from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
+from benchmarks.serving.rates import measure
 from services.common.telemetry.tracing import open_tracer
+from services.engine.observability.events import EventStream
 from services.engine.observability.request_traces import RequestTraces
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
@@ -56,7 +58,7 @@ def main() -> None:
     only_warnings()
     use_kernel_cache(settings)
     tracer = open_tracer(settings, "engine")
-    engine = InProcessEngine(settings, observer=RequestTraces(tracer) if tracer.on else None)
+    engine = InProcessEngine(settings, events=EventStream(RequestTraces(tracer).listen) if tracer.on else None)
     try:
         for case in filter(None, options.cases.split(",")):
             _print(measure(engine, Case.parse(case)))

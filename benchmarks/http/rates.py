@@ -28,9 +28,10 @@ from typing import Any
 import psutil
 
 from benchmarks.http.client import Answer, Load, run_load
+from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.environment import environment
+from benchmarks.lib.random_checkpoint import checkpoint
 from benchmarks.lib.recorder import describe
-from benchmarks.serving.rates import Case, checkpoint, milliseconds
 
 _READY_SECONDS = 60.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

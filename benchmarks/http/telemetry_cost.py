@@ -22,9 +22,10 @@ import psutil
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from benchmarks.http.rates import Stack, await_ready, child, first_line, measure
+from benchmarks.lib.cases import Case
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
-from benchmarks.serving.rates import Case, checkpoint
+from benchmarks.lib.random_checkpoint import checkpoint
+from benchmarks.lib.recorder import put_line
 from cli.local.ports import free_ports
 
 

@@ -155,7 +155,7 @@ def shrinking(name: str, rows: int) -> Case:
     del n
 
     def make(t: Tensors) -> Work:
-        from kernels.gpu.lora.batch import shrink
+        from kernels.gpu.linear.preparation import shrink
 
         size = 2 * (_ADAPTERS + 1) * len(ends) * _RANK * k
         loras = [make_lora(t, name, rows) for _ in range(t.copies(size))]

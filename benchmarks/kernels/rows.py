@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmarks.kernels.timing import Case, Tensors, Work
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 HIDDEN, INTERMEDIATE, VOCAB = 2560, 9216, 248_320
@@ -73,7 +74,7 @@ def sampling(rows: int, selections: int) -> Case:
 
     def make(t: Tensors) -> Work:
         from kernels.gpu.sampling.sample import RESULT_WORDS, SamplingBuffers, sample_rows
-        from services.engine.executors.cuda.sampling_tables import SamplingTables
+        from services.engine.executors.cuda.sampling.tables import SamplingTables
 
         logits = [t.normal(rows, VOCAB, scale=3.0, dtype=torch.float32) for _ in range(t.copies(4 * rows * VOCAB))]
         step = torch.stack((t.ints(range(1, rows + 1)), t.ints([3] * rows), t.ints([-1] * rows)))

@@ -11,7 +11,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.graph_timing import graph_times
+from benchmarks.lib.graph_timing import graph_times
 
 L2_BYTES = 256 * 2**20
 """Case inputs rotate over at least so many bytes, several times an H200's L2 of 60 MB."""

@@ -12,7 +12,7 @@ from services.common.adapters.registry import AdapterRegistry, Manifest, Pointer
 from services.common.errors import ModelNotFound
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 
 
 class GeneratedAdapters(AdapterRegistry):

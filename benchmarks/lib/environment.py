@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("temper", "torch", "triton", "transformers", "numpy", "grpcio")
 
 

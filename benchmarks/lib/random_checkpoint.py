@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.engine.models.config import ModelConfig
 
-TINY = Path(__file__).resolve().parents[1] / "models" / "tiny"
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _MIXED = 0.5
 """Typical size of a number that enters a projection back into the residual stream."""
@@ -128,6 +128,36 @@ def write(directory: Path, data: dict[str, Any], seed: int = 0, *, gentle: bool 
         torch.cuda.empty_cache()  # engines in other processes count what is free
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that name a model: what checkpoint() is given."""
+    parser.add_argument(
+        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
+    )
+    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
+
+
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where they contradict each other."""
+    if options.random != (options.model in SHAPES):
+        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
+
+
+def checkpoint(name: str, scratch: Path, *, gentle: bool = False) -> Path:
+    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``.
+
+    Args:
+        gentle: see benchmarks.lib.random_checkpoint; with a head of its own.
+    """
+    if name not in SHAPES:
+        return Path(name)
+    directory = scratch / (f"{name}-gentle" if gentle else name)
+    if not (directory / "model.safetensors.index.json").exists():
+        changes = {"tie_word_embeddings": False} if gentle else {}
+        write(directory, config_of(name) | changes, gentle=gentle)
+    return directory
 
 
 def main() -> None:

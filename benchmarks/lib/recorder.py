@@ -1,4 +1,5 @@
-"""Figures of a sweep: on disk after each, whatever becomes of the process."""
+"""Results of benchmarks: figures of a sweep, on disk after each, whatever becomes of the process; and JSON lines, on
+standard output and in a file that keeps what a run before left there."""
 
 from __future__ import annotations
 
@@ -81,3 +82,12 @@ def carry_on_or_start_again(module: str) -> None:
         again = [argument for argument in sys.argv[1:] if argument != "--resume"] + ["--resume"]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", module, *again])
+
+
+def put_line(line: Mapping[str, Any], out: Path | None) -> None:
+    """Prints a result and appends it to ``out``; None: only prints."""
+    text = json.dumps(line)
+    print(text, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(text + "\n")

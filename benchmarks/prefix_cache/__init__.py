@@ -1,0 +1,1 @@
+"""The prefix cache: multi-turn traffic, restores from tiers, exactness, noise, endurance."""

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.graph_timing import graph_times
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.random_checkpoint import SHAPES, config_of
 from benchmarks.lib.random_model import RandomWeights
+from benchmarks.lib.recorder import put_line
 from kernels.gpu.delta.chunk import gated_delta_prefill
 from kernels.gpu.delta.conv1d import conv_prefill
 from kernels.gpu.linear.skinny import SplitWorkspace
@@ -45,11 +45,12 @@ from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 from services.pod.memory import WAITING_WRITES
-from tests.kernels.gpu.delta_support import Chain, chain_segments, exact_conv, exact_delta, mixer
+from tests.kernels.gpu.delta.support import Chain, chain_segments, exact_conv, exact_delta, mixer
 
 _BLOCK = 16
 _SLOTS = 9

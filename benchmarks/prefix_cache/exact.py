@@ -38,25 +38,28 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.memory_store import MemoryStore
 from benchmarks.lib.random_model import RandomWeights, random_adapter
+from benchmarks.lib.recorder import put_line
+from benchmarks.prefix_cache.token_by_token import TokenByToken
 from benchmarks.prefix_cache.workloads import ADAPTERS, VOCAB, Workload, make_workload
-from benchmarks.serving.in_process import only_warnings
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import NoTierObserver, Tier
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.outputs import Finished
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.observability.events import CopyEvicted, EngineEvent, EventStream
+from services.engine.requests.outputs import Finished, SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 CONFIG = ModelConfig(
     vocab_size=VOCAB,
@@ -90,48 +93,6 @@ _PATIENCE = 30.0
 """Seconds for a load."""
 _ALONE = 256
 """Blocks, and tokens of a step, for a request alone."""
-
-
-class TokenByToken:
-    """Gives a runner the plans of a scheduler a token at a time."""
-
-    depth = 1
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs a plan without speculation.
-
-        Raises:
-            ValueError: it has guesses, or reads prompts.
-        """
-        if plan.reads or any(chunk.guesses or chunk.out_slot for chunk in plan.chunks):
-            raise ValueError("a plan that guesses or reads prompts cannot be run token by token")
-        return StepResult([token for step in single_steps(plan) for token in self._runner.execute(step).tokens])
-
-
-def single_steps(plan: StepPlan) -> list[StepPlan]:
-    """The same as steps of one token: what is copied before and behind it, and within its chunks, lies between them."""
-    steps = [StepPlan([single], copies_after=copies) for chunk in plan.chunks for single, copies in _singles(chunk)]
-    steps[0] = replace(plan, chunks=steps[0].chunks, copies_after=steps[0].copies_after)
-    steps[-1] = replace(steps[-1], copies_after=[*steps[-1].copies_after, *plan.copies_after])
-    return steps
-
-
-def _singles(chunk: Chunk) -> list[tuple[Chunk, list[StateCopy]]]:
-    """Its tokens as chunks, each with the snapshots behind it."""
-    last = chunk.start + len(chunk.token_ids) - 1
-    snapshots: dict[int, list[StateCopy]] = {}
-    for position, slot in chunk.snapshots:
-        snapshots.setdefault(position - 1, []).append(StateCopy(chunk.slot, slot))
-    made: list[tuple[Chunk, list[StateCopy]]] = []
-    for position, token in enumerate(chunk.token_ids, start=chunk.start):
-        samples = chunk.samples and position == last
-        behind = chunk.next_id if position == last else chunk.token_ids[position + 1 - chunk.start]
-        single = chunk._replace(token_ids=(token,), start=position, samples=samples, next_id=behind, snapshots=())
-        made.append((single, snapshots.get(position, [])))
-    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +135,6 @@ class Totals:
     def missing(self, places: Sequence[str]) -> list[str]:
         """Those that did not answer, or to no prompt that branches."""
         return [place for place in places if not self.cached_from[place] or not self.branched_from[place]]
-
-
-class _Evictions(NoTierObserver):
-    """Counts them. Called on the threads of the tiers, under their lock."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        self._counts = counts
-
-    def tier_evicted(self, tier: Tier | None, size: int) -> None:
-        """One copy."""
-        self._counts["device" if tier is None else tier.value] += 1
 
 
 class Bench:
@@ -282,8 +232,12 @@ class Bench:
                 store_poll_seconds=3600.0,
                 store_after_uses=0,
             )
-            observer = _Evictions(Counter() if evicted is None else evicted)
-            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, observer, woken.set, MemoryStore())
+
+            def count(event: EngineEvent) -> None:
+                if isinstance(event, CopyEvicted) and evicted is not None:
+                    evicted[event.tier.value] += 1
+
+            tiers = TierManager(CpuCacheTransfer(cache, "exact"), limits, EventStream(count), woken.set, MemoryStore())
             tiers.start()
             try:
                 # Whatever is computed takes longer than any load.

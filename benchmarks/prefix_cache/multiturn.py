@@ -33,26 +33,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.lines import put_line
-from benchmarks.lib.recorder import describe
+from benchmarks.lib.multiturn_workloads import GENERATORS, Sizes, Workload, fitting
+from benchmarks.lib.random_checkpoint import add_model, check_model, checkpoint
+from benchmarks.lib.recorder import describe, put_line
 from benchmarks.prefix_cache import tier_restore
-from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Sizes, Workload, fitting
-from benchmarks.serving.rates import add_model, check_model, checkpoint, percentile
+from benchmarks.prefix_cache.traffic import Traffic, report
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
-    from services.engine.requests.outputs import Finished, SequenceUpdate
+    from benchmarks.lib.in_process import InProcessEngine
 
 PEERS: dict[str, dict[str, Any]] = {
     "c": {
@@ -72,160 +68,6 @@ _SNAPSHOTS = ((100, 320), (0, 144))
 """State snapshots on a GPU of at least so many GiB: some 54 MB each."""
 _WARM_UP_SEED = 1_000_000
 """Added for the tokens of what warms up."""
-_STUCK_SECONDS = 120.0
-"""Without the end of any request."""
-
-
-@dataclass(slots=True)
-class Sent:
-    """One request; times are on the loop's clock."""
-
-    session: int
-    turn: int
-    prompt: tuple[int, ...]
-    at: float
-    first: float = 0.0
-    """When its first token was told."""
-    finished: Finished | None = None
-    error: Exception | None = None
-    ended: float = 0.0
-
-
-class Traffic:
-    """Sends a workload's requests as it says. Used by one thread, beside the loop's.
-
-    Args:
-        marks: tell where messages end, and whose session it is.
-    """
-
-    def __init__(self, engine: InProcessEngine, workload: Workload, run: str, *, marks: bool) -> None:
-        self._engine = engine
-        self._workload = workload
-        self._run = run
-        self._marks = marks
-        self._ended: SimpleQueue[Sent] = SimpleQueue()
-        self._flying: dict[str, Sent] = {}
-        self._lock = threading.Lock()
-        self._histories: dict[int, tuple[int, ...]] = {}
-        self._turns: dict[int, int] = defaultdict(int)
-        """Of each session, that were sent."""
-
-    def run(self) -> list[Sent]:
-        """All requests, in the order in which they were sent.
-
-        Raises:
-            RuntimeError: one failed, or none has ended for long.
-        """
-        pending, sent, busy = deque(self._workload.order), list[Sent](), set[int]()
-        while pending or busy:
-            while (session := self._next(pending, busy)) is not None:
-                busy.add(session)
-                sent.append(self._send(session))
-            try:
-                done = self._ended.get(timeout=_STUCK_SECONDS)
-            except Empty:
-                raise RuntimeError(f"none of {len(busy)} requests has ended for {_STUCK_SECONDS:.0f} s") from None
-            busy.remove(done.session)
-            if done.error is not None or done.finished is None:
-                raise RuntimeError(f"a request failed: {done.error}")
-            self._histories[done.session] = (*done.prompt, *done.finished.output_ids)
-        return sent
-
-    def _next(self, pending: deque[int], busy: set[int]) -> int | None:
-        """Takes the next session that may send its next turn now from those that wait."""
-        if len(busy) >= self._workload.concurrency:
-            return None
-        for session in pending:
-            if self._workload.together and any(self._turns[other] <= self._turns[session] for other in busy):
-                return None
-            if session not in busy:
-                pending.remove(session)
-                return session
-        return None
-
-    def _send(self, number: int) -> Sent:
-        from services.engine.loop.ports import Submission
-        from services.engine.requests.request import SamplingParams
-        from services.engine.requests.sessions import SessionName
-        from services.engine.server.protobuf import AdapterChoice
-
-        session, turn = self._workload.sessions[number], self._turns[number]
-        self._turns[number] += 1
-        prompt = (*self._histories.get(number, ()), *session.turns[turn].new)
-        name = f"{self._run}-{number}-{turn}"
-        sampling = SamplingParams(temperature=1.0, max_tokens=session.turns[turn].out, ignore_eos=True)
-        submission = Submission(name, prompt, sampling, AdapterChoice())
-        if self._marks:
-            whose = SessionName("", f"{self._run}-{number}")
-            submission = replace(submission, boundaries=session.marks(turn), session=whose)
-        sent = Sent(number, turn, prompt, time.monotonic())
-        with self._lock:
-            self._flying[name] = sent
-        self._engine.engine.loop.submit(submission, self._sink)
-        return sent
-
-    def _sink(self, updates: list[SequenceUpdate]) -> None:
-        now = time.monotonic()
-        for update in updates:
-            if update.cached_tokens is None and update.finish_reason is None:
-                continue
-            with self._lock:
-                sent = self._flying[update.request_id]
-            sent.first = sent.first or now
-            if update.finish_reason is not None:
-                sent.finished, sent.error, sent.ended = update.finished, update.error, now
-                self._ended.put(sent)
-
-
-def report(workload: Workload, sent: Sequence[Sent]) -> dict[str, Any]:
-    """What the requests of a workload say."""
-    first, last = min(each.at for each in sent), max(each.ended for each in sent)
-    out = sum(len(each.finished.output_ids) for each in sent if each.finished)
-    prompts = sum(len(each.prompt) for each in sent)
-    ideal = sum(_reusable(workload, each) for each in sent)
-    cached = sum(_cached(each) for each in sent)
-    times: dict[str, list[float]] = {"cold": [], "warm": []}
-    turns: dict[int, list[Sent]] = defaultdict(list)
-    tiers: Counter[str] = Counter()
-    for each in sent:
-        times["warm" if _reusable(workload, each) else "cold"].append(each.first - each.at)
-        turns[each.turn].append(each)
-        if each.finished and each.finished.cached_tokens:
-            tier = each.finished.cached_from
-            tiers["device" if tier is None else tier.value] += each.finished.cached_tokens
-    return {
-        "requests": len(sent),
-        "seconds": round(last - first, 3),
-        "out_tokens": out,
-        "out_tok_s": round(out / (last - first), 1),
-        "ttft_ms": {kind: _milliseconds(values) for kind, values in times.items() if values},
-        "prompt_tokens": prompts,
-        "from": dict(sorted(tiers.items())),
-        "cached": cached,
-        "ideal": ideal,
-        "new": prompts - ideal,
-        "preemptions": sum(each.finished.preemptions for each in sent if each.finished),
-        "turns": [
-            {
-                "seconds": round(max(each.ended for each in turn) - min(each.at for each in turn), 3),
-                "cached": round(sum(map(_cached, turn)) / sum(len(each.prompt) for each in turn), 4),
-            }
-            for _, turn in sorted(turns.items())
-        ],
-    }
-
-
-def _reusable(workload: Workload, sent: Sent) -> int:
-    return workload.sessions[sent.session].reusable(sent.turn)
-
-
-def _cached(sent: Sent) -> int:
-    return sent.finished.cached_tokens if sent.finished else 0
-
-
-def _milliseconds(values: Sequence[float]) -> dict[str, float]:
-    shares = (("p50", 0.5), ("p95", 0.95))
-    return {name: round(1e3 * percentile(values, share), 2) for name, share in shares} | {"of": len(values)}
 
 
 def measure(
@@ -236,7 +78,7 @@ def measure(
     Args:
         warm_up: of the same kind, with other tokens; None: the workload itself.
     """
-    from benchmarks.serving.step_times import recorded_steps
+    from benchmarks.lib.step_times import recorded_steps
 
     began = time.perf_counter()
     warm = _short(warm_up or workload)
@@ -362,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
     directory = checkpoint(options.model, options.scratch)
     written = time.perf_counter() - began
     # Imported after Triton's cache is chosen.
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     only_warnings()
     settings = settings_for(directory, options.device, **engine_settings(options))

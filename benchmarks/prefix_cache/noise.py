@@ -42,25 +42,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.lines import put_line
-from benchmarks.serving.rates import add_model, check_model, checkpoint
+from benchmarks.lib.random_checkpoint import add_model, check_model, checkpoint
+from benchmarks.lib.recorder import put_line
+from benchmarks.prefix_cache.conversations import Conversation, Tokens, conversations
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
-    from services.engine.requests.outputs import Finished, SequenceUpdate
-    from services.engine.requests.request import SamplingParams
-    from services.engine.scheduler.step_plan import SampledToken
-
-Tokens = tuple[int, ...]
+    from benchmarks.lib.in_process import InProcessEngine
+    from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
+    from services.engine.requests.sampling_params import SamplingParams
 
 BOUND = 1.5
 """Times the noise."""
-_TURNS = ((300, 2500), (50, 600), (50, 600))
-"""Tokens of each message of a conversation, from and to."""
-_LAST = (20, 200)
-"""Of the message behind it."""
-_SAID, _ANSWER = 48, 24
-"""Tokens of an answer in the conversation, and of the one that is compared."""
+_ANSWER = 24
+"""Tokens of the answer that is compared."""
 _TOGETHER = 16
 """Conversations at once."""
 _CPU_SHRINK = 8.0
@@ -70,46 +64,6 @@ _LONG = 4096
 TIERS = {"tiers": "host", "tier_load_share": 1000}
 """Whatever the host has is loaded, also where computing it would be the faster way: it is what is measured."""
 KINDS = ("device, whole", "device, partial", "host, whole", "host, partial")
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages of random tokens."""
-
-    turns: tuple[Tokens, ...]
-    said: int
-    """Tokens of each answer."""
-    cut: float
-    """Where the last message follows: at the end, or at this part of what was said behind the first answer."""
-    last: Tokens
-    host: bool
-    """Whether only the host has it when the last message comes."""
-
-    def prompt(self, history: Tokens) -> Tokens:
-        """The one behind the conversation."""
-        first = len(self.turns[0]) + self.said
-        return (*history[: first + max(1, int(self.cut * (len(history) - first)))], *self.last)
-
-
-def conversations(count: int, vocab_size: int, seed: int, shrink: float) -> list[Conversation]:
-    """Of every kind as many, in turn."""
-    random = np.random.default_rng(seed)
-
-    def some(bounds: tuple[int, int]) -> Tokens:
-        low, high = (max(4, round(bound / shrink)) for bound in bounds)
-        return tuple(random.integers(0, vocab_size, random.integers(low, high + 1)).tolist())
-
-    said = max(4, round(_SAID / shrink))
-    return [
-        Conversation(
-            tuple(map(some, _TURNS)),
-            said,
-            float(random.uniform(0.05, 0.95)) if number % 2 else 1.0,
-            some(_LAST),
-            host=number % 4 > 1,
-        )
-        for number in range(count)
-    ]
 
 
 @dataclass(slots=True)
@@ -195,8 +149,8 @@ class Asking:
 
 
 def _submission(name: str, ask: Ask) -> Any:
-    from services.engine.loop.ports import Submission
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.submission import Submission
 
     return Submission(name, ask.prompt, ask.sampling, AdapterChoice(), cache_salt=ask.salt)
 
@@ -364,13 +318,13 @@ class Measurement:
 
 
 def _drawn(count: int, seed: int) -> SamplingParams:
-    from services.engine.requests.request import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=count, ignore_eos=True, top_logprobs=1)
 
 
 def _forced(tokens: Tokens) -> SamplingParams:
-    from services.engine.requests.request import SamplingParams
+    from services.engine.requests.sampling_params import SamplingParams
 
     return replace(SamplingParams.forcing(tokens, 1.0), top_logprobs=1)
 
@@ -396,7 +350,7 @@ def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     directory = checkpoint(options.model, options.scratch, gentle=True)
     # Imported after Triton's cache is chosen.
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     only_warnings()
     cuda = options.device == "cuda"

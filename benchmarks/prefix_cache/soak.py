@@ -14,8 +14,8 @@ or late for their deadline, of three salts. `--seconds` are of CPU time. What mu
 - the tokens of all steps, as the loop tells its metrics, are the tokens of all chunks
 - the process does not grow by more than --growth MiB behind the first quarter
 
-One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/test_prefix_soak.py` does some
-seconds of it.
+One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/prefix_cache/test_soak.py` does
+some seconds of it.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ import torch
 from rich.progress import Progress
 
 from benchmarks.lib.environment import ROOT, environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.in_process import only_warnings
+from benchmarks.lib.recorder import put_line
 from benchmarks.serving.host_step import BaseOnly
-from benchmarks.serving.in_process import only_warnings
 from services.common.errors import DeadlineExceeded
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import NoTierObserver
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import NoObserver, OpenStep, Runner, StepHandle, StepStats, Submission
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.observability.events import EngineEvent, EventStream, StepDone, StepFailed
+from services.engine.observability.status import Counts
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import Finished, SequenceUpdate
-from services.engine.requests.request import FinishReason, SamplingParams
-from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
+from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan
-from services.engine.server.protobuf import AdapterChoice
 
 _MIB = 2**20
 _HOST_BYTES = 8 * _MIB
@@ -171,18 +174,18 @@ class CountedRunner:
         return self._runner.open(plan)
 
 
-class _Steps(NoObserver):
+class _Steps:
     """Adds up the tokens of steps."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.failures: list[str] = []
 
-    def step_done(self, stats: StepStats) -> None:
-        self.tokens += stats.decodes + stats.prefill_tokens
-
-    def step_failed(self, error: Exception) -> None:
-        self.failures.append(repr(error))
+    def listen(self, event: EngineEvent) -> None:
+        if isinstance(event, StepDone):
+            self.tokens += event.decodes + event.prefill_tokens
+        elif isinstance(event, StepFailed):
+            self.failures.append(repr(event.error))
 
 
 @dataclass(slots=True)
@@ -224,7 +227,7 @@ class Soak:
         if tiers:
             limits = TierLimits(True, _HOST_BYTES, 5e9, 2.0)
             transfer = CpuCacheTransfer(cache, "soak")
-            self._tiers = TierManager(transfer, limits, NoTierObserver(), lambda: self.loop.wake())
+            self._tiers = TierManager(transfer, limits, EventStream(), lambda: self.loop.wake())
         runner = ModelRunner(
             loaded,
             cache,
@@ -241,7 +244,7 @@ class Soak:
             SliceGate(0.05),
             RolloutMemory(64, 60.0),
             max_waiting=4 * _IN_FLIGHT,
-            observer=self._steps,
+            events=EventStream(self._steps.listen),
             tiers=self._tiers,
         )
         self._random = Random(seed)

@@ -35,12 +35,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
-from benchmarks.prefix_cache.multiturn_workloads import Session, Sizes, Tokens, Turn, Workload, histories
-from benchmarks.serving.rates import add_model, check_model, checkpoint
+from benchmarks.lib.multiturn_workloads import Session, Sizes, Tokens, Turn, Workload, histories
+from benchmarks.lib.random_checkpoint import add_model, check_model, checkpoint
+from benchmarks.lib.recorder import put_line
+from benchmarks.prefix_cache.traffic import Traffic, report
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
 
 _EACH = 6
 """Histories for each place."""
@@ -69,7 +70,7 @@ class Stage:
         from services.pod.preflight import use_kernel_cache
 
         began = time.perf_counter()
-        from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+        from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
         only_warnings()
         cuda = options.device != "cpu"
@@ -111,8 +112,6 @@ class Stage:
 
     def run(self, place: str, workload: Workload, **more: Any) -> list[Tokens]:
         """Sends a workload, prints its result and returns the histories behind it."""
-        from benchmarks.prefix_cache.multiturn import Traffic, report
-
         sent = Traffic(self.engine, workload, f"{place}-{os.getpid()}", marks=False).run()
         found = report(workload, sent)
         times = found["ttft_ms"]
@@ -147,8 +146,6 @@ def fill(options: argparse.Namespace) -> None:
     try:
         sizes, each = stage.sizes, options.each
         warm_up = histories(sizes, "t-warm-up", 2, 8192)
-        from benchmarks.prefix_cache.multiturn import Traffic
-
         Traffic(stage.engine, warm_up, "warm-up", marks=False).run()
         base = histories(sizes, "t", 5 * each, 8192)
         said = stage.run("nowhere", base)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 
 VOCAB = 96

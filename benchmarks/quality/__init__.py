@@ -1,0 +1,1 @@
+"""What quantization costs, and how far sampler and trainer are apart."""

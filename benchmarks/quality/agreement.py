@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
-from benchmarks.serving.in_process import only_warnings
+from benchmarks.lib.recorder import put_line
 from benchmarks.training.pod import training_pod
 from services.common.jobs import LoraSettings
 from services.common.jobs.documents import completion_document
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.pod.host import PodHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling

@@ -27,10 +27,10 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.lib.environment import environment
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import TINY, config_of, write
 from benchmarks.lib.recorder import describe
 from benchmarks.quality.scorers import EngineScorer, Mode, Query, TorchScorer
-from benchmarks.serving.in_process import only_warnings
 from models.tiny.recipe.data import END, SKILLS, chat_template, held_out_items, prompt_text
 from services.engine.models.footprint import Storage
 from services.engine.models.qwen3_5.model import Qwen3_5

@@ -17,13 +17,13 @@ from torch import Tensor
 from kernels.attention import write_pages
 from services.common.adapters.registry import AdapterRegistry
 from services.common.storage.object_store import ObjectStore
-from services.engine.loop.ports import Submission
 from services.engine.models.batch import ForwardBatch
 from services.engine.models.footprint import Quantization
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import build_engine
 from services.pod.preflight import use_kernel_cache

@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.http import latency as http_latency
 from benchmarks.lib.environment import ROOT, environment
-from benchmarks.serving import engine_speed
+from benchmarks.serving import engine_speed, http_latency
 
 BARS = {"engine_1": 0.8, "engine_16": 6.0}
 """Least rate as a multiple of transformers' one stream."""

@@ -14,18 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import TemperError
-from services.engine.adapters.private_versions import PrivateVersion
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.protobuf import AdapterChoice
 from services.engine.settings import EngineSettings
 
 

@@ -4,7 +4,7 @@
 
 Everything but the runner is the real thing, at depth 2; the runner answers at once with the same token for every row.
 Prints one JSON line for each number of sequences, in microseconds of CPU a step (medians): ``plan`` (schedule),
-``tokens`` (the runner's SampledToken objects), ``update`` (scheduler), ``publish`` (desk, one sink), ``other`` (the
+``tokens`` (the runner's SampledToken objects), ``update`` (scheduler), ``publish`` (tracker, one sink), ``other`` (the
 rest of an iteration: metrics, gate), their ``total``, and ``total_p99``. A runner on a device adds its launch, which is
 not here.
 """
@@ -19,16 +19,18 @@ from statistics import median
 from typing import TypeVar
 
 from services.common.errors import TemperError
-from services.engine.adapters.private_versions import PrivateVersion
 from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.executors.runner import CompletedStep, OpenStep
 from services.engine.loop.kept_completions import RolloutMemory
-from services.engine.loop.ports import CompletedStep, NoObserver, OpenStep, Submission
-from services.engine.loop.request_tracker import Desk
-from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.loop.request_tracker import RequestTracker
+from services.engine.loop.step_pipeline import StepPipeline
+from services.engine.observability.events import EventStream
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import SampledToken, StepPlan, StepResult
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 _PROMPT = 512
 _T = TypeVar("_T")
@@ -95,21 +97,21 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
     )
     watch = Stopwatch()
     runner = NullRunner()
-    pipeline = Pipeline(config, runner, SliceGate(0.05), NoObserver(), time.monotonic)
-    desk = Desk(pipeline, BaseOnly(), RolloutMemory(0, 1.0), NoObserver(), 1.0, time.monotonic)
+    pipeline = StepPipeline(config, runner, SliceGate(0.05), EventStream(), time.monotonic)
+    tracker = RequestTracker(pipeline, BaseOnly(), RolloutMemory(0, 1.0), EventStream(), 1.0, time.monotonic)
     for n in range(sequences):
         prompt = tuple(range(n, n + _PROMPT))
         sampling = SamplingParams(max_tokens=steps + 9)
-        desk.submit(Submission(f"request-{n}", prompt, sampling, AdapterChoice()), _drop, 0.0)
+        tracker.submit(Submission(f"request-{n}", prompt, sampling, AdapterChoice()), _drop, 0.0)
     while pipeline.scheduler.counts().waiting:
-        desk.publish(pipeline.advance(0))
-    desk.publish(pipeline.advance(0))
+        tracker.publish(pipeline.advance(0))
+    tracker.publish(pipeline.advance(0))
 
     scheduler = pipeline.scheduler
     for name, method in (("plan", "schedule"), ("update", "update")):
         setattr(scheduler, method, watch.timed(name, getattr(scheduler, method)))
     runner.launch = watch.timed("tokens", runner.launch)  # type: ignore[method-assign]
-    advance, publish = watch.timed("advance", pipeline.advance), watch.timed("publish", desk.publish)
+    advance, publish = watch.timed("advance", pipeline.advance), watch.timed("publish", tracker.publish)
     samples: list[dict[str, float]] = []
     for _ in range(steps - sequences * _PROMPT // 8192 - 2):
         watch.spent = {}

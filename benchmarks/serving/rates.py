@@ -13,62 +13,30 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from benchmarks.lib.cases import Case, milliseconds
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
+from benchmarks.lib.random_checkpoint import add_model, check_model, checkpoint
 from benchmarks.lib.recorder import describe
-from benchmarks.serving.stages import Stages
+from benchmarks.lib.stages import Stages
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine, Run
-    from services.engine.loop.step_pipeline import Pipeline
+    from benchmarks.lib.in_process import InProcessEngine, Run
+    from services.engine.loop.step_pipeline import StepPipeline
 
 _REPEATS = 2
 _WARM_TOKENS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """c requests at once."""
-
-    requests: int
-    prompt_tokens: int
-    new_tokens: int
-
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """From "64x512x256".
-
-        Raises:
-            ValueError: it is not three positive numbers, the last above 1.
-        """
-        numbers = [int(part) for part in text.split("x")]
-        if len(numbers) != 3 or min(numbers) < 1 or numbers[2] < 2:
-            raise ValueError(f"a case is REQUESTSxPROMPTxNEW with at least 2 new tokens, got {text!r}")
-        return cls(*numbers)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def milliseconds(values: Sequence[float]) -> dict[str, float]:
-    """p50 and p99 of seconds, in milliseconds."""
-    return {"p50": round(1e3 * percentile(values, 0.5), 3), "p99": round(1e3 * percentile(values, 0.99), 3)}
-
-
 def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
     """One case on an InProcessEngine, in the fields of the tables in README.md."""
-    from benchmarks.serving.step_times import by_kind, recorded_steps
+    from benchmarks.lib.step_times import by_kind, recorded_steps
 
     process = psutil.Process()
     engine.generate(engine.prompts(case.requests, case.prompt_tokens), min(case.new_tokens, _WARM_TOKENS))
@@ -98,36 +66,6 @@ def measure(engine: InProcessEngine, case: Case) -> dict[str, Any]:
         "steps": kinds,
         "gpu_after": gpu(),
     }
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The options that name a model: what checkpoint() is given."""
-    parser.add_argument(
-        "--model", default="models/tiny", help=f"directory, or one of {', '.join(SHAPES)} with --random"
-    )
-    parser.add_argument("--random", action="store_true", help="--model names a shape: random weights")
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/temper-bench"), help="for random checkpoints")
-
-
-def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program where they contradict each other."""
-    if options.random != (options.model in SHAPES):
-        parser.error(f"--random goes with the name of a shape ({', '.join(SHAPES)}), not with a directory")
-
-
-def checkpoint(name: str, scratch: Path, *, gentle: bool = False) -> Path:
-    """The directory of a model: itself, or for the name of a shape a random checkpoint, written once to ``scratch``.
-
-    Args:
-        gentle: see benchmarks.lib.random_checkpoint; with a head of its own.
-    """
-    if name not in SHAPES:
-        return Path(name)
-    directory = scratch / (f"{name}-gentle" if gentle else name)
-    if not (directory / "model.safetensors.index.json").exists():
-        changes = {"tie_word_embeddings": False} if gentle else {}
-        write(directory, config_of(name) | changes, gentle=gentle)
-    return directory
 
 
 def main() -> None:
@@ -173,10 +111,10 @@ def run(options: argparse.Namespace) -> None:
     written = time.perf_counter() - began
     stages = Stages(time.time())
     # Imported after Triton's cache is chosen.
-    from benchmarks.kernels.timeline import prepare, profile_decode
-    from benchmarks.quality.acceptance import ChosenAcceptance
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.serving.acceptance import ChosenAcceptance
     from benchmarks.serving.swaps import measure_swaps
+    from benchmarks.serving.timeline import prepare, profile_decode
 
     settings = settings_for(
         directory,
@@ -224,9 +162,9 @@ def run(options: argparse.Namespace) -> None:
             try:
                 report |= measure(engine, case)
                 after = pipeline.scheduler.counts()
-                if after.guesses > before.guesses:
-                    right = after.guesses_right - before.guesses_right
-                    report["acceptance"] = round(right / (after.guesses - before.guesses), 4)
+                if after.num_draft_tokens > before.num_draft_tokens:
+                    right = after.num_accepted_tokens - before.num_accepted_tokens
+                    report["acceptance"] = round(right / (after.num_draft_tokens - before.num_draft_tokens), 4)
                 left = options.seconds - (time.perf_counter() - began)
                 if options.swaps:
                     report["swaps"] = measure_swaps(engine, case, options.swaps, seconds=left)
@@ -240,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
         engine.stop()
 
 
-def _mix(pipeline: Pipeline, tokens: int) -> None:
+def _mix(pipeline: StepPipeline, tokens: int) -> None:
     """From now on steps with decodes hold up to so many prompt tokens."""
     pipeline.scheduler.config = replace(pipeline.scheduler.config, mixed_prefill_tokens=tokens)
 

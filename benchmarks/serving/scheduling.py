@@ -24,11 +24,13 @@ from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any
 
-from benchmarks.prefix_cache.multiturn_workloads import GENERATORS, Sizes, Workload
-from services.engine.requests.request import Request, SamplingParams
+from benchmarks.lib.multiturn_workloads import GENERATORS, Sizes, Workload
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import StepPlan, StepResult
 
 _DECODE_MS = ((0, 2.0), (1, 2.45), (8, 2.95), (16, 3.3), (64, 4.5), (256, 9.2))
 """Of a step by its decodes, without what their contexts cost."""

@@ -25,7 +25,7 @@ from services.pod.device import Device
 from services.pod.memory import plan
 from services.trainer.memory.estimate import Workload, estimate
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "guides" / "sizing.md"
+TARGET = Path(__file__).resolve().parents[2] / "docs" / "guides" / "sizing.md"
 SHAPE = "qwen3.5-4b"
 _GIB = 2**30
 _RANK = 16

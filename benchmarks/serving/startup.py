@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.stages import Stages
+from benchmarks.lib.stages import Stages
 
 _FIRST_TOKEN_SECONDS = 120.0
 
@@ -38,10 +38,10 @@ def child(model: Path, zero: float) -> None:
 
     from services.common.adapters.registry import AdapterRegistry
     from services.common.storage.object_store import ObjectStore
-    from services.engine.loop.ports import Submission
+    from services.engine.requests.adapter import AdapterChoice
     from services.engine.requests.outputs import SequenceUpdate
-    from services.engine.requests.request import SamplingParams
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.sampling_params import SamplingParams
+    from services.engine.requests.submission import Submission
     from services.pod.engine import build_engine, use_threads
 
     stages.done("import the engine")
@@ -115,8 +115,8 @@ def main() -> None:
         child(options.model, options.child)
         return
     from benchmarks.lib.environment import environment
-    from benchmarks.lib.lines import put_line
     from benchmarks.lib.random_checkpoint import config_of, write
+    from benchmarks.lib.recorder import put_line
     from cli.settings import inherited_environment
 
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
-    from benchmarks.serving.rates import Case
+    from benchmarks.lib.cases import Case
+    from benchmarks.lib.in_process import InProcessEngine
 
 _NAME = "bench-live"
 _SYNC_SECONDS = 60.0
@@ -26,7 +26,7 @@ def measure_swaps(engine: InProcessEngine, case: Case, swaps: int, *, seconds: f
     Returns:
         Milliseconds between tokens with and without swaps, their p99 ratio, and how long a swap took.
     """
-    from benchmarks.serving.rates import milliseconds
+    from benchmarks.lib.cases import milliseconds
 
     took: list[float] = []
     captures = engine.captures

@@ -1,0 +1,1 @@
+"""Structured output: generated schemas, and decoding with and without masks."""

@@ -7,7 +7,8 @@ may be refused, before anything is generated; a request that fails afterwards co
 
     --schemas 5000 --answers 5
 
-One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/test_schema_answers.py` does some.
+One JSON line; the exit status is 1 if something did not hold. `tests/unit/benchmarks/structured/test_answers.py` does
+some.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 from benchmarks.structured.drawn_schemas import Schema
 from benchmarks.structured.judge import Judge, Outcome
 from services.engine.constraints.grammars import CompiledGrammar
-from services.engine.loop.ports import Submission
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import FinishReason, SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 
-TINY = Path(__file__).parents[1] / "models" / "tiny"
+TINY = Path(__file__).parents[2] / "models" / "tiny"
 _PROMPT = "Give me JSON."
 _MAX_TOKENS = 120
 _AT_ONCE = 64

@@ -15,7 +15,7 @@ from services.engine.constraints.bits import allows
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.sampling_params import Constraint, ConstraintKind
 
 _NEAR = 4
 

@@ -20,17 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.lib.cases import Case, percentile
 from benchmarks.lib.environment import environment, gpu
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, config_of, write
+from benchmarks.lib.recorder import put_line
 from benchmarks.lib.wide_tokenizer import widen
-from benchmarks.serving.rates import Case, percentile
 from benchmarks.structured.schemas import SchemaMaker
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
-    from services.engine.loop.ports import Submission
+    from benchmarks.lib.in_process import InProcessEngine
     from services.engine.requests.outputs import SequenceUpdate
+    from services.engine.requests.submission import Submission
 
 _ENDLESS = {"type": "array", "items": {"type": "string"}, "minItems": 100_000}
 """Keeps a request going: its end is that of its tokens."""
@@ -63,10 +63,10 @@ def try_schemas(engine: InProcessEngine, count: int, seed: int, max_tokens: int)
     import jsonschema_rs
 
     from services.engine.constraints.refusal import Refused
-    from services.engine.loop.ports import Submission
-    from services.engine.requests.constraint import Constraint, ConstraintKind
-    from services.engine.requests.request import FinishReason, SamplingParams
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.request import FinishReason
+    from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
+    from services.engine.requests.submission import Submission
 
     maker = SchemaMaker(seed)
     compile_one = compiler_of(engine)
@@ -134,10 +134,9 @@ def compiler_of(engine: InProcessEngine) -> Any:
 
 def measure_cost(engine: InProcessEngine, case: Case, repeats: int) -> dict[str, Any]:
     """Decode rates with and without masks, in turn: decode = c · (out - 1) / (t(out) - t(1)), the best of each."""
-    from services.engine.loop.ports import Submission
-    from services.engine.requests.constraint import Constraint, ConstraintKind
-    from services.engine.requests.request import SamplingParams
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice
+    from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
+    from services.engine.requests.submission import Submission
 
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(_ENDLESS),))
     grammar = compiler_of(engine)(constraint)
@@ -200,22 +199,21 @@ class mask_times:  # noqa: N801 - a context manager
 
     def __init__(self, engine: InProcessEngine, into: list[float]) -> None:
         self._pipeline, self._into = engine.pipeline, into
-        self._before = self._pipeline._observer
+        self._before = self._pipeline._events
 
     def __enter__(self) -> None:
-        from services.engine.loop.ports import NoObserver, StepStats
+        from services.engine.observability.events import EngineEvent, EventStream, StepDone
 
         into = self._into
 
-        class Observer(NoObserver):
-            def step_done(self, stats: StepStats) -> None:
-                if stats.mask_seconds:
-                    into.append(stats.mask_seconds)
+        def note(event: EngineEvent) -> None:
+            if isinstance(event, StepDone) and event.mask_seconds:
+                into.append(event.mask_seconds)
 
-        self._pipeline._observer = Observer()
+        self._pipeline._events = EventStream(note)
 
     def __exit__(self, *_: object) -> None:
-        self._pipeline._observer = self._before
+        self._pipeline._events = self._before
 
 
 def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
@@ -227,10 +225,11 @@ def check_sampling(vocab: int, rows: int, seed: int) -> dict[str, Any]:
     from services.engine.constraints.bits import allow, allows
     from services.engine.constraints.masks import RowMasks
     from services.engine.executors.cpu.sampler import Sampler
-    from services.engine.executors.cuda.mask_upload import MaskUpload
-    from services.engine.executors.cuda.sampler import CudaSampler
+    from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
+    from services.engine.executors.cuda.sampling.sampler import CudaSampler
     from services.engine.executors.cuda.stream import EngineStream
-    from services.engine.requests.request import Request, SamplingParams
+    from services.engine.requests.request import Request
+    from services.engine.requests.sampling_params import SamplingParams
     from services.engine.scheduler.step_plan import Chunk
 
     draw = random.Random(seed)
@@ -324,7 +323,7 @@ def with_engine(options: argparse.Namespace, common: dict[str, Any]) -> None:
     from services.pod.preflight import use_kernel_cache
 
     directory = checkpoint(options.model, options.scratch, options.layers)
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     cpu = {"max_num_seqs": 16, "max_model_len": 2048} if options.device == "cpu" else {}
     settings = settings_for(directory, options.device, **cpu, **dict(pair.split("=", 1) for pair in options.set))

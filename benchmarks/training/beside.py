@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
-from benchmarks.serving.rates import checkpoint, milliseconds
+from benchmarks.lib.random_checkpoint import checkpoint
+from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer
 from services.engine.models.training_memory.recompute import Recompute
 
 if TYPE_CHECKING:
-    from benchmarks.serving.in_process import InProcessEngine
+    from benchmarks.lib.in_process import InProcessEngine
 
 _PROMPT = 512
 
@@ -116,7 +117,7 @@ def main() -> None:
 
     directory = checkpoint(options.model, options.scratch)
     # Imported after Triton's cache is chosen.
-    from benchmarks.serving.in_process import InProcessEngine, only_warnings, settings_for
+    from benchmarks.lib.in_process import InProcessEngine, only_warnings, settings_for
 
     settings = settings_for(directory, "cuda", train_memory_bytes=30 * 2**30)
     use_kernel_cache(settings)

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from benchmarks.lib.adapters import GeneratedAdapters
 from benchmarks.lib.environment import environment
+from benchmarks.lib.in_process import only_warnings
 from benchmarks.lib.random_checkpoint import TINY
-from benchmarks.serving.in_process import only_warnings
 from benchmarks.training.pod import training_pod
 from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, config_of
+from benchmarks.lib.recorder import put_line
 from services.adapter_tools.low_rank import Factors
 from services.adapter_tools.merge import Weighted, merge_layer, working_bytes
 from services.adapter_tools.workshop import Workshop

@@ -44,9 +44,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.in_process import Prompt, only_warnings
+from benchmarks.lib.in_process import Prompt, only_warnings
 from benchmarks.training import opd
 from benchmarks.training.next_request import NextRequest, registry_in_memory
+from benchmarks.training.opd_workloads import WORKLOADS
 from benchmarks.training.pod import (
     Steps,
     TrainingPod,
@@ -274,7 +275,7 @@ def measure_together(options: argparse.Namespace, methods: Sequence[str], studen
     report = report_to(options)
     small = options.shape == "tiny"
     if "opd" in methods:
-        workload = opd.WORKLOADS["real"].on_the_tiny_model() if small else opd.WORKLOADS["real"]
+        workload = WORKLOADS["real"].on_the_tiny_model() if small else WORKLOADS["real"]
         with opd.pod(student, teacher, options.device, workload.longest + workload.new_tokens) as host:
             report({"method": "opd"} | opd.measure(host, workload, options.steps, options.warm_up))
         return

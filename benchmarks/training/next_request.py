@@ -7,17 +7,17 @@ import threading
 import time
 from collections.abc import Mapping
 
+from benchmarks.lib.in_process import Prompt
 from benchmarks.lib.memory_store import MemoryStore
-from benchmarks.serving.in_process import Prompt
 from benchmarks.training.pod import TrainingPod
 from services.common.adapters.events import AdapterEvents, EventKind
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import Submission
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.trainer.jobs.base import JobRun
 from services.trainer.runtime.publish import Publisher
 

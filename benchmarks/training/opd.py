@@ -24,53 +24,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.serving.in_process import Prompt, only_warnings
+from benchmarks.lib.in_process import only_warnings
+from benchmarks.training.opd_trl import check_importable, measure_trl
+from benchmarks.training.opd_workloads import MODULES, RANK, WORKLOADS, Workload
 from benchmarks.training.pod import add_arguments, checkpoints, end_job, measure_steps, report_to, training_pod
 from services.common.jobs import OpdJob
 from services.pod.host import PodHost
 from services.trainer.jobs.opd import OpdRun
-
-RANK, MODULES = 16, ["q_proj", "v_proj"]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a step samples."""
-
-    name: str
-    prompts: int
-    """Different ones."""
-    per_step: int
-    shortest: int
-    longest: int
-    """Tokens of a prompt."""
-    new_tokens: int
-    sampling_temperature: float
-
-    def make_prompts(self, vocab_size: int) -> list[Prompt]:
-        """Random tokens, the same each time."""
-        random = np.random.default_rng(0)
-        lengths = random.integers(self.shortest, self.longest + 1, self.prompts).tolist()
-        return [tuple(random.integers(0, vocab_size, length).tolist()) for length in lengths]
-
-    def on_the_tiny_model(self) -> Workload:
-        """Short enough for a CPU."""
-        return replace(
-            self, shortest=min(self.shortest, 48), longest=min(self.longest, 48), new_tokens=min(self.new_tokens, 24)
-        )
-
-
-WORKLOADS = {
-    "gkd": Workload("gkd", 32, 1, 4, 8, 8, 0.0),
-    "real": Workload("real", 64, 8, 512, 512, 256, 1.0),
-}
 
 
 @contextmanager
@@ -129,8 +94,6 @@ def main() -> None:
     if options.shape == "tiny":
         chosen = [workload.on_the_tiny_model() for workload in chosen]
     if options.trl:
-        from benchmarks.training.opd_trl import check_importable
-
         check_importable()
     only_warnings()
     report = report_to(options)
@@ -141,8 +104,6 @@ def main() -> None:
                 report(measure(host, workload, options.steps, options.warm_up))
                 end_job(host)
         if options.trl:
-            from benchmarks.training.opd_trl import measure_trl
-
             torch.cuda.empty_cache()
             for workload in chosen:
                 report(measure_trl(student, teacher, options.device, workload, options.steps, options.warm_up))

@@ -9,12 +9,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from benchmarks.training.opd import Workload
+from benchmarks.training.opd_workloads import MODULES, RANK, Workload
 
 _NEEDED = ("trl", "datasets", "peft", "transformers")
 
@@ -34,8 +33,6 @@ def measure_trl(
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    from benchmarks.training.opd import MODULES, RANK
 
     class Clock(TrainerCallback):
         """When each step begins and ends."""

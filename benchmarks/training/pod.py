@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.lib.adapters import GeneratedAdapters
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
+from benchmarks.lib.in_process import settings_for
 from benchmarks.lib.random_checkpoint import SHAPES, TINY, config_of, write
-from benchmarks.serving.in_process import settings_for
+from benchmarks.lib.recorder import put_line
 from services.common.adapters.registry import AdapterRegistry
 from services.engine.models.config import ModelConfig
 from services.pod.engine import Engine, build_engine, settle, use_threads

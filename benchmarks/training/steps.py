@@ -31,13 +31,13 @@ from typing import Any, get_args
 import torch
 
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import SHAPES, config_of
 from benchmarks.lib.random_model import RandomWeights
+from benchmarks.lib.recorder import put_line
 from services.common.jobs import LoraSettings, OptimizerSettings
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Quantization
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training.forward import TrainableForward
 from services.engine.models.training_memory.arena import GraphMemory

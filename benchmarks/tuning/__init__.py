@@ -1,0 +1,1 @@
+"""Searches for the fastest variant of a kernel or of a decode step."""

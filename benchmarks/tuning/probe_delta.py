@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.kernels.graph_timing import graph_times
+from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.recorder import Recorder, describe
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.waiting_writes import WaitingWrites
-from tests.kernels.gpu.delta_support import mixer
+from tests.kernels.gpu.delta.support import mixer
 
 _KEY_HEADS, _HEADS, _DIM = 16, 32, 128
 _SLOTS = 520

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from benchmarks.kernels.graph_timing import graph_times
+from benchmarks.lib.graph_timing import graph_times
 
 _SPIN = 60_000
 """Nanoseconds that the first kernel takes at least: longer than the host takes to launch the others."""

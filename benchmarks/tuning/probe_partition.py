@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.cases import milliseconds
 from benchmarks.lib.environment import environment
-from benchmarks.lib.lines import put_line
 from benchmarks.lib.random_checkpoint import config_of
-from benchmarks.serving.rates import milliseconds
+from benchmarks.lib.recorder import put_line
 from benchmarks.training.steps import Case, Parts, Trainer, random_model
-from benchmarks.tuning.decode_step import DecodeStep
+from benchmarks.tuning.step.decode_step import DecodeStep
 from services.engine.models.config import ModelConfig
 from services.engine.models.cuda_graphs import capturing, no_collection
 from services.engine.models.qwen3_5.training.forward import TrainableForward

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.attention_bench import (
+from benchmarks.lib.precompile import Launch, precompile
+from benchmarks.lib.recorder import Clock, Recorder
+from benchmarks.tuning.attention_cases import (
     DIM,
     DTYPES,
     HEADS,
@@ -32,8 +34,6 @@ from benchmarks.kernels.attention_bench import (
     name_of,
     token_bytes,
 )
-from benchmarks.lib.precompile import Launch, precompile
-from benchmarks.lib.recorder import Clock, Recorder
 from kernels.gpu.attention.decode import DecodeConfig, DecodeWorkspace, decode_config, decode_splits, paged_decode
 from kernels.gpu.attention.pages import KvPages
 from kernels.gpu.attention.prefill import OVERLAPPED, PrefillConfig, paged_prefill, prefill_config

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.graph_timing import graph_times
+from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.recorder import Clock, Recorder
 from kernels.gpu.delta import chunk
@@ -33,7 +33,7 @@ from kernels.gpu.delta.shape import DeltaShape
 from kernels.gpu.delta.step import gated_delta_step
 from kernels.gpu.delta.tiles import Tiles, prepare_tiles
 from kernels.gpu.segments import Segments
-from tests.kernels.gpu.delta_support import Mixer, exact_delta, mixer
+from tests.kernels.gpu.delta.support import Mixer, exact_delta, mixer
 
 SHAPE = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
 STATE = (SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.graph_timing import graph_times
 from benchmarks.kernels.launches import NoProducts, one_share
 from benchmarks.kernels.linear import EPS, MATRICES, make_lora, weight_bytes
 from benchmarks.kernels.timing import Tensors
+from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import Launch, precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from kernels.gpu.linear.skinny_configs import SkinnyConfig, choose
@@ -159,7 +159,8 @@ def _pairs(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
 
 
 def _shrinks(t: Tensors, entry: Entry) -> list[Callable[[], object]]:
-    from kernels.gpu.lora.batch import ShrinkConfig, shrink
+    from kernels.gpu.linear.preparation import shrink
+    from kernels.gpu.lora.shrink import ShrinkConfig
 
     x = t.normal(entry.rows, MATRICES[entry.name][1])
     first = make_lora(t, entry.name, entry.rows)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.graph_timing import graph_times
+from benchmarks.lib.graph_timing import graph_times
 from benchmarks.lib.precompile import precompile
 from benchmarks.lib.recorder import Clock, Recorder, carry_on_or_start_again, describe
 from kernels.gpu.sampling.sample import PARAMETER_WORDS, ROW_WORDS, SamplingBuffers, SamplingConfig, sample_rows
 from services.engine.executors.cpu.sampler import Sampler
-from services.engine.executors.cuda.sampler import CudaSampler
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.executors.cuda.sampling.sampler import CudaSampler
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 
 _VOCAB = 248_320

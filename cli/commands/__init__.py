@@ -1,0 +1,1 @@
+"""The commands of `temper`, one module a group."""

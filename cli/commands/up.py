@@ -28,7 +28,7 @@ from cli.local.supervisor import Event, Phase, RestartPolicy, Service, ServiceFa
 from cli.settings import UpSettings, inherited_environment
 from services.common.errors import Conflict, InvalidRequest, TemperError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = ROOT / "models" / "tiny"
 EXIT_FAILED = 1
 _ALIVE_SECONDS = 5.0

@@ -1,0 +1,1 @@
+"""`temper demo`: starts everything, lets the model learn, shows what changed."""

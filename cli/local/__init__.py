@@ -1,0 +1,1 @@
+"""`temper up`: supervisor, processes, ports, local stores."""

@@ -1,0 +1,1 @@
+"""What services share. No torch."""

@@ -1,0 +1,1 @@
+"""The engine: schedules, computes and caches token ids on one device."""

@@ -1,0 +1,1 @@
+"""The gateway: HTTP and text in front of engines. No torch."""

@@ -21,12 +21,12 @@ from services.gateway.api.responses.background import BackgroundResponses
 from services.gateway.api.responses.store.best_effort import Shelf
 from services.gateway.api.responses.store.documents import DocumentStore
 from services.gateway.api.responses.store.store import ResponseStore
+from services.gateway.auth.ownership import owner
 from services.gateway.core.admission import Admission
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.conversation_sessions import HistoryRouter
 from services.gateway.engines.pool import EnginePool
 from services.gateway.engines.training_sessions import SessionRouter
-from services.gateway.inference.cache_isolation import owner
 from services.gateway.settings import GatewaySettings
 
 P = ParamSpec("P")

@@ -1,0 +1,1 @@
+"""The engine's process: wires engine and trainer together."""

@@ -14,6 +14,7 @@ from functools import partial
 import structlog
 import torch
 
+from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import CheckpointRejected, InvalidRequest
 from services.common.pb import engine_pb2 as pb
@@ -21,29 +22,29 @@ from services.common.storage.object_store import ObjectStore
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.ports import AdapterLimits, Nudges
+from services.engine.adapters.slot_table import AdapterLimits
 from services.engine.constraints.compiler import CompilerLimits, ConstraintCompiler
 from services.engine.constraints.grammars import GrammarLimits
 from services.engine.constraints.vocabulary import Vocabulary
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import NoTierObserver, Tier, TierObserver, TierStatus
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import EngineObserver, NoObserver
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import AdapterBinder, BoundAdapter, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import AdapterBinder, BoundAdapter, bind_adapter
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.qwen3_5.model import Qwen3_5, resolve_dtype
-from services.engine.requests.sessions import HistoryDesk
+from services.engine.observability.events import EventStream
+from services.engine.observability.status import TierStatus
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.session_manager import LoopHistories
+from services.engine.server.session_manager import SessionManager
 from services.engine.settings import EngineSettings
 from services.pod.device import Device, check_device
-from services.pod.gate import Gate, build_gate
 from services.pod.memory import count_parameters, device_bytes, plan, state_slots, storage, teacher_storage
-from services.pod.runner import build_runner, prefill_alignment
+from services.pod.runner import Gate, build_gate, build_runner, prefill_alignment
 from services.pod.teacher import load_teacher, second_config
 from services.pod.tiers import build_tiers
 
@@ -72,7 +73,7 @@ class Engine:
     """Reads an adapter's files strictly, without loading them."""
     loop: EngineLoop
     tiers: TierManager | None
-    histories: HistoryDesk
+    sessions: SessionManager
     constraints: ConstraintCompiler
     description: pb.Model
 
@@ -120,20 +121,22 @@ def use_threads(settings: EngineSettings) -> None:
 def build_engine(
     settings: EngineSettings,
     registry: AdapterRegistry,
-    nudges: Nudges | None,
-    observer: EngineObserver | None = None,
-    tier_observer: TierObserver | None = None,
+    adapter_events: AdapterEvents | None,
+    events: EventStream | None = None,
     store: ObjectStore | None = None,
 ) -> Engine:
     """Loads the model and allocates everything; nothing runs yet.
 
     Args:
+        adapter_events: publications and attachments; None: the pointers are polled.
+        events: told what happens in the engine.
         store: for the tier that is in the object store.
 
     Raises:
         CheckpointRejected: the model directory is incomplete or foreign.
         InvalidRequest, DoesNotFit: the settings contradict the device.
     """
+    stream = events or EventStream()
     hardware = Device.of(settings)
     check_device(settings, hardware)
     device = hardware.torch
@@ -182,16 +185,16 @@ def build_engine(
             eos_token_ids=codec.eos_ids,
         )
         base_digest = digest.result()
-        constraints = ConstraintCompiler(vocabulary.result(), compiler_limits(settings), observer or NoObserver())
+        constraints = ConstraintCompiler(vocabulary.result(), compiler_limits(settings), stream)
     log.info("checkpoint identified", digest=base_digest)
     bind = partial(bind_adapter, config=model.config, max_rank=settings.max_lora_rank)
     binder = AdapterBinder(model.config, max_rank=settings.max_lora_rank)
     adapters = AdapterManager(
         registry,
-        nudges,
-        AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, observer=observer),
+        adapter_events,
+        AdapterLoader(registry, lora, binder.bind, base_digest=base_digest, events=stream),
         AdapterLimits(settings.adapter_slots, settings.adapter_poll_seconds, settings.adapter_wait_seconds),
-        observer,
+        stream,
     )
     gate = build_gate(computer.runner, device, settings.tpot_slo_ms / 1000)
     tiers = build_tiers(
@@ -199,7 +202,7 @@ def build_engine(
         hardware,
         computer,
         base_digest,
-        tier_observer or NoTierObserver(),
+        stream,
         wake=lambda: loop.wake(),
         store=store,
     )
@@ -211,10 +214,10 @@ def build_engine(
         RolloutMemory(settings.rollouts_max, settings.rollouts_ttl_seconds),
         max_waiting=settings.max_waiting,
         adapter_wait_seconds=settings.adapter_wait_seconds,
-        observer=observer,
+        events=stream,
         tiers=tiers,
     )
-    histories = LoopHistories(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
+    sessions = SessionManager(loop, tiers, durable={"disk", "store"} & set(settings.tiers.split(",")) != set())
     description = pb.Model(
         name=settings.served_model_name,
         digest=base_digest,
@@ -246,7 +249,7 @@ def build_engine(
         bind,
         loop,
         tiers,
-        histories,
+        sessions,
         constraints,
         description,
     )

@@ -11,8 +11,8 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.training_memory.arena import Arena
-from services.pod.gate import Gate
 from services.pod.rollouts import EngineRollouts
+from services.pod.runner import Gate
 from services.trainer.jobs.adapter_run import USUAL_TOKENS
 from services.trainer.memory.budget import TrainingLedger
 from services.trainer.memory.estimate import Workload, estimate

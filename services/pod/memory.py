@@ -11,7 +11,7 @@ from services.common.telemetry.machine import machine_bytes
 from services.engine.kv_cache.memory_plan import Footprint, MemoryPlan, plan_memory
 from services.engine.models.config import ModelConfig
 from services.engine.models.footprint import Formats, Storage, block_bytes, slot_bytes, weight_bytes, widest_output
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.lora.targets import target_shapes
 from services.engine.models.weights.loader import copies_head
 from services.engine.scheduler.step_plan import MOST_VERIFIED

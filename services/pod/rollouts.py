@@ -13,13 +13,14 @@ from contextlib import contextmanager
 
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError, Unavailable
-from services.engine.adapters.private_versions import PrivateVersion, PrivateVersions
+from services.engine.adapters.private_versions import PrivateVersions
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
+from services.engine.requests.adapter import AdapterChoice, PrivateVersion
 from services.engine.requests.outputs import Finished, SequenceUpdate
-from services.engine.requests.request import FinishReason, SamplingParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.trainer.host.rollouts import Completion, Policy, RolloutRequest, RolloutSampling, ScoreRequest
 
 _PRIORITY = 2**31

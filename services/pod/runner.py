@@ -1,18 +1,21 @@
-"""The runner of a pod: caches and how steps run, by device."""
+"""What runs the steps of a pod, by device: the executor with its caches, and the gate that training shares it by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import structlog
 import torch
 
+from services.engine.compute_sharing.device_order import StreamGate
+from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.executors.cpu.runner import ModelRunner
+from services.engine.executors.runner import Runner
 from services.engine.kv_offload.messages import CacheTransfer
-from services.engine.loop.ports import Runner
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.settings import EngineSettings
 from services.pod.memory import state_slots, waiting_writes
@@ -99,3 +102,19 @@ def prefill_alignment(settings: EngineSettings) -> int:
     from services.engine.executors.cuda.shapes import INVARIANT_ALIGNMENT
 
     return INVARIANT_ALIGNMENT
+
+
+Gate: TypeAlias = SliceGate | StreamGate
+
+
+def build_gate(runner: Runner, device: torch.device, tpot_goal_seconds: float) -> Gate:
+    """Where steps are queued on a stream, the order is kept there; where they compute in the caller, on the host."""
+    if device.type != "cuda":
+        return SliceGate(tpot_goal_seconds)
+    # Imported here: a pod without a GPU needs no Triton.
+    from services.engine.compute_sharing.device_queue import CudaLane
+    from services.engine.executors.cuda.runner import CudaRunner
+
+    if not isinstance(runner, CudaRunner) or (stream := runner.stream.stream) is None:
+        raise TypeError(f"steps of a {type(runner).__name__} are not queued on a stream of {device}")
+    return StreamGate(tpot_goal_seconds, CudaLane(lambda: stream), CudaLane(torch.cuda.current_stream))

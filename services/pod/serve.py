@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
+import torch
 from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
@@ -23,16 +24,17 @@ from services.common.shutdown import Wishes, end_now
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.prometheus import serve as serve_metrics
 from services.common.telemetry.tracing import Tracer, open_tracer
-from services.engine.observability.exports import export
+from services.engine.kv_cache.keys import Tier
+from services.engine.observability.events import EventStream
+from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
-from services.engine.observability.observers import Observers
 from services.engine.observability.request_traces import RequestTraces
+from services.engine.observability.status import TierStatus
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
-from services.engine.server.session_service import HistoryService
+from services.engine.server.session_service import SessionService
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine, settle, use_threads
-from services.pod.exports import sources
 from services.pod.training import Training
 from services.pod.training_sessions import SessionsService
 from services.trainer.settings import TrainerSettings
@@ -66,17 +68,15 @@ async def serve(
     registry = AdapterRegistry(store, settings.served_model_name)
     metrics = EngineMetrics(CollectorRegistry())
     use_threads(settings)
-    nudges = AdapterEvents(settings)
+    adapter_events = AdapterEvents(settings)
     if certificates is not None:
         certificates.export(metrics.registry)
     if settings.metrics_port:  # while it loads, too: a target that does not answer counts as down
         _serve_metrics(settings.metrics_host, settings.metrics_port, metrics.registry)
     tracer = open_tracer(settings, "engine")
     traces = RequestTraces(tracer) if tracer.on else None
-    observer = metrics if traces is None else Observers(metrics, traces)
-    loading = asyncio.create_task(
-        asyncio.to_thread(build_engine, settings, registry, nudges, observer, metrics.tiers, store)
-    )
+    events = EventStream(metrics.listen) if traces is None else EventStream(metrics.listen, traces.listen)
+    loading = asyncio.create_task(asyncio.to_thread(build_engine, settings, registry, adapter_events, events, store))
     engine = await _unless_stopped(loading, stop)
     training = Training(settings, trainer, engine, registry, store, metrics.registry, tracer)
     settle()
@@ -86,7 +86,7 @@ async def serve(
     finally:
         await asyncio.to_thread(training.drain)
         # The adapters' event thread would otherwise wait on for as long as a poll takes.
-        nudges.close()
+        adapter_events.close()
         await asyncio.to_thread(engine.stop, settings.tier_close_seconds)
         if traces is not None:
             await asyncio.to_thread(traces.close)
@@ -121,8 +121,8 @@ async def _serve(
     server = make_server(serving, reporter.servicer, settings.max_message_bytes, tracer)
     if training.sessions is not None:
         sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(training.sessions), server)
-    histories = HistoryService(engine.histories)
-    histories_pb2_grpc.add_HistoriesServicer_to_server(histories, server)
+    sessions = SessionService(engine.sessions)
+    histories_pb2_grpc.add_HistoriesServicer_to_server(sessions, server)
     port = bind(server, settings.grpc_host, settings.grpc_port, certificates)
     export(metrics, sources(settings, engine, lambda: bool(training.job_id()), engine.tier_status))
     training.start()
@@ -154,7 +154,7 @@ async def _serve(
         await asyncio.gather(*beside, return_exceptions=True)
         await asyncio.to_thread(loop.stop)
         await server.stop(_CLOSE_SECONDS)
-        histories.close()
+        sessions.close()
 
 
 async def _unless_stopped(loading: asyncio.Task[Engine], stop: asyncio.Event) -> Engine:
@@ -236,3 +236,48 @@ def stop_on_signals(stop: asyncio.Event, health: ProcessHealth) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, handle, number)
+
+
+def sources(
+    settings: EngineSettings,
+    engine: Engine,
+    training: Callable[[], bool],
+    tiers: Callable[[], Mapping[Tier, TierStatus]] = dict,
+) -> Sources:
+    """For services.engine.observability.exports.
+
+    Args:
+        training: whether a job runs.
+        tiers: what is in the tiers below the device; left out: there are none.
+    """
+    return Sources(
+        model_name=settings.served_model_name,
+        status=engine.loop.status,
+        adapters=engine.adapters.snapshot,
+        training=training,
+        adapter_slots=settings.adapter_slots,
+        memory=engine.memory,
+        device_memory=device_memory(engine.model.device),
+        training_waited=lambda: engine.gate.training_waited,
+        tiers=tiers,
+    )
+
+
+def device_memory(device: torch.device) -> Callable[[], Mapping[str, int]]:
+    """A reader of bytes by kind: total (of the card), reserved (by this process' allocator), allocated (of that).
+
+    It asks the allocator's books, not the driver, so a scrape never waits for the device nor disturbs a capture of CUDA
+    graphs. What other processes take is in no kind; DCGM's exporter has it.
+    """
+    if device.type != "cuda":
+        return dict
+    total = torch.cuda.get_device_properties(device).total_memory
+
+    def read() -> Mapping[str, int]:
+        return {
+            "total": total,
+            "reserved": torch.cuda.memory_reserved(device),
+            "allocated": torch.cuda.memory_allocated(device),
+        }
+
+    return read

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Literal
 
 import structlog
 
 from services.common.errors import InvalidRequest
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.machine import machine_bytes
-from services.engine.kv_offload.config import tier_limits
+from services.engine.kv_cache.keys import Tier
+from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import TierObserver
+from services.engine.observability.events import EventStream
 from services.engine.settings import EngineSettings
 from services.pod.device import Device
 from services.pod.runner import Computer
@@ -31,7 +33,7 @@ def build_tiers(
     hardware: Device,
     computer: Computer,
     base_digest: str,
-    observer: TierObserver,
+    events: EventStream,
     wake: Callable[[], None],
     store: ObjectStore | None,
 ) -> TierManager | None:
@@ -46,9 +48,39 @@ def build_tiers(
     transfer = computer.transfer(identity(settings, base_digest))
     transfer.warm_up()
     try:
-        tiers = TierManager(transfer, limits, observer, wake, store)
+        tiers = TierManager(transfer, limits, events, wake, store)
     except (OSError, MemoryError, ValueError) as error:
         transfer.close()
         raise InvalidRequest(f"settings: the tiers cannot be made: {error}", param="tiers") from error
     log.info("tiers", host_bytes=limits.host_bytes, tiers=settings.tiers)
     return tiers
+
+
+_HOST_RATE = {"cuda": 40e9, "cpu": 5e9}
+"""Bytes a second between the host's memory and the caches, as a first guess."""
+
+
+def tier_limits(settings: EngineSettings, device: Literal["cpu", "cuda"], memory: int) -> TierLimits | None:
+    """What the settings ask for; None: no tiers.
+
+    Args:
+        memory: bytes of the machine's memory that this process may use.
+
+    Raises:
+        ValueError: the disk tier's directory is no path.
+    """
+    tiers = {Tier(name) for name in settings.tiers.split(",") if name}
+    if not tiers:
+        return None
+    return TierLimits(
+        host=Tier.HOST in tiers,
+        host_bytes=settings.tier_host_memory(device, memory),
+        host_rate=_HOST_RATE[device],
+        load_seconds=settings.tier_load_seconds,
+        disk_dir=settings.tier_directory if Tier.DISK in tiers else None,
+        disk_bytes=int(settings.tier_disk_bytes),
+        store=Tier.STORE in tiers,
+        store_bytes=int(settings.tier_store_bytes),
+        store_poll_seconds=settings.tier_store_poll_seconds,
+        store_after_uses=settings.tier_store_after_uses,
+    )

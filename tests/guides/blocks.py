@@ -23,7 +23,7 @@ from tests.stack import ROOT
 
 RUN = ("sh", "bash", "python", "json", "http")
 """Languages of blocks that are run, or say why not."""
-PLAIN = ("text", "yaml", "toml", "lark")
+PLAIN = ("text", "yaml", "toml", "lark", "mermaid")
 """Languages of blocks that nobody runs by themselves: drawings, files, outputs."""
 
 _FENCE = re.compile(r"^\s*```(\S*)\s*$")
@@ -69,7 +69,9 @@ class Block:
 def pages() -> list[Path]:
     """Every page whose blocks a reader copies."""
     named = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "charts" / "temper" / "README.md"]
-    return [*named, *sorted((ROOT / "docs" / "guides").rglob("*.md"))]
+    docs = ROOT / "docs"
+    folders = (path for folder in ("guides", "tutorials") for path in sorted((docs / folder).rglob("*.md")))
+    return [*named, *sorted(docs.glob("*.md")), *folders]
 
 
 def read(page: Path) -> list[Block]:

@@ -16,7 +16,7 @@ from tests.guides.blocks import read
 from tests.guides.reader import NotAsWritten, Reader
 from tests.stack import ROOT, Stack
 
-LESSONS = ("README.md", "docs/guides/quickstart.md", "docs/guides/install.md", "docs/guides/ci.md")
+LESSONS = ("README.md", "docs/guides/quickstart.md", "docs/guides/install.md", "docs/tutorials/ci.md")
 
 
 def taught(page: str, scratch: Path) -> int:

@@ -19,7 +19,7 @@ from services.common.queue.job_queue import JobQueue
 from services.common.scorers.allowed_webhooks import Webhooks
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.adapter import AdapterChoice
 from services.trainer.jobs import prepare_run
 from services.trainer.runtime.worker import TrainerWorker
 from services.trainer.settings import TrainerSettings

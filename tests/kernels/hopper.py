@@ -1,8 +1,8 @@
 """Compiles kernels for Hopper (sm_90) on a machine without a GPU: the real launchers, called with CPU tensors.
 
-``python -m tests.kernels.hopper tests.kernels.gpu.cases_x`` runs ``launches()`` of that module and prints a line a
-kernel (or JSON with --json): registers, spilled bytes, shared memory. Must be a process of its own: Triton decides at
-import whether it interprets.
+``python -m tests.kernels.hopper tests.kernels.gpu.linear.compile_cases`` runs ``launches()`` of that module and prints
+a line a kernel (or JSON with --json): registers, spilled bytes, shared memory. Must be a process of its own: Triton
+decides at import whether it interprets.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from services.engine.models.lora import TARGET_MODULES
+from services.engine.models.lora.targets import TARGET_MODULES
 
 
 def make_adapter(checkpoint: Path, out: Path, *, seed: int = 0, **settings: Any) -> PeftModel:

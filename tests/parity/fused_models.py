@@ -22,7 +22,9 @@ from services.engine.executors.cuda.runner import CudaRunner, RunnerLimits, Runn
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.config import ModelConfig
 from services.engine.models.device_batch import DeviceCache
-from services.engine.models.lora import BoundAdapter, LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import BoundAdapter, bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.weights.layers import (
     AttentionWeights,
@@ -365,9 +367,9 @@ class InStep:
             if self.tolerance < 1e-3:
                 assert mine.token_id == theirs.token_id
                 assert abs(mine.sampling_logprob - theirs.sampling_logprob) < 10 * self.tolerance
-        assert len(ours.guesses) == len(result.guesses)
+        assert len(ours.draft_token_ids) == len(result.draft_token_ids)
         if self.tolerance < 1e-3:
-            assert list(ours.guesses) == list(result.guesses)
+            assert list(ours.draft_token_ids) == list(result.draft_token_ids)
         self._compare_reports(ours.reports, result.reports)
         return result
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from services.engine.models.batch import CacheBuffers, ForwardBatch
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
 
 BASE: dict[str, Any] = {

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.reference import BAR, CHUNKS, CONFIGS, LENGTHS, Driver, make_checkpoint, prompt, reference_logits

@@ -20,16 +20,18 @@ from services.common.adapters.names import AdapterVersion
 from services.common.jobs import LoraSettings
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.ports import AdapterLimits
+from services.engine.adapters.slot_table import AdapterLimits
 from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.protobuf import AdapterChoice
 from tests.parity.fused_models import TINY, cuda_runner, random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,8 +14,10 @@ import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.models.batch import CacheBuffers
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.prompt_scoring import PromptRead
-from services.engine.requests.request import AdapterPin, Pooling, Request, SamplingParams
+from services.engine.requests.request import Pooling, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import links
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan, StepResult
@@ -187,8 +189,8 @@ def test_guesses_behind_a_prompt_with_snapshots() -> None:
         plain = Plain(random_model(TINY, torch.float32, mtp=True), speculative=True)
         results += plain.run([StepPlan(each)])
         caches.append(plain.cache)
-    assert list(results[0].guesses) == list(results[1].guesses)
-    assert min(results[1].guesses) >= 0
+    assert list(results[0].draft_token_ids) == list(results[1].draft_token_ids)
+    assert min(results[1].draft_token_ids) >= 0
     for pool, other in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
         torch.testing.assert_close(pool[5:8], other[5:8], atol=2e-5, rtol=1e-5)
 
@@ -284,7 +286,7 @@ def test_reads_and_guesses_on_the_device() -> None:
         fused.run([plan]),
         plain.run([replace(plan, chunks=[c._replace(snapshots=()) for c in chunks])]),
     )
-    assert list(ours.guesses) == list(theirs.guesses)
+    assert list(ours.draft_token_ids) == list(theirs.draft_token_ids)
     assert [token.token_id for token in ours.tokens] == [token.token_id for token in theirs.tokens]
     (mine,), (other,) = ours.reports, theirs.reports
     assert mine.scores is not None

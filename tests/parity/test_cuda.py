@@ -12,9 +12,13 @@ import torch
 
 from services.common.jobs import LoraSettings
 from services.engine.compute_sharing.host_lock import SliceGate
-from services.engine.models.lora import LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.request import AdapterPin, Request, SamplingParams
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from tests.parity.conftest import Pair
 from tests.parity.reference import CONFIGS
 from tests.parity.test_scheduled_generation import MAX_TOKENS, generate, prompts, serve

@@ -16,9 +16,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.models.footprint import Storage
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import cuda_runner

@@ -18,7 +18,8 @@ from services.common.errors import AdapterRejected
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.requests.prompt_scoring import PromptRead
-from services.engine.requests.request import Pooling, Request, SamplingParams
+from services.engine.requests.request import Pooling, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StepPlan
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import (

@@ -9,8 +9,11 @@ import torch
 
 from services.common.jobs import GrpoJob
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.models.lora import LoraSlots, bind_adapter
-from services.engine.requests.request import BASE_PIN, AdapterPin, Request, SamplingParams
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.requests.adapter import BASE_PIN, AdapterPin
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.trainer.jobs.grpo import GrpoRun

@@ -12,7 +12,9 @@ from torch import Tensor
 import tests.kernels.gpu.interpreter  # noqa: F401
 from services.engine.executors.cuda.runner import RunnerOptions
 from services.engine.models.qwen3_5.model import Qwen3_5
-from services.engine.requests.request import BASE_PIN, AdapterPin, Pooling, Request, SamplingParams
+from services.engine.requests.adapter import BASE_PIN, AdapterPin
+from services.engine.requests.request import Pooling, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, InStep, decoded, random_model
 from tests.parity.roundings import recorded_roundings, rounded_activations

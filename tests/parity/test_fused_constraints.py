@@ -15,10 +15,11 @@ from services.engine.constraints.bits import Bits, allow
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
 from services.engine.constraints.vocabulary import Vocabulary
 from services.engine.executors.cpu.runner import ModelRunner
-from services.engine.loop.ports import NoObserver, Runner
-from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.constraint import Constraint, ConstraintKind
-from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.executors.runner import Runner
+from services.engine.loop.step_pipeline import StepPipeline
+from services.engine.observability.events import EventStream
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from tests.parity.fused_models import TINY, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS
@@ -78,7 +79,7 @@ def asked() -> list[Request]:
 
 def outputs(runner: Runner, limits: SchedulerConfig) -> dict[str, list[int]]:
     """Of all requests, two of which come at a time."""
-    pipeline = Pipeline(limits, runner, SliceGate(1.0), NoObserver(), lambda: 0.0)
+    pipeline = StepPipeline(limits, runner, SliceGate(1.0), EventStream(), lambda: 0.0)
     coming = asked()
     found: dict[str, list[int]] = {}
     while coming or pipeline.busy:

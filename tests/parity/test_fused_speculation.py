@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tests.kernels.gpu.interpreter  # noqa: F401
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 from tests.parity.fused_models import TINY, InStep, cuda_runner, random_adapters, random_model
 from tests.parity.test_fused import DEVICE, LIMITS, requests
@@ -27,16 +28,16 @@ class Steered(InStep):
 
     def _step(self, plan: StepPlan) -> Any:
         result = super()._step(plan)
-        self.kinds |= {"decode" if c.is_decode else "guess" if c.guesses else "other" for c in plan.chunks}
+        self.kinds |= {"decode" if c.is_decode else "guess" if c.num_draft_tokens else "other" for c in plan.chunks}
         sampled = iter(result.tokens)
         guesses = []
-        for chunk, guess in zip((c for c in plan.chunks if c.samples), result.guesses, strict=True):
+        for chunk, guess in zip((c for c in plan.chunks if c.samples), result.draft_token_ids, strict=True):
             first, *_ = [next(sampled) for _ in range(chunk.sampled_rows)]
-            right = chunk.guesses and first.token_id == chunk.token_ids[-1]
+            right = chunk.num_draft_tokens and first.token_id == chunk.token_ids[-1]
             output = self._outputs[chunk.request.request_id]
             at = chunk.output_count + 1 + right
             guesses.append(output[at] if guess >= 0 and at < len(output) and at % 3 else guess)
-        return replace(result, guesses=guesses)
+        return replace(result, draft_token_ids=guesses)
 
 
 def steered(made: list[Request], *, graphs: int = 0, adapters: int = 0, arrivals: int = 99) -> Steered:
@@ -52,7 +53,7 @@ def steered(made: list[Request], *, graphs: int = 0, adapters: int = 0, arrivals
     assert {name: list(done.output_ids) for name, done in results.items()} == expected
     assert run.steps < without.steps
     counts = run.scheduler.counts()
-    assert 0 < counts.guesses_right < counts.guesses
+    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
     return run
 
 
@@ -95,14 +96,14 @@ def test_launching_never_waits_for_the_device(graphs: int) -> None:
         StepPlan([Chunk(first, first.prompt_token_ids, 0, blocks, 1, True, [], 0)]),
         StepPlan(
             [
-                Chunk(first, (7, 8), 5, blocks, 1, True, [7], 1, guesses=1, out_slot=2),
+                Chunk(first, (7, 8), 5, blocks, 1, True, [7], 1, num_draft_tokens=1, out_slot=2),
                 Chunk(other, other.prompt_token_ids, 0, more, 3, True, [], 0),
             ]
         ),
         StepPlan(
             [
                 Chunk(other, (9,), 70, more, 3, True, [9], 1),
-                Chunk(first, (7, 8, 9), 5, blocks, 1, True, [7, 8], 2, guesses=1, out_slot=2),
+                Chunk(first, (7, 8, 9), 5, blocks, 1, True, [7, 8], 2, num_draft_tokens=1, out_slot=2),
             ]
         ),
     ]
@@ -113,5 +114,5 @@ def test_launching_never_waits_for_the_device(graphs: int) -> None:
             handle = runner.launch(plan)
         result = handle.result()
         assert all(token.error is None for token in result.tokens)
-        assert len(result.guesses) == len(plan.chunks)
-        assert min(result.guesses) >= 0
+        assert len(result.draft_token_ids) == len(plan.chunks)
+        assert min(result.draft_token_ids) >= 0

@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from transformers import Qwen3_5ForCausalLM
 
 from services.common.jobs import LoraSettings
-from services.engine.models.lora import TARGET_MODULES, LoraParams, LoraSlots, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.targets import TARGET_MODULES
+from services.engine.models.lora.trainable import LoraParams
 from tests.parity.adapters import adapter_files, make_adapter
 from tests.parity.conftest import Pair
 from tests.parity.reference import BAR, CONFIGS, Driver, prompt, reference_logits

@@ -16,7 +16,7 @@ from services.common.adapters.names import AdapterVersion
 from services.common.jobs import MergeJob, MergeSettings
 from services.engine.compute_sharing.device_order import StreamGate
 from services.engine.compute_sharing.device_queue import CudaLane
-from services.engine.models.lora import bind_adapter
+from services.engine.models.lora.binding import bind_adapter
 from services.trainer.jobs.merge import MergeRun
 from services.trainer.memory.budget import TrainingLedger
 from services.trainer.parents import Origin

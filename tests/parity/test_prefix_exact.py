@@ -20,11 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.prefix_cache.exact import BOUND, PLACES, Bench, Totals, main, single_steps, splits
+from benchmarks.prefix_cache.exact import BOUND, PLACES, Bench, Totals, main, splits
+from benchmarks.prefix_cache.token_by_token import single_steps
 from benchmarks.prefix_cache.workloads import make_workload
 from services.engine.executors.cpu.cache_transfer import CpuCacheTransfer
 from services.engine.kv_offload.messages import Bytes
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import BlockCopy, Chunk, StateCopy, StepPlan
 
 _SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 
-from services.engine.models.lora import LoraSlots
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import Pooling, Request, SamplingParams
+from services.engine.requests.request import Pooling, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from tests.parity.conftest import Pair

@@ -18,8 +18,8 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.jobs import LoraSettings
-from services.engine.models.lora import LoraParams
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.models.lora.trainable import LoraParams
+from services.engine.requests.adapter import AdapterChoice
 from services.trainer.host.rollouts import Policy, RolloutRequest, RolloutSampling
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for
 

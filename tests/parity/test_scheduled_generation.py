@@ -12,12 +12,14 @@ from transformers import Qwen3_5ForCausalLM
 
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.executors.cuda.runner import RunnerOptions
-from services.engine.loop.ports import Runner, StepHandle
-from services.engine.models.lora import LoraSlots
+from services.engine.executors.runner import Runner, StepHandle
+from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.observability.status import Counts
 from services.engine.requests.outputs import Finished, SequenceUpdate
-from services.engine.requests.request import Request, SamplingParams
-from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan
 from tests.parity.conftest import Pair

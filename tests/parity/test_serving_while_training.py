@@ -16,13 +16,14 @@ from services.engine.compute_sharing.host_lock import SliceGate
 from services.engine.executors.cpu.runner import ModelRunner
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import Submission
-from services.engine.models.lora import LoraParams, LoraSlots
+from services.engine.models.lora.slots import LoraSlots
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import BASE_PIN, AdapterPin, SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.server.protobuf import AdapterChoice
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import in_float64
 from tests.parity.reference import CONFIGS

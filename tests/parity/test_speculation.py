@@ -16,9 +16,11 @@ from services.common.errors import CheckpointRejected
 from services.engine.executors.cpu.mtp import Guesser
 from services.engine.models.checkpoint import checkpoint_digest
 from services.engine.models.qwen3_5.model import Qwen3_5
+from services.engine.observability.status import Counts
+from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
-from services.engine.requests.request import AdapterPin, Request, SamplingParams
-from services.engine.scheduler.config import Counts
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
 from tests.parity.conftest import Pair
 from tests.parity.fused_models import random_adapters
@@ -89,7 +91,7 @@ class Oracle:
             ours = []
             for chunk, guessed in zip((c for c in chunks if c.samples), guesses, strict=True):
                 drawn = [next(sampled).token_id for _ in range(chunk.sampled_rows)]
-                right = chunk.guesses and drawn[0] == chunk.token_ids[-1]
+                right = chunk.num_draft_tokens and drawn[0] == chunk.token_ids[-1]
                 count = chunk.output_count + 1 + right
                 output = self._known[chunk.request.request_id]
                 use = guessed >= 0 and count < len(output) and hash((count, chunk.request.arrival)) % 5 < 3
@@ -146,10 +148,10 @@ def test_tokens_are_the_same(
         assert result.finish_reason == wanted.finish_reason
         close = torch.tensor(result.sampling_logprobs) - torch.tensor(wanted.sampling_logprobs)
         assert close.abs().max() < 1e-3
-    assert counts[0].guesses > 20
+    assert counts[0].num_draft_tokens > 20
     assert (preemptions > 0) == ("num_blocks" in changes)
     if oracle:
-        assert 0.4 < counts[0].guesses_right / counts[0].guesses < 0.8
+        assert 0.4 < counts[0].num_accepted_tokens / counts[0].num_draft_tokens < 0.8
 
 
 def test_a_checkpoint_without_the_layer(tmp_path: Path) -> None:
@@ -189,5 +191,5 @@ def test_the_tiny_model_guesses_well() -> None:
     results, _ = serve(model, made, arrivals=99, counts=counts, speculative=True, **room)
     for result, wanted in zip(results, expected, strict=True):
         assert list(result.output_ids) == list(wanted.output_ids)
-    assert counts[0].guesses > 250
-    assert counts[0].guesses_right / counts[0].guesses > 0.85
+    assert counts[0].num_draft_tokens > 250
+    assert counts[0].num_accepted_tokens / counts[0].num_draft_tokens > 0.85

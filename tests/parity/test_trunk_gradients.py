@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.train.head import token_scores
-from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training import plain, trunk
 from services.engine.models.qwen3_5.training.forward import FrozenForward, TrainableForward

@@ -1,0 +1,1 @@
+"""Paged attention for decode and prefill, and for Hopper."""

@@ -53,7 +53,7 @@ class DecodeConfig:
 
 def decode_config(kv: KvPages, batch: int) -> DecodeConfig:
     """The configuration for these pages and this many rows, from whole steps on an H200 that were replayed in turn (as
-    `benchmarks.tuning.tune_step --attention-only --context` does); what is fastest alone often is not there."""
+    `benchmarks.tuning.step.tune --attention-only --context` does); what is fastest alone often is not there."""
     programs = batch * kv.kv_heads
     if kv.keys.dtype == torch.float32:
         return DecodeConfig(block_keys=16, warps=4, stages=1, splits=8)

@@ -1,0 +1,1 @@
+"""How kernels are launched: programmatic dependent launch, compiled variants, device limits."""

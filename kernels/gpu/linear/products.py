@@ -10,7 +10,7 @@ from kernels.gpu.linear.skinny import Norm, Weight, weight_kind
 from kernels.gpu.linear.skinny_configs import most_rows
 
 if TYPE_CHECKING:
-    from kernels.gpu.lora.batch import LoraRows
+    from kernels.gpu.lora.rows import LoraRows
 
 
 def streams(rows: int, weight: Weight, invariant: bool) -> bool:
@@ -54,7 +54,7 @@ def finished(
     from kernels.gpu.activations import swiglu as activation
 
     if lora is not None:
-        from kernels.gpu.lora.batch import shrink
+        from kernels.gpu.linear.preparation import shrink
         from kernels.gpu.lora.expand import expand_add, expand_swiglu
 
         hidden = shrink(inputs, lora, pdl=pdl)

@@ -25,7 +25,8 @@ from kernels.gpu.linear.skinny_kernels import dot_kernel, vector_kernel
 from kernels.gpu.linear.skinny_parts import Around
 from kernels.gpu.linear.skinny_stream import stream_kernel
 from kernels.gpu.linear.skinny_tma import tile_descriptor, tma_kernel
-from kernels.gpu.lora.batch import Adapters, LoraRows, shape_of
+from kernels.gpu.lora.batch import Adapters, shape_of
+from kernels.gpu.lora.rows import LoraRows
 from kernels.quantize import GROUP, Fp8Weight, Int4Weight
 
 Weight = Tensor | Fp8Weight | Int4Weight

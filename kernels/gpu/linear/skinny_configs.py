@@ -1,5 +1,5 @@
 """Which variant of `skinny_linear` runs for which shape: one explicit table, filled from measurements on an H200
-(benchmarks/tuning/sweep_linear.py), no tuning at run time."""
+(benchmarks/tuning/linear/sweep.py), no tuning at run time."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ _FP8_IN_PROJ: _Measured = (
 )
 _FEW_IN_FP8 = SkinnyConfig("stream", 16, 512, 4, 3)
 
-# Found on an H200 inside a decode step (benchmarks.tuning.tune_step), one thing changed at a time.
+# Found on an H200 inside a decode step (benchmarks.tuning.step.tune), one thing changed at a time.
 _MEASURED: dict[tuple[Kind, int, int], _Measured] = {
     ("none", 18432, 2560): (
         (1, SkinnyConfig("vector", 4, 512, 2)),

@@ -1,0 +1,1 @@
+"""Products with the LoRA matrices of each row's adapter slot."""

@@ -23,24 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.gpu.linear.preparation import shrink
 from kernels.gpu.lora.rows import LoraRows
-from kernels.gpu.lora.shrink import ShrinkConfig, shrink_config
-
-__all__ = [
-    "Adapters",
-    "LoraRows",
-    "ShrinkConfig",
-    "adapters_ahead",
-    "adapters_of_row_ahead",
-    "add_adapters",
-    "add_adapters_to_row",
-    "hidden_ahead",
-    "hidden_of_row_ahead",
-    "shape_of",
-    "shrink",
-    "shrink_config",
-]
 
 _STEP = tl.constexpr(16)
 """Ranks that a product of tensor cores takes at least."""

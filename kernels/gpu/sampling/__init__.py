@@ -1,0 +1,1 @@
+"""Sampling on the device: masks, penalties, filters, noise, log-probabilities."""

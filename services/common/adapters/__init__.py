@@ -1,0 +1,1 @@
+"""Adapter names, versions, manifests, pointers and the registry in the object store."""

@@ -1,0 +1,1 @@
+"""Meaning of JSON Schema keywords that grammars and checks need."""

@@ -1,0 +1,1 @@
+"""Jobs and batches in Redis: submission, claims, fencing tokens, hand-back, dead letters."""

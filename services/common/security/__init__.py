@@ -1,0 +1,1 @@
+"""API key files, TLS, and addresses that may be called."""

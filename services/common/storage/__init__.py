@@ -1,0 +1,1 @@
+"""Redis and the object store: connections, conditional writes, files, versions of records."""

@@ -1,0 +1,1 @@
+"""Rules of request fields, in pydantic and as JSON Schema."""

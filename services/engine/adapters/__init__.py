@@ -1,0 +1,1 @@
+"""Which adapter version is in which slot: pins, downloads, the flip of an alias."""

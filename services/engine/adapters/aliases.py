@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Protocol
 
 import structlog
 
@@ -12,15 +14,26 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import AdapterRejected, NotFound, Unavailable
 from services.engine.adapters.placement import NoFreeSlot
-from services.engine.adapters.ports import Loop
 from services.engine.adapters.slot_table import Resident, SlotTable
-from services.engine.loop.ports import AdapterObserver
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.observability.events import AdapterPhaseDone, EventStream
+from services.engine.requests.adapter import AdapterChoice
 
 _FLIP_SECONDS = 60.0
 """Longest wait for the loop to reach a boundary."""
 
 log = structlog.get_logger(__name__)
+
+
+class Loop(Protocol):
+    """What the manager needs of the engine loop."""
+
+    def call_at_boundary(self, function: Callable[[], None]) -> Future[None]:
+        """Runs a function on the loop thread between two steps; the future fails if the loop has stopped."""
+        ...
+
+    def retry_adapters(self) -> None:
+        """A request that waited for its adapter may try `pin` again."""
+        ...
 
 
 class Aliases:
@@ -42,14 +55,14 @@ class Aliases:
         *,
         ensure: Callable[[AdapterChoice, AdapterVersion], bool],
         flipped: Callable[[], None],
-        observer: AdapterObserver,
+        events: EventStream,
     ) -> None:
         self._registry = registry
         self._changed = changed
         self._table = table
         self._ensure = ensure
         self._flipped = flipped
-        self._observer = observer
+        self._events = events
         self.attached: AdapterVersion | None = None
         self.current: dict[str, int] = {}
         self._applied: str | None = None
@@ -153,4 +166,4 @@ class Aliases:
             loop.call_at_boundary(flip).result(_FLIP_SECONDS)
         except TimeoutError as error:
             raise Unavailable("the engine loop did not reach a step boundary") from error
-        self._observer.adapter_phase("flip", time.monotonic() - began)
+        self._events.emit(AdapterPhaseDone("flip", time.monotonic() - began))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Manifest
 from services.common.errors import AdapterRejected
-from services.engine.loop.ports import AdapterObserver, NoObserver
+from services.engine.observability.events import AdapterPhaseDone, EventStream
 
 if TYPE_CHECKING:
-    from services.engine.models.lora import BoundAdapter, LoraSlots
+    from services.engine.models.lora.binding import BoundAdapter
+    from services.engine.models.lora.slots import LoraSlots
 
 
 class AdapterLoader:
@@ -23,7 +24,7 @@ class AdapterLoader:
         bind: reads an adapter's files strictly, but need not look at the values, which ``lora`` does; raises
             AdapterRejected that names the tensor or field.
         base_digest: of the checkpoint that serves; adapters of another one are refused.
-        observer: gets the metrics.
+        events: told of the phases of each load.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class AdapterLoader:
         bind: Callable[[Mapping[str, bytes]], BoundAdapter],
         *,
         base_digest: str,
-        observer: AdapterObserver | None = None,
+        events: EventStream | None = None,
     ) -> None:
         self._registry = registry
         self._lora = lora
         self._bind = bind
         self._base_digest = base_digest
-        self._observer = observer if observer is not None else NoObserver()
+        self._events = events or EventStream()
         self._loading = threading.Lock()
 
     def load(self, version: AdapterVersion, slot: int) -> str:
@@ -55,7 +56,7 @@ class AdapterLoader:
         """
         began = time.monotonic()
         digest, files = self.files(version)
-        self._observer.adapter_phase("download", time.monotonic() - began)
+        self._events.emit(AdapterPhaseDone("download", time.monotonic() - began))
         try:
             self.load_files(files, slot)
         except AdapterRejected as error:
@@ -87,5 +88,5 @@ class AdapterLoader:
             ready = time.monotonic()
             self._lora.load(slot, bound)
             done = time.monotonic()
-        self._observer.adapter_phase("bind", ready - began)
-        self._observer.adapter_phase("upload", done - ready)
+        self._events.emit(AdapterPhaseDone("bind", ready - began))
+        self._events.emit(AdapterPhaseDone("upload", done - ready))

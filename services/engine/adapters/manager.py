@@ -17,18 +17,18 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.common.adapters.events import AdapterEvents
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import ModelNotFound, NotFound, Overloaded, TemperError, Unavailable
-from services.engine.adapters.aliases import Aliases
+from services.engine.adapters.aliases import Aliases, Loop
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.placement import NoFreeSlot, Placement
-from services.engine.adapters.ports import AdapterLimits, AdapterSnapshot, LoadedAdapter, Loop, Nudges
-from services.engine.adapters.private_versions import PrivateVersion, PrivateVersions
-from services.engine.adapters.slot_table import Resident, SlotTable
-from services.engine.loop.ports import AdapterObserver, NoObserver
-from services.engine.requests.request import BASE_PIN, AdapterPin
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.adapters.private_versions import PrivateVersions
+from services.engine.adapters.slot_table import AdapterLimits, Resident, SlotTable
+from services.engine.observability.events import AdapterLoadFailed, EventStream
+from services.engine.observability.status import AdapterSnapshot, LoadedAdapter
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
 
 _FAILURE_SECONDS = 2.0
 """How long a failed choice is answered with its error before the store is asked again."""
@@ -51,27 +51,26 @@ class _Sync:
 
 
 class AdapterManager:
-    """Resolves and pins adapter versions; thread-safe. Implements services.engine.loop.ports.AdapterResolver.
+    """Resolves and pins adapter versions; thread-safe. Implements services.engine.loop.request_tracker.AdapterResolver.
 
     Args:
-        nudges: None: only polling.
+        adapter_events: publications and attachments, which are looked at at once; None: only polling.
         loader: its slots 1 to ``limits.num_slots`` are this manager's.
-        observer: gets the metrics.
+        events: told of swaps and failures.
     """
 
     def __init__(
         self,
         registry: AdapterRegistry,
-        nudges: Nudges | None,
+        adapter_events: AdapterEvents | None,
         loader: AdapterLoader,
         limits: AdapterLimits,
-        observer: AdapterObserver | None = None,
+        events: EventStream | None = None,
     ) -> None:
         self._registry = registry
-        self._nudges = nudges
         self._loader = loader
         self._limits = limits
-        self._observer = observer if observer is not None else NoObserver()
+        self._events = events or EventStream()
         self._loop: Loop | None = None
         self._stopping = threading.Event()
         # Guarded by the condition's lock.
@@ -91,14 +90,14 @@ class AdapterManager:
             wait_seconds=limits.wait_seconds,
         )
         """Policies of training jobs, in the same slots."""
-        self._placement = Placement(self._changed, self._table, loader, self._kept, self._observer)
+        self._placement = Placement(self._changed, self._table, loader, self._kept, self._events)
         self._aliases = Aliases(
             registry,
             self._changed,
             self._table,
             ensure=self._placement.ensure,
             flipped=lambda: self._failures.clear(),
-            observer=self._observer,
+            events=self._events,
         )
         self._wanted: dict[AdapterChoice, None] = {}
         """What requests wait for, oldest first."""
@@ -111,8 +110,9 @@ class AdapterManager:
         self._store_away = False
         self._unreachable: tuple[float, Unavailable] | None = None
         self._threads = [threading.Thread(target=self._run, name="adapters", daemon=True)]
-        if nudges is not None:
-            self._threads.append(threading.Thread(target=self._listen, args=(nudges,), name="nudges", daemon=True))
+        if adapter_events is not None:
+            listening = threading.Thread(target=self._listen, args=(adapter_events,), name="nudges", daemon=True)
+            self._threads.append(listening)
 
     # Any thread.
 
@@ -188,7 +188,7 @@ class AdapterManager:
             gives_way = resident is not None and not self._takes_requests(resident)
             lacks_slot = gives_way or choice in self._table.queue
         if lacks_slot:
-            self._observer.adapter_failed("no_slot")
+            self._events.emit(AdapterLoadFailed("no_slot"))
             return self._slots_busy(wait)
         return Unavailable(f"the adapter was not loaded within {wait:g} s, although no slot was missing: retry later")
 
@@ -286,10 +286,10 @@ class AdapterManager:
 
     # The event thread.
 
-    def _listen(self, nudges: Nudges) -> None:
+    def _listen(self, events: AdapterEvents) -> None:
         while not self._stopping.is_set():
             try:
-                happened = nudges.wait(self._limits.poll_seconds)
+                happened = events.wait(self._limits.poll_seconds)
             except Exception as error:
                 if not isinstance(error, TemperError):
                     log.exception("waiting for adapter events failed")

@@ -13,8 +13,8 @@ from services.common.adapters.names import AdapterVersion
 from services.common.errors import AdapterRejected, NotFound, Unavailable
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.slot_table import SlotTable
-from services.engine.loop.ports import AdapterObserver, LoadFailure
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.observability.events import AdapterLoadFailed, EventStream, LoadFailure
+from services.engine.requests.adapter import AdapterChoice
 
 _REMEMBERED = 1024
 """Refused versions remembered at most."""
@@ -41,13 +41,13 @@ class Placement:
         table: SlotTable,
         loader: AdapterLoader,
         keep: Callable[[], Collection[AdapterVersion]],
-        observer: AdapterObserver,
+        events: EventStream,
     ) -> None:
         self._changed = changed
         self._table = table
         self._loader = loader
         self._keep = keep
-        self._observer = observer
+        self._events = events
         self._rejected: dict[AdapterVersion, AdapterRejected] = {}
 
     def ensure(self, claim: AdapterChoice, version: AdapterVersion) -> bool:
@@ -95,7 +95,7 @@ class Placement:
         try:
             return call()
         except BaseException as error:
-            self._observer.adapter_failed(_reason(error))
+            self._events.emit(AdapterLoadFailed(_reason(error)))
             if isinstance(error, AdapterRejected):
                 if len(self._rejected) >= _REMEMBERED:
                     self._rejected.clear()

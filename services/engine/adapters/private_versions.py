@@ -7,16 +7,15 @@ its digest was never used before, so that no cache entry of an earlier round is 
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import Overloaded
+from services.engine.requests.adapter import PrivateVersion
 
 if TYPE_CHECKING:
     from services.engine.adapters.loader import AdapterLoader
@@ -24,22 +23,6 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS = 0.05
 """Between two looks for a free slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateVersion:
-    """One policy for as long as it is loaded. Whoever holds the object may ask for it; nobody can spell it."""
-
-    digest: str
-    """For cache keys; not that of any files."""
-
-    @classmethod
-    def fresh(cls) -> PrivateVersion:
-        return cls(f"private:{secrets.token_hex(16)}")
-
-    def __str__(self) -> str:
-        # No adapter name has a colon.
-        return self.digest
 
 
 class PrivateVersions:

@@ -13,9 +13,20 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from services.common.adapters.names import AdapterVersion
-from services.engine.adapters.private_versions import PrivateVersion
-from services.engine.requests.request import BASE_PIN, AdapterPin
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin, PrivateVersion
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The manager's part of the engine's settings."""
+
+    num_slots: int
+    poll_seconds: float
+    wait_seconds: float
+    """How long a request, or a job's policy, may wait for a slot."""
+    turn_seconds: float = 1.0
+    """How long a version takes new requests at least once it has a slot, whoever waits for one."""
+
 
 Version = AdapterVersion | PrivateVersion
 """What can be in a slot."""

@@ -1,0 +1,1 @@
+"""Who computes when: the engine's steps and the trainer's pieces on one device."""

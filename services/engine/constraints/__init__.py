@@ -1,0 +1,1 @@
+"""Structured output: grammars, token masks, matchers."""

@@ -17,9 +17,8 @@ from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits,
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.refusal import Refused
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.loop.ports import GrammarObserver
-from services.engine.requests.constraint import Constraint, ConstraintKind
-from services.engine.requests.request import SamplingParams
+from services.engine.observability.events import EventStream, GrammarDone
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 
 _log = structlog.get_logger(__name__)
 _Key = tuple[ConstraintKind, tuple[str, ...]]
@@ -68,18 +67,21 @@ class ConstraintCompiler:
 
     Equal constraints are compiled once, and at the same time once, too. What is refused is not cached: it is refused
     again, soon.
+
+    Args:
+        events: told how each request's grammar was had.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
         limits: CompilerLimits,
-        observer: GrammarObserver,
+        events: EventStream,
         compile_one: Callable[[Vocabulary, Constraint, GrammarLimits], CompiledGrammar] = compile_grammar,
     ) -> None:
         self.vocabulary = vocabulary
         self._limits = limits
-        self._observer = observer
+        self._events = events
         self._compile_one = compile_one
         self._pool = ThreadPoolExecutor(limits.threads, thread_name_prefix="grammar")
         self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
@@ -116,20 +118,20 @@ class ConstraintCompiler:
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
-            self._observer.grammar_done("cached", 0.0)
+            self._events.emit(GrammarDone("cached", 0.0))
             return found
         began = time.monotonic()
         try:
             job = self._jobs.get(key) or self._start(constraint)
             compiled = await self._wait(job)
         except Refused as error:
-            self._observer.grammar_done("refused", time.monotonic() - began)
+            self._events.emit(GrammarDone("refused", time.monotonic() - began))
             param = error.field or constraint.param
             raise InvalidRequest(f"{param}: {error}", param=param) from None
         except Overloaded:
-            self._observer.grammar_done("overloaded", time.monotonic() - began)
+            self._events.emit(GrammarDone("overloaded", time.monotonic() - began))
             raise
-        self._observer.grammar_done("compiled", time.monotonic() - began)
+        self._events.emit(GrammarDone("compiled", time.monotonic() - began))
         return compiled
 
     def _start(self, constraint: Constraint) -> _Job:

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest, TemperError
 from services.engine.constraints.bits import Bits, allow, allows, forbid
-from services.engine.requests.constraint import Thinking
+from services.engine.requests.sampling_params import Thinking
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -13,7 +13,7 @@ from services.engine.constraints.refusal import Refused
 from services.engine.constraints.schema.compiling import grammar_of, parsed
 from services.engine.constraints.schema.probe import Probe
 from services.engine.constraints.vocabulary import NO_FORCING
-from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.sampling_params import Constraint, ConstraintKind
 
 _LITERALS = re.compile(
     r"""

@@ -1,0 +1,1 @@
+"""Runners: execute a step plan on a device."""

@@ -1,0 +1,1 @@
+"""Block pool, state pool, radix tree, prefix cache, eviction, memory plan."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.engine.kv_cache.integrity import IntegrityError
+
+class IntegrityError(RuntimeError):
+    """Blocks, slots or sequences are leaked, shared or freed twice: a bug, never a user's fault."""
 
 
 class BlockPool:

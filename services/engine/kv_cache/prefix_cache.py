@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
 from services.engine.kv_cache.eviction import Worth
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.keys import TOKEN_BYTES, Space
 from services.engine.kv_cache.radix_tree import Node, Path, Pending, RadixTree
 from services.engine.kv_cache.state_pool import SlotPool
-from services.engine.kv_offload.messages import TOKEN_BYTES, Space
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.engine.kv_cache.token_bytes import shared
-from services.engine.kv_offload.messages import TOKEN_BYTES, Key, Space
+from services.engine.kv_cache.keys import TOKEN_BYTES, Key, Space, shared
 
 
 class Pending:
@@ -32,13 +31,13 @@ class Node:
         "key",
         "label",
         "parent",
-        "passing",
         "pending",
         "pins",
         "saving",
         "slot",
         "space",
         "start",
+        "transient",
     )
 
     def __init__(self, space: Space, parent: Node | None, label: bytes, start: int) -> None:
@@ -63,7 +62,7 @@ class Node:
         self.key: Key | None = None
         """Under which the tiers have the state, and the KV from the entry before; None: they have not."""
         self.saving = False
-        self.passing = False
+        self.transient = False
         """Nobody goes on from it once the requests that live now have ended: it is not for the tiers."""
 
     def path(self) -> list[Node]:

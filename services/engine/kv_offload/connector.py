@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.keys import Key, Space, Tier
 from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node, Path
 from services.engine.kv_cache.state_pool import SlotPool
@@ -22,7 +22,6 @@ from services.engine.kv_offload.messages import (
     GiveUp,
     Job,
     Kept,
-    Key,
     Layout,
     Load,
     Loaded,
@@ -31,12 +30,10 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Released,
     Save,
-    Space,
-    Tier,
     Tiers,
     Use,
 )
-from services.engine.kv_offload.stored_entries import Entries, StoredEntry
+from services.engine.kv_offload.stored_entries import OffloadedEntries, OffloadedEntry
 
 _SPEED = tuple(Tier)
 _WORTHWHILE = 3.0
@@ -62,7 +59,7 @@ class Wanted:
     """A snapshot that could be loaded."""
 
     node: Node
-    chain: Sequence[StoredEntry]
+    chain: Sequence[OffloadedEntry]
     """The entries that are read, in the order of the history."""
     tier: Tier
     """The slowest that it comes from."""
@@ -81,7 +78,7 @@ class Loading:
     slot: int
 
 
-class StoredHistories:
+class OffloadConnector:
     """Keeps the tree's nodes and the tiers' entries together. Used by the loop thread.
 
     Args:
@@ -106,7 +103,7 @@ class StoredHistories:
         self._cost = cost
         self._share = share
         self._layout: Layout = tiers.layout
-        self._entries = Entries(cache)
+        self._entries = OffloadedEntries(cache)
         self._saving: dict[Key, tuple[Node, Sequence[int]]] = {}
         self._loading: dict[int, Loading] = {}
         self._targets: dict[Node, int] = {}
@@ -154,7 +151,7 @@ class StoredHistories:
     def _may_be_saved(self, node: Node) -> bool:
         if not node.slot or node.blocks is None or node.pending is not None or node.parent is None:
             return False
-        return not (node.saving or node.key is not None or node.passing)
+        return not (node.saving or node.key is not None or node.transient)
 
     def _save(self, node: Node, *, wanted: bool = False) -> bool:
         """Saves a snapshot if it can be and is worth it; False: too much is being saved."""
@@ -269,7 +266,7 @@ class StoredHistories:
         for node in [node for node, other in self._targets.items() if other == ticket]:
             del self._targets[node]
 
-    def _parts(self, chain: Sequence[StoredEntry], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
+    def _parts(self, chain: Sequence[OffloadedEntry], have: int, fresh: Sequence[int], slot: int) -> Iterator[Part]:
         """What of each entry goes to the fresh blocks, the first of which is block ``have`` of the history. A block in
         which an entry ends comes from the next one, which has it whole."""
         size = self._layout.block_size
@@ -282,7 +279,7 @@ class StoredHistories:
             if blocks or last:
                 yield Part(entry.key, begin - first, blocks, slot if last else 0)
 
-    def _load_seconds(self, chain: Sequence[StoredEntry], there: int, end: int) -> float:
+    def _load_seconds(self, chain: Sequence[OffloadedEntry], there: int, end: int) -> float:
         """Of the blocks behind the first ``there`` tokens and the last state; from below the host, of whole entries."""
         sizes: dict[Tier, int] = {}
         size = self._layout.block_size

@@ -7,10 +7,11 @@ import time
 
 import structlog
 
-from services.engine.kv_offload.messages import Tier, TierObserver, Trouble
+from services.engine.kv_cache.keys import Tier
+from services.engine.observability.events import CopyFailure, CopyNotMade, EventStream
 
 _LOG_SECONDS = 10.0
-"""Between two lines about the same trouble of the same tier."""
+"""Seconds between two log lines about the same failure of the same tier."""
 
 log = structlog.get_logger(__name__)
 
@@ -18,28 +19,28 @@ log = structlog.get_logger(__name__)
 class CopyFailed(Exception):
     """A copy could not be read or written."""
 
-    def __init__(self, trouble: Trouble, reason: str) -> None:
-        super().__init__(reason)
-        self.trouble = trouble
+    def __init__(self, reason: CopyFailure, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-class Troubles:
-    """Tells people of troubles. Thread-safe."""
+class FailureLog:
+    """Counts and logs copies that could not be made. Thread-safe."""
 
-    def __init__(self, observer: TierObserver) -> None:
-        self._observer = observer
+    def __init__(self, events: EventStream) -> None:
+        self._events = events
         self._lock = threading.Lock()
-        self._said: dict[tuple[Tier, Trouble], float] = {}
-        self._silent: dict[tuple[Tier, Trouble], int] = {}
+        self._said: dict[tuple[Tier, CopyFailure], float] = {}
+        self._silent: dict[tuple[Tier, CopyFailure], int] = {}
 
-    def tell(self, tier: Tier, trouble: Trouble, reason: str) -> None:
+    def tell(self, tier: Tier, reason: CopyFailure, message: str) -> None:
         """Counts one, and logs it unless another like it was logged a moment ago."""
-        self._observer.tier_failed(tier, trouble)
-        kind, now = (tier, trouble), time.monotonic()
+        self._events.emit(CopyNotMade(tier, reason))
+        kind, now = (tier, reason), time.monotonic()
         with self._lock:
             if now < self._said.get(kind, -_LOG_SECONDS) + _LOG_SECONDS:
                 self._silent[kind] = self._silent.get(kind, 0) + 1
                 return
             self._said[kind] = now
             silent = self._silent.pop(kind, 0)
-        log.warning("tier_trouble", tier=tier.value, trouble=trouble, reason=reason, more_before=silent)
+        log.warning("tier_trouble", tier=tier.value, trouble=reason, reason=message, more_before=silent)

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_offload.messages import Bytes
 
 ALIGNMENT = 4096

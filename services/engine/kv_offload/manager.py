@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import structlog
 
 from services.common.storage.object_store import ObjectStore
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.copies.background import WRITE_RANK, LowerTier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
@@ -21,7 +22,7 @@ from services.engine.kv_offload.copies.pending_writes import Persists
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.disk.files import DiskFiles
 from services.engine.kv_offload.disk.tier import DiskTier
-from services.engine.kv_offload.failures import Troubles
+from services.engine.kv_offload.failures import FailureLog
 from services.engine.kv_offload.host.loads import Loads
 from services.engine.kv_offload.host.saves import Saves
 from services.engine.kv_offload.host_memory import HostArena
@@ -34,7 +35,6 @@ from services.engine.kv_offload.messages import (
     GiveUp,
     Job,
     Kept,
-    Key,
     Layout,
     Load,
     Loaded,
@@ -43,14 +43,13 @@ from services.engine.kv_offload.messages import (
     Pin,
     Released,
     Save,
-    Tier,
-    TierObserver,
-    TierStatus,
     Use,
 )
 from services.engine.kv_offload.object_store.objects import StoreObjects
 from services.engine.kv_offload.object_store.tier import StoreTier
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import EventStream
+from services.engine.observability.status import TierStatus
 
 _MOMENT = 0.002
 _SETTLE_SECONDS = 60.0
@@ -76,7 +75,7 @@ class TierManager:
         self,
         transfer: CacheTransfer,
         limits: TierLimits,
-        observer: TierObserver,
+        events: EventStream,
         wake: Callable[[], None],
         store: ObjectStore | None = None,
     ) -> None:
@@ -100,13 +99,13 @@ class TierManager:
         if self._objects is not None:
             sizes[Tier.STORE] = limits.store_bytes
             sources[Tier.STORE] = self._objects
-        troubles = Troubles(observer)
+        failures = FailureLog(events)
         self._bandwidth = Bandwidth(limits.host_rate)
         self._index = Index(
             self._layout,
             arena,
             sizes,
-            observer,
+            events,
             tell=self._tell,
             erase=lambda tier, key: self._lower[tier].erase(key),
             price=self._bandwidth.price,
@@ -115,14 +114,14 @@ class TierManager:
         self._index.gone.append(self._persists.gone)
         self._index.known.append(self._known)
         self._jobs, self._device = Worker("tiers-jobs"), Worker("tiers-device")
-        self._fetcher = Fetcher(self._index, sources, self._bandwidth, troubles)
+        self._fetcher = Fetcher(self._index, sources, self._bandwidth, failures)
         self._loads = Loads(
             self._index,
             transfer,
             self._fetcher,
             self._bandwidth,
-            observer,
-            troubles,
+            events,
+            failures,
             device=self._device,
             timer=self._jobs,
             seconds=limits.load_seconds,
@@ -130,10 +129,10 @@ class TierManager:
             slow=self._slow,
         )
         self._saves = Saves(
-            self._index, transfer, observer, troubles, device=self._device, tell=self._tell, saved=self._saved
+            self._index, transfer, events, failures, device=self._device, tell=self._tell, saved=self._saved
         )
         self._items = Items(self._index, self._fetcher, self._saved)
-        parts = (self._fetcher, observer, troubles, self._persists.failed)
+        parts = (self._fetcher, events, failures, self._persists.failed)
         self._disk = self._store = None
         if self._files is not None:
             self._disk = DiskTier(

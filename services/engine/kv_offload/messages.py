@@ -10,40 +10,17 @@ and so on) and tell events, in the order in which things happened. Neither waits
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NewType, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Key = NewType("Key", bytes)
-"""Of an entry: KEY_BYTES of BLAKE2b over the key of the entry before and the tokens."""
-Space = NewType("Space", bytes)
-"""Of histories that may be shared: a hash of adapter digest and cache salt. The first entry's predecessor."""
-KEY_BYTES = 20
-TOKEN_BYTES = 4
-"""A token is a little-endian uint32."""
+from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space, Tier
+
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-
-class Tier(enum.Enum):
-    """Where copies lie, fastest first."""
-
-    HOST = "host"
-    DISK = "disk"
-    STORE = "store"
-
-
-def space_of(adapter_digest: str, cache_salt: str) -> Space:
-    """The name of what requests under this adapter version and salt may share."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
-    for part in (adapter_digest.encode(), cache_salt.encode()):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return Space(digest.digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,64 +305,3 @@ class CacheTransfer(Protocol):
 
 
 # For people and dashboards.
-
-
-Trouble: TypeAlias = Literal["damaged", "missing", "unreadable", "full", "slow", "away", "late"]
-"""Why a copy could not be read or written: its bytes are not those that were written; it is gone; the disk fails; there
-is no room; the store takes too long, or does not answer; a load took so long that computing was the better way. Each is
-a miss for whoever asked, and nothing worse."""
-
-
-class TierObserver(Protocol):
-    """Metrics of tiers. Called on any of the threads of the engine; never blocks."""
-
-    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
-        """So many tokens of a prompt came from this tier (None: the device itself), which saved so much computing, less
-        the time of the load."""
-        ...
-
-    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
-        """Bytes read from a tier to the device."""
-        ...
-
-    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
-        """Bytes written to a tier."""
-        ...
-
-    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
-        """A copy could not be read or written."""
-        ...
-
-    def tier_evicted(self, tier: Tier | None, size: int) -> None:
-        """Bytes given up for others; None: on the device."""
-        ...
-
-
-class NoTierObserver:
-    """Where nobody measures."""
-
-    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
-        """Ignores it."""
-
-    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
-        """Ignores it."""
-
-    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
-        """Ignores it."""
-
-    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
-        """Ignores it."""
-
-    def tier_evicted(self, tier: Tier | None, size: int) -> None:
-        """Ignores it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatus:
-    """One tier now."""
-
-    entries: int
-    size: int
-    """Bytes."""
-    limit: int
-    """Bytes."""

@@ -10,10 +10,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from services.engine.kv_cache.keys import Key
 from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node
-from services.engine.kv_offload.connector import StoredHistories
-from services.engine.kv_offload.messages import Forget, Key, Pin
+from services.engine.kv_offload.connector import OffloadConnector
+from services.engine.kv_offload.messages import Forget, Pin
 from services.engine.requests.sessions import SessionName
 
 
@@ -40,7 +41,7 @@ class Sessions:
     """All sessions, last used last. Used by the loop thread.
 
     Args:
-        stored: what the tiers have; None: there are none.
+        offload: what the tiers have; None: there are none.
         seconds: how long a history is kept before others after each request.
         most: sessions to remember; the one that was not used for longest is forgotten.
         clock: seconds, as the pins' of the cache.
@@ -49,14 +50,14 @@ class Sessions:
     def __init__(
         self,
         cache: PrefixCache,
-        stored: StoredHistories | None,
+        offload: OffloadConnector | None,
         *,
         seconds: float,
         most: int,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
-        self._stored = stored
+        self._offload = offload
         self._seconds = seconds
         self._most = most
         self._clock = clock
@@ -118,8 +119,8 @@ class Sessions:
             if node.key is not None:
                 keys.append(node.key)
             self._cache.drop(node)
-        if keys and self._stored is not None:
-            self._stored.submit(Forget(keys))
+        if keys and self._offload is not None:
+            self._offload.submit(Forget(keys))
 
     def _follow(self, session: Session, path: tuple[Node, ...]) -> None:
         """A session's history ends somewhere else now."""
@@ -145,5 +146,5 @@ class Sessions:
         if tip is None:
             return
         self._cache.keep(tip, until)
-        if self._stored is not None and (keys := self._stored.chain_keys(tip)):
-            self._stored.submit(Pin(keys, until))
+        if self._offload is not None and (keys := self._offload.chain_keys(tip)):
+            self._offload.submit(Pin(keys, until))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_cache.prefix_cache import PrefixCache
 from services.engine.kv_cache.radix_tree import Node
-from services.engine.kv_offload.messages import Entry, Key, Tier
+from services.engine.kv_offload.messages import Entry
 
 
 @dataclass(slots=True)
-class StoredEntry:
+class OffloadedEntry:
     """An entry that a tier has, or that is being saved."""
 
     entry: Entry
@@ -25,7 +26,7 @@ class StoredEntry:
         return next((tier for tier in Tier if tier in self.tiers), None)
 
 
-class Entries:
+class OffloadedEntries:
     """All entries by their keys. A node's ``key`` is that of its entry here, if it has one.
 
     Args:
@@ -34,17 +35,17 @@ class Entries:
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
-        self._stored: dict[Key, StoredEntry] = {}
+        self._stored: dict[Key, OffloadedEntry] = {}
         self._alternates: dict[Node, list[Key]] = {}
         """Further entries of one history: another engine has cut it into entries otherwise."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._stored
 
-    def get(self, key: Key | None) -> StoredEntry | None:
+    def get(self, key: Key | None) -> OffloadedEntry | None:
         return None if key is None else self._stored.get(key)
 
-    def above(self, node: Node) -> StoredEntry | None:
+    def above(self, node: Node) -> OffloadedEntry | None:
         """That of the last node above this one that has one, also if it is still being saved."""
         at = node.parent
         while at is not None and self.get(at.key) is None:
@@ -54,7 +55,7 @@ class Entries:
     def add(self, entry: Entry, node: Node) -> None:
         """A node's state is being saved."""
         node.key = entry.key
-        self._stored[entry.key] = StoredEntry(entry, node)
+        self._stored[entry.key] = OffloadedEntry(entry, node)
 
     def kept(self, entry: Entry, tier: Tier) -> Node | None:
         """A tier has an entry, which may be new here; returns its node, None if what it stands on is not known."""
@@ -65,7 +66,7 @@ class Entries:
                 return None
             history = entry.tokens if above is None else above.node.tokens() + entry.tokens
             node = self._cache.reach(entry.space, history)
-            stored = self._stored[entry.key] = StoredEntry(entry, node)
+            stored = self._stored[entry.key] = OffloadedEntry(entry, node)
             if node.key is None:
                 node.key = entry.key
             else:
@@ -73,7 +74,7 @@ class Entries:
         stored.tiers.add(tier)
         return stored.node
 
-    def remove(self, stored: StoredEntry) -> None:
+    def remove(self, stored: OffloadedEntry) -> None:
         """Nothing has an entry any more."""
         key, node = stored.entry.key, stored.node
         del self._stored[key]
@@ -86,12 +87,12 @@ class Entries:
             self._alternates[node] = others
         self._cache.prune(node)
 
-    def chain(self, node: Node) -> list[StoredEntry]:
+    def chain(self, node: Node) -> list[OffloadedEntry]:
         """The entries of a history up to this node or the last above that has one, if they can be read; or none."""
         at: Node | None = node
         while at is not None and (at.key is None or not self._stored[at.key].tiers):
             at = at.parent
-        chain: list[StoredEntry] = []
+        chain: list[OffloadedEntry] = []
         key = None if at is None else at.key
         while key is not None:
             stored = self._stored.get(key)

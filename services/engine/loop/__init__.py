@@ -1,0 +1,1 @@
+"""The loop thread: one iteration a step, the only writer of the scheduler."""

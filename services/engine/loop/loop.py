@@ -18,20 +18,15 @@ from typing import TypeVar
 import structlog
 
 from services.common.errors import Overloaded, TemperError, Unavailable
+from services.engine.compute_sharing.engine_gate import EngineGate
+from services.engine.executors.runner import Runner
 from services.engine.kv_offload.messages import Tiers
 from services.engine.loop.kept_completions import RolloutMemory
-from services.engine.loop.ports import (
-    AdapterResolver,
-    EngineGate,
-    LoopObserver,
-    LoopStatus,
-    NoObserver,
-    Runner,
-    Sink,
-    Submission,
-)
-from services.engine.loop.request_tracker import Desk
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.request_tracker import AdapterResolver, RequestTracker
+from services.engine.loop.step_pipeline import StepPipeline
+from services.engine.observability.events import EventStream
+from services.engine.observability.status import LoopStatus
+from services.engine.requests.submission import Sink, Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 
@@ -56,7 +51,7 @@ class EngineLoop:
         rollouts: where finished completions go whose submission says ``keep_rollout``.
         max_waiting: requests that may wait for their first step; more are refused.
         adapter_wait_seconds: how long a request waits for its adapter to load.
-        observer: gets the metrics.
+        events: told of steps and requests.
         clock: monotonic seconds; deadlines are on it.
         tiers: what keeps more histories than the device does; None: nothing does. It calls ``wake``.
     """
@@ -71,7 +66,7 @@ class EngineLoop:
         *,
         max_waiting: int = 256,
         adapter_wait_seconds: float = 30.0,
-        observer: LoopObserver | None = None,
+        events: EventStream | None = None,
         clock: Callable[[], float] = time.monotonic,
         tiers: Tiers | None = None,
     ) -> None:
@@ -80,9 +75,9 @@ class EngineLoop:
         self._gate = gate
         self._max_waiting = max_waiting
         self._clock = clock
-        observer = observer if observer is not None else NoObserver()
-        self._pipeline = Pipeline(config, runner, gate, observer, clock, tiers)
-        self._desk = Desk(self._pipeline, resolver, rollouts, observer, adapter_wait_seconds, clock)
+        events = events or EventStream()
+        self._pipeline = StepPipeline(config, runner, gate, events, clock, tiers)
+        self._tracker = RequestTracker(self._pipeline, resolver, rollouts, events, adapter_wait_seconds, clock)
 
         # Shared with other threads.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -140,11 +135,11 @@ class EngineLoop:
                 has just ended by itself.
             told: gets an update with ``kept`` when all that is done.
         """
-        self._commands.put(partial(self._desk.abort, request_id, keep_tokens, told))
+        self._commands.put(partial(self._tracker.abort, request_id, keep_tokens, told))
 
     def abort_all(self, sink: Sink) -> None:
         """Ends all requests of a sink that is gone; it gets no more updates."""
-        self._commands.put(partial(self._desk.abort_all, sink))
+        self._commands.put(partial(self._tracker.abort_all, sink))
 
     def call_at_boundary(self, function: Callable[[], _T]) -> Future[_T]:
         """Runs a function on the loop thread between two steps (at once if called there).
@@ -254,19 +249,19 @@ class EngineLoop:
         elif self._pipeline.stalled:
             self._await_tiers()
         self._take_commands()
-        self._desk.admit_loaded()
+        self._tracker.retry_loading()
         if self._pipeline.busy and not self._stopping:
-            self._desk.publish(self._pipeline.advance(self._desk.num_loading))
+            self._tracker.publish(self._pipeline.advance(self._tracker.num_loading))
         self._publish_status()
 
     def _idle(self) -> None:
         """Sleeps until something comes in or a request has waited too long for its adapter."""
         self._gate.engine_idle()
         self._publish_status()
-        if self._desk.retry:
+        if self._tracker.retry:
             return
         timeout = None if self._checked else _QUIET_SECONDS
-        patience = self._desk.patience()
+        patience = self._tracker.patience()
         if patience is not None:
             timeout = max(0.0, patience if timeout is None else min(timeout, patience))
         self._busy_since = None
@@ -308,9 +303,9 @@ class EngineLoop:
 
     def _recover(self, error: Exception) -> None:
         """After a bug outside the model's step: ends all requests and starts again with clean books."""
-        _log.critical("engine loop failed, its requests are ended", exc_info=error, requests=len(self._desk))
+        _log.critical("engine loop failed, its requests are ended", exc_info=error, requests=len(self._tracker))
         ending = TemperError(f"the engine loop failed ({type(error).__name__})")
-        self._desk.fail_all(self._pipeline.reset(error, ending), ending)
+        self._tracker.fail_all(self._pipeline.reset(error, ending), ending)
 
     def _publish_status(self) -> None:
         with self._lock:
@@ -318,14 +313,14 @@ class EngineLoop:
             self._seen = 0
             self._status = LoopStatus(
                 counts=self._pipeline.scheduler.counts(),
-                waiting_for_adapters=self._desk.num_loading,
+                waiting_for_adapters=self._tracker.num_loading,
                 healthy=self._pipeline.failures_in_a_row < _FAILURES_UNTIL_UNHEALTHY,
                 accepting=self._accepting,
                 steps=self._pipeline.steps,
                 failed_steps=self._pipeline.failed_steps,
-                background=self._desk.num_background,
+                background=self._tracker.num_background,
             )
-            if not self._accepting and not self._desk and not self._queued:
+            if not self._accepting and not self._tracker and not self._queued:
                 self._drained.set()
 
     def _close(self) -> None:
@@ -335,7 +330,7 @@ class EngineLoop:
         # Nothing is queued from here on, but what is must be answered.
         self._take_commands()
         self._pipeline.discard()
-        self._desk.fail_all([], Unavailable("the engine is shutting down"))
+        self._tracker.fail_all([], Unavailable("the engine is shutting down"))
         self._gate.engine_idle()
         self._publish_status()
 
@@ -343,7 +338,7 @@ class EngineLoop:
 
     def _submit(self, submission: Submission, sink: Sink, submitted_at: float) -> None:
         self._seen += not submission.background
-        self._desk.submit(submission, sink, submitted_at)
+        self._tracker.submit(submission, sink, submitted_at)
 
     def _call(self, function: Callable[[], _T], future: Future[_T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -355,10 +350,10 @@ class EngineLoop:
         else:
             future.set_result(result)
         # It may have been an adapter flip.
-        self._desk.retry = True
+        self._tracker.retry = True
 
     def _mark_retry(self) -> None:
-        self._desk.retry = True
+        self._tracker.retry = True
 
     def _mark_stopping(self) -> None:
         self._stopping = True

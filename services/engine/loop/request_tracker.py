@@ -5,25 +5,62 @@ Used by the loop thread only, between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from services.common.errors import TemperError
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.outputs import Finished
+
+if TYPE_CHECKING:
+    from services.engine.requests.adapter import AdapterChoice, PrivateVersion
+
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
-from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
+from services.common.errors import DeadlineExceeded, InvalidRequest
 from services.engine.loop.kept_completions import Rollout, RolloutMemory
-from services.engine.loop.ports import AdapterResolver, LoopObserver, Sink, Submission
-from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.outputs import Finished, SequenceUpdate
-from services.engine.requests.request import AdapterPin, FinishReason
+from services.engine.loop.step_pipeline import StepPipeline
+from services.engine.observability.events import EventStream, RequestDone
+from services.engine.requests.outputs import SequenceUpdate
+from services.engine.requests.request import FinishReason
+from services.engine.requests.submission import Sink, Submission
 
 if TYPE_CHECKING:
-    from services.engine.adapters.private_versions import PrivateVersion
-    from services.engine.server.protobuf import AdapterChoice
+    from services.engine.requests.adapter import AdapterChoice, PrivateVersion
 
 _log = structlog.get_logger(__name__)
+
+
+class AdapterResolver(Protocol):
+    """Called on the loop thread only; no method blocks."""
+
+    def pin(self, choice: AdapterChoice | PrivateVersion) -> AdapterPin | None:
+        """The version that answers a request, held until ``release``.
+
+        Returns:
+            None while it is being loaded, or waits for a slot; the loop asks again after ``EngineLoop.retry_adapters``
+            or a boundary call.
+
+        Raises:
+            TemperError: there is no such adapter, or it cannot be loaded.
+        """
+        ...
+
+    def release(self, pin: AdapterPin) -> None:
+        """The request has ended, and no step in flight computes for it any more; called once for each pin."""
+        ...
+
+    def give_up(self, choice: AdapterChoice | PrivateVersion) -> None:
+        """No request waits for its pin to that choice any more, and the last of them did not get one."""
+        ...
+
+    def overdue(self, choice: AdapterChoice | PrivateVersion) -> TemperError:
+        """What to tell a request that has waited for its pin for as long as any may."""
+        ...
 
 
 @dataclass(slots=True)
@@ -37,31 +74,31 @@ class _Live:
     """None while its adapter is loading."""
 
 
-class Desk:
+class RequestTracker:
     """Pins adapters, hands requests to the scheduler, and updates to the sinks.
 
     Args:
         pipeline: whose scheduler gets the requests.
         resolver: pins adapter versions.
         rollouts: where finished completions go whose submission says ``keep_rollout``.
-        observer: gets the metrics.
+        events: told of requests that have ended.
         adapter_wait_seconds: how long a request waits for its adapter to load or for a slot.
         clock: seconds; deadlines are on it.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: StepPipeline,
         resolver: AdapterResolver,
         rollouts: RolloutMemory,
-        observer: LoopObserver,
+        events: EventStream,
         adapter_wait_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self._pipeline = pipeline
         self._resolver = resolver
         self._rollouts = rollouts
-        self._observer = observer
+        self._events = events
         self._adapter_wait = adapter_wait_seconds
         self._clock = clock
         self._live: dict[str, _Live] = {}
@@ -92,7 +129,7 @@ class Desk:
             return
         self._live[name] = _Live(submission, sink, submitted_at)
         self._background += submission.background
-        self._admit(name)
+        self._pin(name)
 
     def abort(self, name: str, keep_tokens: int, told: Sink | None = None) -> None:
         """Ends a request, or cuts the rollout of one that has ended; see EngineLoop.abort."""
@@ -131,7 +168,7 @@ class Desk:
 
     # Adapters that load.
 
-    def admit_loaded(self) -> None:
+    def retry_loading(self) -> None:
         """Asks again for the adapters that were loading, and ends the requests that have waited too long."""
         retry, self.retry = self.retry, False
         if not self._loading:
@@ -141,7 +178,7 @@ class Desk:
             for name in list(self._loading):
                 # A failing sink may have taken it with it.
                 if name in self._loading and (choice := self._live[name].submission.adapter) not in refused:
-                    self._admit(name)
+                    self._pin(name)
                     if name in self._loading:
                         refused.add(choice)  # the others that wait for it would hear the same
         now = self._clock()
@@ -154,7 +191,7 @@ class Desk:
             return None
         return min(self._loading_until(name) for name in self._loading) - self._clock()
 
-    def _admit(self, name: str) -> None:
+    def _pin(self, name: str) -> None:
         """Pins the adapter and hands the request to the scheduler, or to those whose adapter is loading."""
         live = self._live[name]
         try:
@@ -168,7 +205,7 @@ class Desk:
         except TemperError as error:
             self.publish([_failed(name, error)])
         except Exception as error:
-            _log.exception("request could not be admitted", request=name)
+            _log.exception("request could not be scheduled", request=name)
             ending = TemperError(f"the engine could not admit the request ({type(error).__name__})")
             self.publish([_failed(name, ending)])
 
@@ -209,7 +246,7 @@ class Desk:
         if live.submission.keep_rollout and finished.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._rollouts.remember(Rollout.of(finished, live.submission.owner))
         if not live.submission.background:
-            self._observer.request_done(finished, live.submitted_at, self._clock())
+            self._events.emit(RequestDone(finished, live.submitted_at, self._clock()))
 
 
 def _failed(name: str, error: TemperError) -> SequenceUpdate:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import structlog
 
 from services.common.errors import TemperError
+from services.engine.compute_sharing.engine_gate import EngineGate
 from services.engine.constraints.masks import NO_MASKS
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
 from services.engine.kv_offload.messages import Tiers
-from services.engine.loop.ports import EngineGate, LoopObserver, OpenStep, Runner, StepHandle, StepStats
+from services.engine.observability.events import EventStream, StepDone, StepFailed
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
@@ -36,7 +38,7 @@ class _FailedLaunch:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _LaunchedStep:
     """One launched step."""
 
     plan: StepPlan
@@ -49,7 +51,7 @@ class _Flight:
     mask_seconds: float = 0.0
 
 
-class Pipeline:
+class StepPipeline:
     """Runs the scheduler's steps. Used by the loop thread only.
 
     Args:
@@ -62,7 +64,7 @@ class Pipeline:
         config: SchedulerConfig,
         runner: Runner,
         gate: EngineGate,
-        observer: LoopObserver,
+        events: EventStream,
         clock: Callable[[], float],
         tiers: Tiers | None = None,
     ) -> None:
@@ -70,9 +72,9 @@ class Pipeline:
         self._tiers = tiers
         self._runner = runner
         self._gate = gate
-        self._observer = observer
+        self._events = events
         self._clock = clock
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_LaunchedStep] = deque()
         """Oldest first; the gate is held while there are any."""
         self._collected = 0.0
         """When the latest results came in."""
@@ -86,7 +88,7 @@ class Pipeline:
     @property
     def busy(self) -> bool:
         """Whether ``advance`` has something to do."""
-        return bool(self._flights) or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work
 
     def advance(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
         """Launches the next step if one more may be in flight; then collects the oldest unless still one more may.
@@ -104,19 +106,19 @@ class Pipeline:
         depth = 1 if self._gate.contended else self._runner.depth
         plan: StepPlan | None = None
         updates: list[SequenceUpdate] = []
-        if len(self._flights) < depth and not (self._flights and self._flights[-1].open):
+        if len(self._in_flight) < depth and not (self._in_flight and self._in_flight[-1].open):
             plan = self.scheduler.schedule(began)
             updates = self.scheduler.take_expired()
             if plan is not None:
                 launched = self._launch(plan, began)
                 updates += self._seal_oldest(waiting_for_adapters)
                 # A failure is met now, before anything is planned on top of it.
-                while not launched and self._flights:
+                while not launched and self._in_flight:
                     updates += self._collect(waiting_for_adapters)
         # Without a plan there is nothing to run before the next results.
-        if self._flights and (plan is None or len(self._flights) >= depth):
+        if self._in_flight and (plan is None or len(self._in_flight) >= depth):
             updates += self._collect(waiting_for_adapters)
-        self.stalled = plan is None and not self._flights and self.scheduler.has_work
+        self.stalled = plan is None and not self._in_flight and self.scheduler.has_work
         self.serve_tiers()
         return updates
 
@@ -138,15 +140,15 @@ class Pipeline:
 
     def discard(self) -> None:
         """Waits for what is in flight and drops the results."""
-        while self._flights:
-            flight = self._flights.popleft()
+        while self._in_flight:
+            step = self._in_flight.popleft()
             try:
-                if flight.open is not None:
-                    flight.open.seal(NO_MASKS)
-                flight.handle.result()
+                if step.open is not None:
+                    step.open.seal(NO_MASKS)
+                step.handle.result()
             except Exception:
                 _log.exception("a step that nobody waits for failed")
-            if not self._flights:
+            if not self._in_flight:
                 self._gate.release(0.0)
         self.scheduler.discard()
 
@@ -172,10 +174,10 @@ class Pipeline:
     def count_failure(self, error: Exception) -> None:
         self.failures_in_a_row += 1
         self.failed_steps += 1
-        self._observer.step_failed(error)
+        self._events.emit(StepFailed(error))
 
     def _launch(self, plan: StepPlan, began: float) -> bool:
-        if not self._flights:
+        if not self._in_flight:
             self._gate.acquire()
         launched = self._clock()
         try:
@@ -183,28 +185,28 @@ class Pipeline:
                 opened = self._runner.open(plan) if plan.masked else None
                 handle = opened or self._runner.launch(plan)
         except Exception as error:
-            self._flights.append(_Flight(plan, _FailedLaunch(error), began, launched))
+            self._in_flight.append(_LaunchedStep(plan, _FailedLaunch(error), began, launched))
             return False
-        self._flights.append(_Flight(plan, handle, began, launched, opened))
+        self._in_flight.append(_LaunchedStep(plan, handle, began, launched, opened))
         return True
 
     def _seal_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
         """Gives the oldest step in flight its masks, if it waits for them."""
-        flight = self._flights[0] if self._flights else None
-        if flight is None or flight.open is None:
+        step = self._in_flight[0] if self._in_flight else None
+        if step is None or step.open is None:
             return []
-        opened = flight.open
+        opened = step.open
         began = self._clock()
-        masks, updates = self.scheduler.masks(flight.plan)
+        masks, updates = self.scheduler.masks(step.plan)
         # From here on it can be collected, whatever comes of it.
-        flight.open = None
-        flight.mask_seconds = self._clock() - began
+        step.open = None
+        step.mask_seconds = self._clock() - began
         try:
             with self._gate.launching():
                 opened.seal(masks)
         except Exception as error:
             # Met now, as that of a launch.
-            flight.handle = _FailedLaunch(error)
+            step.handle = _FailedLaunch(error)
             updates += self._collect(waiting_for_adapters)
         return updates
 
@@ -214,15 +216,15 @@ class Pipeline:
         return updates + self._seal_oldest(waiting_for_adapters)
 
     def _take_oldest(self, waiting_for_adapters: int) -> list[SequenceUpdate]:
-        flight = self._flights.popleft()
-        plan, before = flight.plan, self._collected
+        step = self._in_flight.popleft()
+        plan, before = step.plan, self._collected
         try:
             try:
-                result = flight.handle.result()
+                result = step.handle.result()
             finally:
                 now = self._collected = self._clock()
-                computed = now - max(flight.launched, before)
-                if not self._flights:
+                computed = now - max(step.launched, before)
+                if not self._in_flight:
                     self._gate.release(computed)
             # What a step leaves is saved behind what the tiers have: not behind what they gave up while it ran.
             self._hear_tiers()
@@ -233,15 +235,15 @@ class Pipeline:
         self.failures_in_a_row = 0
         self.steps += 1
         decodes = plan.num_decodes + plan.num_verified
-        self._observer.step_done(
-            StepStats(
-                seconds=now - max(flight.began, before),
+        self._events.emit(
+            StepDone(
+                seconds=now - max(step.began, before),
                 compute_seconds=computed,
                 decodes=decodes,
                 prefill_tokens=plan.num_tokens - decodes,
                 counts=self.scheduler.counts(),
                 waiting_for_adapters=waiting_for_adapters,
-                mask_seconds=flight.mask_seconds,
+                mask_seconds=step.mask_seconds,
             )
         )
         return updates

@@ -1,0 +1,1 @@
+"""Models: configuration, weights, forward passes, LoRA."""

@@ -9,12 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.engine.adapters.ports import AdapterSnapshot
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
-from services.engine.kv_offload.messages import Tier, TierStatus
-from services.engine.loop.ports import LoopStatus
 from services.engine.observability.metrics import EngineMetrics, StateCollector
 from services.engine.observability.offload_metrics import TierCollector
+from services.engine.observability.status import AdapterSnapshot, LoopStatus, TierStatus
 from services.engine.observability.vllm_metrics import VllmCollector
 
 

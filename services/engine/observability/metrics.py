@@ -13,9 +13,19 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry import tracing
 from services.common.telemetry.process_metrics import export_process
-from services.engine.adapters.ports import AdapterSnapshot
-from services.engine.loop.ports import AdapterPhase, LoadFailure, LoopStatus, StepStats
+from services.engine.observability.events import (
+    AdapterLoadFailed,
+    AdapterPhase,
+    AdapterPhaseDone,
+    EngineEvent,
+    GrammarDone,
+    LoadFailure,
+    RequestDone,
+    StepDone,
+    StepFailed,
+)
 from services.engine.observability.offload_metrics import TierMetrics
+from services.engine.observability.status import AdapterSnapshot, LoopStatus
 from services.engine.requests.outputs import Finished
 
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -31,12 +41,12 @@ _MASKS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 
 
 class EngineMetrics:
-    """Implements services.engine.loop.ports.EngineObserver: counts where it is called, without I/O."""
+    """Metrics of one engine, counted where an event is emitted, without I/O."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.tiers = TierMetrics(registry)
-        """For whoever moves what the prefix cache keeps."""
+        """Metrics of the prefix cache's tiers."""
         self._evicted_bytes = 0
         export_process(registry, service="engine")
         self._steps = Counter("temper_engine_steps", "Steps run.", registry=registry)
@@ -143,18 +153,27 @@ class EngineMetrics:
             buckets=_LATENCY,
         )
 
-    def grammar_done(self, result: str, seconds: float) -> None:
-        self._grammars.labels(result).inc()
-        if result == "compiled":
-            self._compiling.observe(seconds)
+    def listen(self, event: EngineEvent) -> None:
+        """Counts an event of the engine."""
+        match event:
+            case StepDone():
+                self._step_done(event)
+            case RequestDone():
+                self._request_done(event.finished, event.submitted_at, event.now)
+            case StepFailed():
+                self._failed.inc()
+            case GrammarDone():
+                self._grammars.labels(event.result).inc()
+                if event.result == "compiled":
+                    self._compiling.observe(event.seconds)
+            case AdapterPhaseDone():
+                self._swaps.labels(event.phase).observe(event.seconds)
+            case AdapterLoadFailed():
+                self._load_failures.labels(event.reason).inc()
+            case _:
+                self.tiers.listen(event)
 
-    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
-        self._swaps.labels(phase).observe(seconds)
-
-    def adapter_failed(self, reason: LoadFailure) -> None:
-        self._load_failures.labels(reason).inc()
-
-    def step_done(self, stats: StepStats) -> None:
+    def _step_done(self, stats: StepDone) -> None:
         self._steps.inc()
         self._step.observe(stats.seconds)
         self._compute.observe(stats.compute_seconds)
@@ -162,19 +181,16 @@ class EngineMetrics:
         self._prefilled.inc(stats.prefill_tokens)
         self.step_length.observe(stats.decodes + stats.prefill_tokens)
         # Of a new scheduler, after an error, it begins at 0 again.
-        self.tiers.tier_evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
+        self.tiers.evicted(None, max(0, stats.counts.evicted_bytes - self._evicted_bytes))
         self._evicted_bytes = stats.counts.evicted_bytes
         if stats.mask_seconds:
             self._masks.observe(stats.mask_seconds)
 
-    def step_failed(self, error: Exception) -> None:  # noqa: ARG002 - the protocol's signature
-        self._failed.inc()
-
-    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
+    def _request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
         example = tracing.exemplar(finished.request.traceparent)
         self.requests.labels(finished.finish_reason.value).inc()
         self.cached.inc(finished.cached_tokens)
-        self.tiers.tier_hit(finished.cached_from, finished.cached_tokens, finished.saved_seconds)
+        self.tiers.hit(finished.cached_from, finished.cached_tokens, finished.saved_seconds)
         self.preemptions.inc(finished.preemptions)
         if finished.scheduled_at is not None:
             self.prompt.inc(len(finished.request.prompt_token_ids))
@@ -238,11 +254,11 @@ class StateCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=VLLM_LABELS)
             family.add_metric([self._model_name, VLLM_ENGINE], value)
             yield family
-        guesses = counts.guesses
+        drafted = counts.num_draft_tokens
         counters: dict[str, tuple[str, int]] = {
-            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", guesses),
-            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", guesses),
-            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.guesses_right),
+            "vllm:spec_decode_num_drafts": ("Chunks with guessed tokens.", drafted),
+            "vllm:spec_decode_num_draft_tokens": ("Guessed tokens.", drafted),
+            "vllm:spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", counts.num_accepted_tokens),
         }
         for name, (text, count) in counters.items():
             counter = CounterMetricFamily(name, text, labels=VLLM_LABELS)

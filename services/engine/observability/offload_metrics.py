@@ -10,7 +10,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.engine.kv_offload.messages import Tier, TierStatus, Trouble
+from services.engine.kv_cache.keys import Tier
+from services.engine.observability.events import CopyEvicted, CopyFailure, CopyLoaded, CopyNotMade, CopySaved, TierEvent
+from services.engine.observability.status import TierStatus
 
 _DEVICE = "device"
 _BELOW = tuple(tier.value for tier in Tier)
@@ -19,7 +21,7 @@ _COPIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class TierMetrics:
-    """Implements services.engine.kv_offload.messages.TierObserver: counts where it is called, on any thread.
+    """Metrics of the tiers, counted where an event is emitted, on any thread.
 
     Every series is there from the start on, at zero: the first increase of one that was not is none to Prometheus.
     """
@@ -72,31 +74,31 @@ class TierMetrics:
         for tier in _BELOW:
             for metric in (self._loaded_bytes, self._load, self._saved_bytes, self._save):
                 metric.labels(tier)
-            for trouble in get_args(Trouble):
-                self._failures.labels(tier, trouble)
+            for reason in get_args(CopyFailure):
+                self._failures.labels(tier, reason)
 
-    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
-        """See TierObserver."""
+    def listen(self, event: TierEvent) -> None:
+        """Counts an event of a tier."""
+        match event:
+            case CopyLoaded(tier, size, seconds):
+                self._loaded_bytes.labels(tier.value).inc(size)
+                self._load.labels(tier.value).observe(seconds)
+            case CopySaved(tier, size, seconds):
+                self._saved_bytes.labels(tier.value).inc(size)
+                self._save.labels(tier.value).observe(seconds)
+            case CopyNotMade(tier, reason):
+                self._failures.labels(tier.value, reason).inc()
+            case CopyEvicted(tier, size):
+                self.evicted(tier, size)
+
+    def hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
+        """Prompt tokens came from this tier (None: from the device), which saved so much computing, less the load."""
         self._hits.labels(_name(tier)).inc(tokens)
         # A load that took longer than computing would have has saved nothing; a counter cannot fall.
         self._saved.labels(_name(tier)).inc(max(0.0, seconds))
 
-    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
-        """See TierObserver."""
-        self._loaded_bytes.labels(tier.value).inc(size)
-        self._load.labels(tier.value).observe(seconds)
-
-    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
-        """See TierObserver."""
-        self._saved_bytes.labels(tier.value).inc(size)
-        self._save.labels(tier.value).observe(seconds)
-
-    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
-        """See TierObserver."""
-        self._failures.labels(tier.value, trouble).inc()
-
-    def tier_evicted(self, tier: Tier | None, size: int) -> None:
-        """See TierObserver."""
+    def evicted(self, tier: Tier | None, size: int) -> None:
+        """Bytes were given up for others; None: on the device."""
         self._evicted.labels(_name(tier)).inc(size)
 
 

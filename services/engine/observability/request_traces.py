@@ -1,6 +1,6 @@
 """Spans of requests, made when they have ended: of what the loop has noted anyway, on a thread of their own.
 
-While a request runs nothing is done for its trace; the loop's thread puts one tuple into a queue at its end, and only
+While a request runs nothing is done for its trace; the loop's thread puts one event into a queue at its end, and only
 of requests that somebody traces.
 """
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 from queue import Empty, Full, Queue
 
 from services.common.telemetry.tracing import LoopTime, Span, Tracer, sampled
-from services.engine.loop.ports import NoObserver
+from services.engine.observability.events import EngineEvent, RequestDone
 from services.engine.requests.outputs import Finished
 from services.engine.requests.request import FinishReason
 
@@ -21,21 +21,21 @@ _WAITING = 4096
 _POLL_SECONDS = 0.5
 
 
-class RequestTraces(NoObserver):
-    """Implements services.engine.loop.ports.EngineObserver."""
+class RequestTraces:
+    """Spans of the requests whose clients trace them."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._ended: Queue[tuple[Finished, float, float]] = Queue(_WAITING)
+        self._ended: Queue[RequestDone] = Queue(_WAITING)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
-        """See LoopObserver."""
-        if sampled(finished.request.traceparent):
+    def listen(self, event: EngineEvent) -> None:
+        """Takes in a request that has ended, if somebody traces it."""
+        if isinstance(event, RequestDone) and sampled(event.finished.request.traceparent):
             with suppress(Full):  # a trace less, not a step later
-                self._ended.put_nowait((finished, submitted_at, now))
+                self._ended.put_nowait(event)
 
     def close(self) -> None:
         """Makes the spans that wait; the tracer sends them when it is closed."""
@@ -45,12 +45,12 @@ class RequestTraces(NoObserver):
     def _run(self) -> None:
         while True:
             try:
-                finished, submitted_at, now = self._ended.get(timeout=_POLL_SECONDS)
+                event = self._ended.get(timeout=_POLL_SECONDS)
             except Empty:
                 if self._closed.is_set():
                     return
                 continue
-            self._trace(finished, submitted_at, now)
+            self._trace(event.finished, event.submitted_at, event.now)
 
     def _trace(self, finished: Finished, submitted_at: float, now: float) -> None:
         unix = LoopTime(time.monotonic()).unix

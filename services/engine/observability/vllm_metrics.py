@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from services.engine.loop.ports import LoopStatus
 from services.engine.observability.metrics import VLLM_ENGINE, VLLM_LABELS, EngineMetrics
+from services.engine.observability.status import LoopStatus
 
 
 class VllmCollector(Collector):

@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.common.errors import TemperError
-from services.engine.kv_offload.messages import Tier
+from services.engine.kv_cache.keys import Tier
 from services.engine.requests.prompt_scoring import Floats, PromptScores
 from services.engine.requests.request import FinishReason, Request
-from services.engine.scheduler.step_plan import SampledToken
+
+
+class SampledToken(NamedTuple):
+    """The next token of one sequence."""
+
+    token_id: int
+    sampling_logprob: float
+    """log softmax(logits / temperature)[token]; temperature 1 for greedy."""
+    logprob: float | None = None
+    """log softmax(logits)[token], if the request asked for logprobs."""
+    top_ids: SequenceABC[int] = ()
+    top_logprobs: SequenceABC[float] = ()
+    error: str | None = None
+    """Set when the row's logits were NaN or infinite: the request ends with this error and token_id means nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Sessions of clients whose histories the prefix cache keeps: what can be asked and done. No torch here."""
+"""Sessions: conversations of clients that the prefix cache keeps, by name. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from services.common.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ def check_session(session: SessionName) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class SessionInfo:
     """What is kept of a session."""
 
     session: SessionName
@@ -49,41 +49,3 @@ class History:
     """Its whole history is on disk or in the store."""
     sizes: Mapping[str, int]
     """Bytes of its history by tier: "device", "host", "disk", "store"."""
-
-
-class HistoryDesk(Protocol):
-    """Everything that can be done with sessions. Called from any thread but the loop's; every method may block.
-
-    Raises, each of them: NotFound, there is no such session (any more); Unavailable, the engine is stopping.
-    """
-
-    def list(self, owner: str) -> list[History]:
-        """Those of an owner, last used first."""
-        ...
-
-    def get(self, session: SessionName) -> History: ...
-
-    def save(self, session: SessionName) -> History:
-        """Brings it to every tier that there is.
-
-        Raises:
-            InvalidRequest: there is neither disk nor store (TEMPER_TIERS).
-            Unavailable: it could not be written; the message says where and why.
-        """
-        ...
-
-    def delete(self, session: SessionName) -> None:
-        """Forgets it and, in every tier, what only it has use for."""
-        ...
-
-    def export(self, session: SessionName) -> Iterator[bytes]:
-        """It as one file, in pieces of at most 1 MiB; NotFound before the first piece."""
-        ...
-
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> History:
-        """Reads such a file; the session is then as it was when it was exported.
-
-        Raises:
-            InvalidRequest: it is damaged, or of another model or configuration.
-        """
-        ...

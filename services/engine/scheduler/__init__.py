@@ -1,0 +1,1 @@
+"""Which sequences the next step computes. No torch."""

@@ -1,4 +1,4 @@
-"""Who of those that wait gets a seat and memory, and who goes first. No torch here.
+"""Admission: which waiting sequences get a seat and memory, and in which order. No torch here.
 
 Ranks never change, and nobody is passed by more than those that find room in the steps until it is first refused: who
 has been refused a seat or memory (``held_up``) is passed by none of worse rank from then on. So what is given back by
@@ -11,18 +11,18 @@ import enum
 from itertools import takewhile
 
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.pending_prefixes import Sharing
-from services.engine.scheduler.request_queue import Roster
+from services.engine.scheduler.pending_prefixes import PendingPrefixes
+from services.engine.scheduler.request_queue import RequestQueue
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import Room, SequenceMemory
-from services.engine.scheduler.step_builder import Draft
+from services.engine.scheduler.step_builder import StepBuilder
 
 _LOOK_AHEAD = 64
 """Waiting sequences that are looked at for short ones."""
 
 
 class Admission(enum.Enum):
-    """What becomes of a sequence that waits."""
+    """Result of an attempt to admit a waiting sequence."""
 
     ADMITTED = enum.auto()
     DEFERRED = enum.auto()
@@ -32,23 +32,25 @@ class Admission(enum.Enum):
 
 
 class Admissions:
-    """Gives seats and memory to waiting sequences. Changes ``roster`` when one begins."""
+    """Gives seats and memory to waiting sequences. Changes ``queue`` when one begins."""
 
-    def __init__(self, config: SchedulerConfig, memory: SequenceMemory, roster: Roster, sharing: Sharing) -> None:
+    def __init__(
+        self, config: SchedulerConfig, memory: SequenceMemory, queue: RequestQueue, prefixes: PendingPrefixes
+    ) -> None:
         self._config = config
         self._memory = memory
-        self._roster = roster
-        self._sharing = sharing
+        self._queue = queue
+        self._prefixes = prefixes
 
     @property
     def has_seat(self) -> bool:
-        return len(self._roster.running) < self._config.max_num_seqs
+        return len(self._queue.running) < self._config.max_num_seqs
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence would find a seat and its memory now, whatever it goes on from."""
         return self.has_seat and self._memory.could_hold(sequence.known, self._headroom)
 
-    def passing(self, partial: list[Sequence]) -> tuple[list[Sequence], int]:
+    def overtaking(self, partial: list[Sequence]) -> tuple[list[Sequence], int]:
         """Sequences that lack little, best rank first, and how many there are that lack much and would be computed with
         them. One of better priority that lacks much is passed by nobody.
 
@@ -57,7 +59,7 @@ class Admissions:
         """
         waiting: list[Sequence] = []
         if self.has_seat:
-            waiting = list(takewhile(lambda sequence: not sequence.held_up, self._roster.waiting[:_LOOK_AHEAD]))
+            waiting = list(takewhile(lambda sequence: not sequence.held_up, self._queue.waiting[:_LOOK_AHEAD]))
         short: list[Sequence] = []
         long: list[Sequence] = []
         for sequence in sorted([*partial, *waiting], key=lambda sequence: sequence.rank):
@@ -76,42 +78,42 @@ class Admissions:
             return sequence.lacking
         return sequence.known - self._memory.matched(sequence, self._memory.reusable(sequence))
 
-    def admit(self, draft: Draft, sequence: Sequence, *, alone: bool) -> Admission:
+    def admit(self, step: StepBuilder, sequence: Sequence, *, idle: bool) -> Admission:
         """Gives a waiting sequence a seat and its memory, or says why not now.
 
         Args:
-            alone: nothing else runs.
+            idle: no step is in flight.
         """
-        if sequence in draft.deferred:
+        if sequence in step.deferred:
             return Admission.DEFERRED
-        if len(self._roster.running) + draft.seats_kept >= self._config.max_num_seqs or sequence.pending:
+        if len(self._queue.running) + step.seats_kept >= self._config.max_num_seqs or sequence.pending:
             # Pending: preempted while a step samples its next token, which it will compute again with the rest.
             return self._hold_up(sequence)
-        if self._waits(sequence, draft.now):
-            return self._defer(draft, sequence)
-        shared = self._sharing.branches(sequence)
-        spare = self._headroom + draft.blocks_kept
-        room, restore = self._memory.start(sequence, spare, shared, last_resort=alone)
+        if self._waits(sequence, step.now):
+            return self._defer(step, sequence)
+        shared = self._prefixes.branches(sequence)
+        spare = self._headroom + step.blocks_kept
+        room, restore = self._memory.start(sequence, spare, shared, last_resort=idle and not step.has_chunks)
         if room is Room.COMING:
-            sequence.load_began = draft.now
-            sequence.load_until = draft.now + min(self._config.load_patience, sequence.load_patience)
-            return self._defer(draft, sequence)
+            sequence.load_began = step.now
+            sequence.load_until = step.now + min(self._config.load_patience, sequence.load_patience)
+            return self._defer(step, sequence)
         if room is Room.NONE:
             return self._hold_up(sequence)
         sequence.held_up = False
         sequence.short = sequence.lacking <= self._config.short_prefill
-        self._sharing.promise(sequence, sequence.splits)
+        self._prefixes.promise(sequence, sequence.splits)
         if restore is not None:
-            draft.restores.append(restore)
+            step.restores.append(restore)
         if sequence.cached_tokens is None:
-            sequence.admitted(draft.now, self._memory.cost.seconds(0, sequence.computed))
-        self._roster.start(sequence)
+            sequence.first_scheduled(step.now, self._memory.cost.seconds(0, sequence.computed))
+        self._queue.start(sequence)
         return Admission.ADMITTED
 
     @property
     def _headroom(self) -> int:
         """Blocks that stay free when one begins, so that it does not cause a preemption at once."""
-        return min(len(self._roster.running), self._config.num_blocks // 64)
+        return min(len(self._queue.running), self._config.num_blocks // 64)
 
     def _waits(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence will go on from a state that is not there yet: one that a tier loads, or that a sequence
@@ -121,18 +123,18 @@ class Admissions:
             if loading and now < sequence.load_until:
                 return True
             ticket, sequence.ticket = sequence.ticket, 0
-            if loading and not any(other.ticket == ticket for other in self._roster.waiting):
+            if loading and not any(other.ticket == ticket for other in self._queue.waiting):
                 self._memory.give_up(ticket)
         limit = self._memory.reusable(sequence)
-        promised = self._sharing.promised(sequence, limit)
+        promised = self._prefixes.promised(sequence, limit)
         gain = self._config.block_size
         return promised >= gain and promised - self._memory.matched(sequence, limit) >= gain
 
-    def _defer(self, draft: Draft, sequence: Sequence) -> Admission:
+    def _defer(self, step: StepBuilder, sequence: Sequence) -> Admission:
         """Keeps a seat and memory for a sequence that waits, so that those behind it do not take them."""
-        draft.deferred.add(sequence)
-        draft.seats_kept += 1
-        draft.blocks_kept += self._memory.blocks_for(sequence.known)
+        step.deferred.add(sequence)
+        step.seats_kept += 1
+        step.blocks_kept += self._memory.blocks_for(sequence.known)
         return Admission.DEFERRED
 
     def _hold_up(self, sequence: Sequence) -> Admission:

@@ -37,7 +37,8 @@ class SchedulerConfig:
     a single token (which would run as a decode). Then a prompt's bits do not depend on how it was cut, where the
     kernels compute in tiles of as many tokens."""
     speculative: bool = False
-    """The runner guesses tokens, which steps check. A running sequence has two state slots; one plan in flight."""
+    """The runner proposes draft tokens, which steps verify. A running sequence has two state slots; one plan in
+    flight."""
     block_bytes: int = 1
     """KV of a block, for comparing what the prefix cache may keep."""
     slot_bytes: int = 1
@@ -153,24 +154,3 @@ class SchedulerConfig:
                 param="max_tokens",
             )
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What is in use now. ``used`` is by live sequences, ``cached`` by the prefix cache alone."""
-
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_total: int
-    slots_used: int
-    slots_cached: int
-    slots_total: int
-    preemptions: int
-    """Since the start."""
-    guesses: int = 0
-    """Guessed tokens that were checked since the start."""
-    guesses_right: int = 0
-    evicted_bytes: int = 0
-    """Given up by the prefix cache since the start."""

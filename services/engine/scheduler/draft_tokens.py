@@ -6,24 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceABC
 
+from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import SequenceMemory
-from services.engine.scheduler.step_builder import Draft
-from services.engine.scheduler.step_plan import MOST_VERIFIED, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_builder import StepBuilder
+from services.engine.scheduler.step_plan import MOST_VERIFIED, StepPlan, StepResult
 
 
 class Speculation:
-    """Plans guesses and reads what became of them."""
+    """Plans draft tokens and reads what became of them."""
 
     def __init__(self, memory: SequenceMemory) -> None:
         self._memory = memory
-        self.guesses = 0
+        self.num_draft_tokens = 0
         self.right = 0
 
     def add_answers(
-        self, draft: Draft, running: SequenceABC[Sequence], grow: Callable[[Sequence], bool]
+        self, step: StepBuilder, running: SequenceABC[Sequence], grow: Callable[[Sequence], bool]
     ) -> list[Sequence]:
-        """Plans the answers, a guess behind each, and what is behind a wrong one again.
+        """Plans the answers, a draft token behind each, and what is behind a wrong one again.
 
         Args:
             grow: gets the block of a sequence's next token; False: the sequence was preempted instead.
@@ -37,30 +38,30 @@ class Speculation:
             if sequence.lacking > 1 and not (answering and sequence.lacking <= MOST_VERIFIED):
                 partial.append(sequence)
             elif grow(sequence):
-                # A guess is not worth a preemption.
-                if sequence.takes_guess and not self._memory.grow_for_guess(sequence):
-                    sequence.guess = -1
-                if sequence.lacking > 1 or sequence.takes_guess:
-                    draft.add_verified(sequence)
+                # A draft token is not worth a preemption.
+                if sequence.takes_draft and not self._memory.grow_for_draft(sequence):
+                    sequence.draft_token = -1
+                if sequence.lacking > 1 or sequence.takes_draft:
+                    step.add_verified(sequence)
                 else:
-                    draft.add(sequence, sequence.known)
+                    step.add(sequence, sequence.known)
         return [sequence for sequence in partial if sequence.slot]
 
     def verified(
-        self, draft: Draft, plan: StepPlan, result: StepResult
+        self, step: StepBuilder, plan: StepPlan, result: StepResult
     ) -> Iterator[tuple[Sequence, list[SampledToken]]]:
-        """Each request of a step that goes on, with its token, and the one behind its guess if that was right; the
-        second counts only if the first does not end the request."""
+        """Each request of a step that goes on, with its token, and the one behind its draft token if that was right;
+        the second counts only if the first does not end the request."""
         tokens = iter(result.tokens)
         chunks = (chunk for chunk in plan.chunks if chunk.samples)
-        for sequence, chunk, guess in zip(draft.sampling, chunks, result.guesses, strict=True):
+        for sequence, chunk, draft_token in zip(step.sampling, chunks, result.draft_token_ids, strict=True):
             token, *more = [next(tokens) for _ in range(chunk.sampled_rows)]
-            self.guesses += chunk.guesses
+            self.num_draft_tokens += chunk.num_draft_tokens
             right = bool(more) and token.error is None and token.token_id == chunk.token_ids[-1]
             self.right += right
             if sequence.ended:
                 continue
             if right:
                 sequence.accept(chunk)
-            sequence.guess = guess if sequence.guessable else -1
+            sequence.draft_token = draft_token if sequence.draftable else -1
             yield sequence, [token, more[0]] if right else [token]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.engine.kv_cache.keys import TOKEN_BYTES, Space
 from services.engine.kv_cache.radix_tree import Node, RadixTree
-from services.engine.kv_offload.messages import TOKEN_BYTES, Space
 from services.engine.scheduler.sequence import Sequence
 
 
@@ -24,7 +24,7 @@ class Promise:
     """Of the tree of waiting prompts, in which the position lies."""
 
 
-class Sharing:
+class PendingPrefixes:
     """All prompts that are not computed yet."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.requests.request import Request
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.sequence import Rank, Sequence
@@ -16,7 +16,7 @@ from services.engine.scheduler.sequence import Rank, Sequence
 _FEW_DEADLINES = 64
 
 
-class Roster:
+class RequestQueue:
     """Every live sequence is registered, and either runs (it has a slot) or waits. Both lists are sorted by rank.
 
     Args:

@@ -19,23 +19,24 @@ from collections.abc import Sequence as SequenceABC
 
 from services.common.errors import DeadlineExceeded, TemperError
 from services.engine.constraints.masks import MaskMaker, RowMasks
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
 from services.engine.kv_cache.radix_tree import Node
-from services.engine.kv_offload.connector import StoredHistories
+from services.engine.kv_offload.connector import OffloadConnector
 from services.engine.kv_offload.messages import Event, Job, Tiers
 from services.engine.kv_offload.sessions import Sessions
-from services.engine.requests.outputs import SequenceUpdate
+from services.engine.observability.status import Counts
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
 from services.engine.scheduler.admission import Admission, Admissions
-from services.engine.scheduler.config import Counts, SchedulerConfig
+from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.draft_tokens import Speculation
-from services.engine.scheduler.pending_prefixes import Sharing
-from services.engine.scheduler.request_queue import Roster
+from services.engine.scheduler.pending_prefixes import PendingPrefixes
+from services.engine.scheduler.request_queue import RequestQueue
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.sequence_memory import SequenceMemory, Snapshot
-from services.engine.scheduler.step_builder import Draft
-from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, SampledToken, StepPlan, StepResult
-from services.engine.scheduler.steps_in_flight import Flights
+from services.engine.scheduler.step_builder import StepBuilder
+from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, StepPlan, StepResult
+from services.engine.scheduler.steps_in_flight import StepsInFlight
 
 _LONG_FOR_A_SHORT = 8
 """A step with a whole chunk takes about so many times as long as a small one (50 and 6 ms on an H200): a short prompt
@@ -62,18 +63,18 @@ class Scheduler:
         self._depth = depth
         self._now = 0.0
         self._memory = SequenceMemory(config, lambda: self._now, tiers)
-        self._roster = Roster(config)
-        self._sharing = Sharing()
-        self._admissions = Admissions(config, self._memory, self._roster, self._sharing)
+        self._queue = RequestQueue(config)
+        self._prefixes = PendingPrefixes()
+        self._admissions = Admissions(config, self._memory, self._queue, self._prefixes)
         self.sessions = Sessions(
             self._memory.cache,
-            self._memory.stored,
+            self._memory.offload,
             seconds=config.session_seconds,
             most=config.most_sessions,
             clock=lambda: self._now,
         )
         self._expired: list[SequenceUpdate] = []
-        self._in_flight = Flights(self._memory, self._sharing)
+        self._in_flight = StepsInFlight(self._memory, self._prefixes)
         self._speculation = Speculation(self._memory)
         self._masks = MaskMaker()
         self._preemptions = 0
@@ -81,23 +82,23 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is a request, or something to report."""
-        return bool(self._roster or self._expired)
+        return bool(self._queue or self._expired)
 
     def counts(self) -> Counts:
         blocks = self._memory.blocks
-        running, speculates = len(self._roster.running), self.config.speculative
+        running, speculates = len(self._queue.running), self.config.speculative
         return Counts(
             running=running,
-            waiting=len(self._roster.waiting),
+            waiting=len(self._queue.waiting),
             blocks_used=blocks.used,
             blocks_cached=blocks.idle,
             blocks_total=blocks.total,
-            slots_used=sum(1 + (s.spare_slot > 0) for s in self._roster.running) if speculates else running,
+            slots_used=sum(1 + (s.spare_slot > 0) for s in self._queue.running) if speculates else running,
             slots_cached=self._memory.num_snapshots,
             slots_total=self._memory.num_slots,
             preemptions=self._preemptions,
-            guesses=self._speculation.guesses,
-            guesses_right=self._speculation.right,
+            num_draft_tokens=self._speculation.num_draft_tokens,
+            num_accepted_tokens=self._speculation.right,
             evicted_bytes=self._memory.cache.evicted_bytes,
         )
 
@@ -107,7 +108,7 @@ class Scheduler:
         Raises:
             ContextLengthExceeded, InvalidRequest: it can never fit, or its id is in use.
         """
-        self._sharing.add(self._roster.add(request))
+        self._prefixes.add(self._queue.add(request))
 
     def abort(self, request_id: str, keep_tokens: int = 0) -> SequenceUpdate | None:
         """Ends a request and frees what it holds.
@@ -119,7 +120,7 @@ class Scheduler:
         Returns:
             Its last update, None if it is not here (any more).
         """
-        sequence = self._roster.get(request_id)
+        sequence = self._queue.get(request_id)
         if sequence is None:
             return None
         reason = FinishReason.ABORT if keep_tokens <= 0 else FinishReason.STOP
@@ -141,24 +142,24 @@ class Scheduler:
         if len(self._in_flight) >= self._depth:
             raise IntegrityError(f"schedule() is called while {len(self._in_flight)} plans are in flight")
         self._now = now
-        for deadline, sequence in self._roster.pop_expired(now):
+        for deadline, sequence in self._queue.pop_expired(now):
             self._expire(sequence, now - deadline)
-        if not self._roster:
+        if not self._queue:
             return None
-        draft = Draft(self.config.token_budget, now)
+        step = StepBuilder(self.config.token_budget, now)
         self._make_way()
-        partial = self._add_decodes(draft)
-        if draft.decodes_output and self.config.mixed_prefill_tokens is not None:
-            draft.budget = min(draft.budget, self.config.mixed_prefill_tokens)
-        if partial or self._roster.waiting:
-            self._add_prefills(draft, partial)
-        if not draft.has_chunks:
+        partial = self._add_decodes(step)
+        if step.decodes_output and self.config.mixed_prefill_tokens is not None:
+            step.budget = min(step.budget, self.config.mixed_prefill_tokens)
+        if partial or self._queue.waiting:
+            self._add_prefills(step, partial)
+        if not step.has_chunks:
             if self._in_flight or self._memory.copying:
                 return None
-            roster = self._roster
-            raise IntegrityError(f"{len(roster.running)} running and {len(roster.waiting)} waiting, but no step to run")
-        self._in_flight.add(draft)
-        return draft.finish()
+            queue = self._queue
+            raise IntegrityError(f"{len(queue.running)} running and {len(queue.waiting)} waiting, but no step to run")
+        self._in_flight.add(step)
+        return step.finish()
 
     def take_expired(self) -> list[SequenceUpdate]:
         """The last updates of requests whose deadline ``schedule`` found passed."""
@@ -189,18 +190,18 @@ class Scheduler:
             ValueError: the plan is not the oldest in flight or the result is not one of it; the plan is still in
                 flight then, and ``fail`` ends it.
         """
-        draft = self._in_flight.oldest(plan)
-        draft.check(result, speculative=self.config.speculative)
+        step = self._in_flight.oldest(plan)
+        step.check(result, speculative=self.config.speculative)
         self._now = now
         self._in_flight.land(succeeded=True)
-        told = draft.told(result.reports, self._end_broken) if plan.reads else []
+        told = step.prompt_updates(result.reports, self._end_broken) if plan.reads else []
         if self.config.speculative:
-            for sequence, tokens in self._speculation.verified(draft, plan, result):
+            for sequence, tokens in self._speculation.verified(step, plan, result):
                 for token in tokens:
                     if not sequence.ended:
                         self._append(sequence, token, now, told)
             return told
-        for sequence, token in zip(draft.sampling, result.tokens, strict=True):
+        for sequence, token in zip(step.sampling, result.tokens, strict=True):
             if not sequence.ended:
                 self._append(sequence, token, now, told)
         return told
@@ -208,8 +209,8 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: TemperError) -> list[SequenceUpdate]:
         """Ends every request of the oldest step in flight, which failed; its snapshots are given up."""
         self._in_flight.oldest(plan)
-        draft = self._in_flight.land(succeeded=False)
-        ending = [sequence for sequence in draft.sequences if not sequence.ended]
+        step = self._in_flight.land(succeeded=False)
+        ending = [sequence for sequence in step.sequences if not sequence.ended]
         return [self._end(sequence, FinishReason.ERROR, error, keep=False) for sequence in ending]
 
     def when_landed(self, call: Callable[[], None]) -> None:
@@ -224,8 +225,8 @@ class Scheduler:
     def abandon(self, error: TemperError) -> list[SequenceUpdate]:
         """The last updates of all requests, for the way out of an IntegrityError: a new scheduler takes over."""
         updates = self.take_expired()
-        updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._roster]
-        self._roster = Roster(self.config)
+        updates += [sequence.last_update(FinishReason.ERROR, error) for sequence in self._queue]
+        self._queue = RequestQueue(self.config)
         return updates
 
     def clear_cache(self) -> None:
@@ -233,9 +234,9 @@ class Scheduler:
         self._memory.clear_cache()
 
     @property
-    def stored(self) -> StoredHistories | None:
+    def offload(self) -> OffloadConnector | None:
         """What the tiers have, for sessions; None: there are none."""
-        return self._memory.stored
+        return self._memory.offload
 
     def device_bytes(self, node: Node) -> int:
         """What the device has of a history."""
@@ -262,12 +263,12 @@ class Scheduler:
         Raises:
             IntegrityError: something is leaked, shared or lost.
         """
-        self._roster.check()
-        pending = sum(sequence.pending for sequence in self._roster)
+        self._queue.check()
+        pending = sum(sequence.pending for sequence in self._queue)
         sampled = self._in_flight.num_sampling
         if pending != sampled:
             raise IntegrityError(f"{pending} tokens are pending, the steps in flight sample {sampled}")
-        self._memory.check(self._roster.running, self._in_flight.restores)
+        self._memory.check(self._queue.running, self._in_flight.restores)
 
     # Planning.
 
@@ -278,68 +279,68 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Preempts sequences of strictly lower priority when the best waiting one could not start otherwise."""
-        waiting, running = self._roster.waiting, self._roster.running
+        waiting, running = self._queue.waiting, self._queue.running
         while waiting and running:
             head, worst = waiting[0], running[-1]
             if head.request.priority >= worst.request.priority or head.pending or self._admissions.has_room(head):
                 return
             self._preempt(worst)
 
-    def _add_decodes(self, draft: Draft) -> list[Sequence]:
+    def _add_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Plans the sequences that lack one token (a decode, or the tail of a prompt); returns those that lack more."""
         if self.config.speculative:
-            return self._speculation.add_answers(draft, self._roster.running, self._grow)
+            return self._speculation.add_answers(step, self._queue.running, self._grow)
         partial: list[Sequence] = []
         block_size = self.config.block_size
         # Only the end of the list is preempted meanwhile, never what was planned: decodes are planned in rank order.
-        for sequence in self._roster.running:
+        for sequence in self._queue.running:
             known = sequence.known
             if known - sequence.computed != 1:
                 partial.append(sequence)
             elif known < sequence.known_at_end and (known <= len(sequence.blocks) * block_size or self._grow(sequence)):
-                draft.add(sequence, known)
+                step.add(sequence, known)
         return [sequence for sequence in partial if sequence.slot]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets the block of the next token, from worse-ranked sequences if need be; False: preempted itself."""
         while not self._memory.grow(sequence):
-            worst = self._roster.running[-1]
+            worst = self._queue.running[-1]
             self._preempt(worst)
             if worst is sequence:
                 return False
         return True
 
-    def _add_prefills(self, draft: Draft, partial: list[Sequence]) -> None:
+    def _add_prefills(self, step: StepBuilder, partial: list[Sequence]) -> None:
         """Spends the rest of the budget.
 
         Args:
             partial: running sequences that lack more than a token, best rank first.
         """
-        spared = self._add_short(draft, partial)
-        self._add_by_rank(draft, partial, spared)
+        spared = self._add_short(step, partial)
+        self._add_by_rank(step, partial, spared)
 
-    def _add_by_rank(self, draft: Draft, partial: list[Sequence], spared: int) -> None:
-        waiting = self._roster.waiting
+    def _add_by_rank(self, step: StepBuilder, partial: list[Sequence], spared: int) -> None:
+        waiting = self._queue.waiting
         partial.reverse()
         turn = 0
         blocked = False
-        while draft.budget >= self.config.least_prefill:
+        while step.budget >= self.config.least_prefill:
             candidate = waiting[turn] if not blocked and turn < len(waiting) else None
             if partial and (candidate is None or partial[-1].rank < candidate.rank):
-                self._add_chunk(draft, partial.pop())
+                self._add_chunk(step, partial.pop())
             elif candidate is not None:
-                admission = self._admit(draft, candidate)
+                admission = self._admissions.admit(step, candidate, idle=not self._in_flight)
                 if admission is Admission.ADMITTED:
-                    self._add_chunk(draft, candidate)
+                    self._add_chunk(step, candidate)
                 else:
                     blocked = admission is Admission.BLOCKED
                     turn += 1
                     continue
             else:
                 return
-            draft.budget, spared = draft.budget - spared, 0
+            step.budget, spared = step.budget - spared, 0
 
-    def _add_short(self, draft: Draft, partial: list[Sequence]) -> int:
+    def _add_short(self, step: StepBuilder, partial: list[Sequence]) -> int:
         """Plans prompts that lack little, such as the next turn of a conversation, ahead of those that lack much.
 
         They would all wait for the end of a long one's chunk, so that one is left little beside them; not where many
@@ -348,20 +349,20 @@ class Scheduler:
         Returns:
             Tokens to leave beside the first of few long ones: who comes while the step runs waits for its end, too.
         """
-        least, budget = self.config.least_prefill, draft.budget
-        short, long = self._admissions.passing(partial)
+        least, budget = self.config.least_prefill, step.budget
+        short, long = self._admissions.overtaking(partial)
         if not short:
-            return budget // 4 if 0 < long <= _FEW_LONG and draft.has_chunks else 0
+            return budget // 4 if 0 < long <= _FEW_LONG and step.has_chunks else 0
         small = long <= _LONG_FOR_A_SHORT * len(short)
         kept = max(least, min(self.config.long_beside_short, budget // 2) if small else budget // 2)
         added = False
         for sequence in short:
-            if draft.budget - kept < max(self.config.short_prefill, least):
+            if step.budget - kept < max(self.config.short_prefill, least):
                 break
             if sequence.slot:
                 partial.remove(sequence)
             else:
-                admission = self._admit(draft, sequence)
+                admission = self._admissions.admit(step, sequence, idle=not self._in_flight)
                 if admission is Admission.BLOCKED:
                     break
                 if admission is Admission.DEFERRED:
@@ -369,43 +370,40 @@ class Scheduler:
                 if not sequence.short:  # what it would have gone on from had to give way to it
                     insort(partial, sequence, key=lambda one: one.rank)
                     continue
-            self._add_chunk(draft, sequence)
+            self._add_chunk(step, sequence)
             added = True
         if added and small:
-            draft.budget = min(draft.budget, kept)
+            step.budget = min(step.budget, kept)
         return 0
 
-    def _admit(self, draft: Draft, sequence: Sequence) -> Admission:
-        return self._admissions.admit(draft, sequence, alone=not draft.has_chunks and not self._in_flight)
-
-    def _add_chunk(self, draft: Draft, sequence: Sequence) -> None:
+    def _add_chunk(self, step: StepBuilder, sequence: Sequence) -> None:
         """Plans what the budget allows, with the snapshots that are to be taken on the way."""
         start = sequence.computed
-        end = self.config.chunk_end(start, sequence.known, draft.budget)
+        end = self.config.chunk_end(start, sequence.known, step.budget)
         snapshots: list[Snapshot] = []
         for position in sequence.splits:
             if position > end:
                 break
             if position <= start:
                 continue
-            taken = self._memory.begin_snapshot(sequence, position, draft.pending)
+            taken = self._memory.begin_snapshot(sequence, position, step.pending)
             if taken is None:
-                self._sharing.kept(sequence, position)
+                self._prefixes.kept(sequence, position)
                 continue
             snapshots.append(taken)
             if position < start + FIRST_SNAPSHOT:
                 end = position
         if end == sequence.known:
-            draft.computed.append(sequence)
-        draft.add(sequence, end, snapshots)
+            step.computed.append(sequence)
+        step.add(sequence, end, snapshots)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._roster.preempt(sequence)
+        self._queue.preempt(sequence)
         # It gave way to those of better rank, not to short ones of worse rank, which lost theirs just as it did.
         sequence.held_up = True
         self._memory.free(sequence, self._in_flight.youngest, keep=True)
-        self._sharing.withdraw(sequence)
-        self._sharing.add(sequence)
+        self._prefixes.withdraw(sequence)
+        self._prefixes.add(sequence)
         sequence.preemptions += 1
         self._preemptions += 1
 
@@ -439,10 +437,10 @@ class Scheduler:
             keep_tokens: of its output; 0: all.
             keep: what was computed is sound, and others may go on from it.
         """
-        self._roster.remove(sequence)
+        self._queue.remove(sequence)
         node = self._memory.free(sequence, self._in_flight.youngest, keep=keep)
-        self._sharing.withdraw(sequence)
-        self._sharing.remove(sequence)
+        self._prefixes.withdraw(sequence)
+        self._prefixes.remove(sequence)
         if node is not None and sequence.request.session is not None:
             self.sessions.ended(sequence.request.session, node, sequence.request.pin.version)
         if keep_tokens > 0:

@@ -1,20 +1,19 @@
-"""A request inside the scheduler: what it has generated, what it holds. No torch here."""
+"""Sequence: a request inside the scheduler, with its output, blocks and state slot. No torch here."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceABC
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from services.common.errors import TemperError
-from services.engine.constraints.matcher import ConstraintBroken
+from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
+from services.engine.kv_cache.keys import Space, Tier, encode, space_of
 from services.engine.kv_cache.radix_tree import Path
-from services.engine.kv_cache.token_bytes import encode
-from services.engine.kv_offload.messages import Space, Tier, space_of
-from services.engine.requests.outputs import Finished, SequenceUpdate
+from services.engine.requests.outputs import Finished, SampledToken, SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport, Reading
 from services.engine.requests.request import FinishReason, Request
-from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk, SampledToken
+from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, Chunk
 
 Rank = tuple[int, int, int]
 
@@ -43,10 +42,10 @@ class Sequence:
         "cached_from",
         "cached_tokens",
         "computed",
+        "draft_token",
+        "draftable",
         "ended",
         "first_token_at",
-        "guess",
-        "guessable",
         "held_up",
         "known",
         "known_at_end",
@@ -95,11 +94,12 @@ class Sequence:
         self.blocks: list[int] = []
         self.slot = 0
         self.spare_slot = 0
-        """With speculation: where a chunk with a guess leaves its state. If the guess is right the two change roles."""
-        self.guess = -1
-        """Of the next token; -1: none."""
-        self.guessable = sampling.guessable
-        self.matcher = request.matcher
+        """State slot that a chunk with a draft token writes to, with speculation; it and ``slot`` change roles if the
+        draft token is accepted."""
+        self.draft_token = -1
+        """Draft token proposed for the next position, or -1."""
+        self.draftable = sampling.draftable
+        self.matcher = cast(OutputMatcher | None, request.matcher)
         """What may follow the output; it knows all tokens but the pending ones."""
         self.known = len(request.prompt_token_ids)
         self.known_at_end = self.known + max_output
@@ -141,7 +141,7 @@ class Sequence:
         self.reported = False
         self.ended = False
 
-    def admitted(self, now: float, seconds: float) -> None:
+    def first_scheduled(self, now: float, seconds: float) -> None:
         """It runs for the first time.
 
         Args:
@@ -199,7 +199,7 @@ class Sequence:
 
     @property
     def waiting(self) -> bool:
-        """Whether it is neither running nor over."""
+        """Whether the sequence neither runs nor has ended."""
         return not self.slot and not self.ended
 
     @property
@@ -207,33 +207,33 @@ class Sequence:
         return self.known - self.computed
 
     @property
-    def takes_guess(self) -> bool:
-        """Whether there is a guess and a token behind it is still wanted."""
+    def takes_draft(self) -> bool:
+        """Whether there is a draft token and a token behind it is still wanted."""
         return (
-            self.guess >= 0
+            self.draft_token >= 0
             and self.spare_slot > 0
             and self.lacking < MOST_VERIFIED
             and self.known + 1 < self.known_at_end
         )
 
     def verify(self) -> Chunk:
-        """Plans all tokens that are lacking and, where it is of use, the guess behind them.
+        """Plans all tokens that are lacking and, where it is of use, the draft token behind them.
 
-        With a guess nothing counts as computed before the results are in: see ``accept``.
+        With a draft token nothing counts as computed before the results are in: see ``accept``.
         """
         end = self.known
-        if not self.takes_guess:
+        if not self.takes_draft:
             return self.advance(end)
         chunk = Chunk(
             self.request,
-            [*self.tokens(self.computed, end), self.guess],
+            [*self.tokens(self.computed, end), self.draft_token],
             self.computed,
             self.blocks,
             self.slot,
             True,
             self.output_ids,
             len(self.output_ids),
-            guesses=1,
+            num_draft_tokens=1,
             out_slot=self.spare_slot,
         )
         self.known = end + 1
@@ -241,7 +241,7 @@ class Sequence:
         return chunk
 
     def accept(self, chunk: Chunk) -> None:
-        """The guess of a chunk is right: its tokens are computed, and one more is sampled."""
+        """Accepts the draft token of a chunk: its tokens are computed, and one more is sampled."""
         self.computed = chunk.start + len(chunk.token_ids)
         self.slot, self.spare_slot = self.spare_slot, self.slot
         self.known += 1

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from services.engine.kv_cache.block_pool import BlockPool
 from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.keys import TOKEN_BYTES
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
 from services.engine.kv_cache.radix_tree import Node, Path, Pending
 from services.engine.kv_cache.snapshot_policy import SnapshotPolicy, interval
 from services.engine.kv_cache.state_pool import SlotPool
-from services.engine.kv_offload.connector import StoredHistories
-from services.engine.kv_offload.messages import TOKEN_BYTES, Event, Job, Tiers
+from services.engine.kv_offload.connector import OffloadConnector
+from services.engine.kv_offload.messages import Event, Job, Tiers
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, BlockCopy, StateCopy
@@ -75,9 +76,9 @@ class SequenceMemory:
         self._cache = PrefixCache(
             self._blocks, self._slots, config.block_size, sizes, self.cost, clock, reload=self._reload
         )
-        self.stored: StoredHistories | None = None
+        self.offload: OffloadConnector | None = None
         if tiers is not None:
-            self.stored = StoredHistories(
+            self.offload = OffloadConnector(
                 self._cache, self._blocks, self._slots, tiers, self.cost, share=config.load_share
             )
         self._policy = SnapshotPolicy(
@@ -183,7 +184,7 @@ class SequenceMemory:
             return Room.NONE, None
         sequence.slot = slot
         sequence.path = None
-        if self._speculative and sequence.guessable:
+        if self._speculative and sequence.draftable:
             sequence.spare_slot = self._take_slot() or 0
         sequence.blocks = [*table[:whole], *self._blocks.take(needed)]
         sequence.computed = 0 if node is None else node.end
@@ -191,8 +192,8 @@ class SequenceMemory:
         if node is None:
             return Room.THERE, None
         self._cache.touch(node)
-        if self.stored is not None:
-            self.stored.used(node)
+        if self.offload is not None:
+            self.offload.used(node)
         block = BlockCopy(table[whole], sequence.blocks[whole]) if table[whole:] else None
         return Room.THERE, Restore(node, StateCopy(node.slot, slot), block, table[whole:])
 
@@ -209,8 +210,8 @@ class SequenceMemory:
         """Gives a sequence the block of its newest token, if it lacks it; False if there is none."""
         return self._grow(sequence, sequence.known)
 
-    def grow_for_guess(self, sequence: Sequence) -> bool:
-        """Same, for a guess behind it."""
+    def grow_for_draft(self, sequence: Sequence) -> bool:
+        """Same, for a draft token behind it."""
         return self._grow(sequence, sequence.known + 1)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
@@ -240,7 +241,7 @@ class SequenceMemory:
         if keep and worthwhile and sequence.slot and computed * TOKEN_BYTES <= len(history):
             tokens = history[: computed * TOKEN_BYTES]
             node = self._cache.insert(sequence.space, tokens, sequence.blocks, sequence.slot, pending)
-            node.passing = sequence.request.sampling.forces
+            node.transient = sequence.request.sampling.forces
             sequence.slot = 0
             if pending is None:
                 self.confirmed(node)
@@ -251,7 +252,7 @@ class SequenceMemory:
         # A plan in flight may still look at the old list.
         sequence.blocks = []
         sequence.slot = sequence.spare_slot = 0
-        sequence.guess = -1
+        sequence.draft_token = -1
         sequence.computed = 0
         return node
 
@@ -270,7 +271,7 @@ class SequenceMemory:
         if slot is None:
             return None
         node = self._cache.insert(sequence.space, tokens, sequence.blocks, slot, pending)
-        node.passing = sequence.request.sampling.forces
+        node.transient = sequence.request.sampling.forces
         # The step that is being planned writes it.
         self._cache.pin(node)
         return Snapshot(sequence, position, node, slot)
@@ -286,8 +287,8 @@ class SequenceMemory:
 
     def confirmed(self, node: Node) -> None:
         """A snapshot can be used."""
-        if self.stored is not None:
-            self.stored.offer(node)
+        if self.offload is not None:
+            self.offload.offer(node)
 
     def discard(self, pending: Pending) -> None:
         """A step has failed."""
@@ -307,10 +308,10 @@ class SequenceMemory:
         held += [block for restore in restores for block in restore.held]
         slots = [slot for sequence in running for slot in (sequence.slot, sequence.spare_slot) if slot]
         copied: list[int] = []
-        if self.stored is not None:
-            copied += self.stored.held_blocks()
-            slots += self.stored.held_slots()
-            self.stored.check()
+        if self.offload is not None:
+            copied += self.offload.held_blocks()
+            slots += self.offload.held_slots()
+            self.offload.check()
         self._blocks.check(held, self._cache.held_blocks(), copied)
         self._slots.check([*slots, *self._cache.held_slots()])
 
@@ -318,34 +319,34 @@ class SequenceMemory:
 
     def take_jobs(self) -> list[Job]:
         """What the tiers are to do when all steps planned so far have been launched."""
-        return [] if self.stored is None else self.stored.take_jobs()
+        return [] if self.offload is None else self.offload.take_jobs()
 
     def take_events(self, events: SequenceABC[Event]) -> list[Node]:
         """What the tiers have done; returns where they have a copy more."""
-        return [] if self.stored is None else self.stored.take(events)
+        return [] if self.offload is None else self.offload.take(events)
 
     @property
     def copying(self) -> bool:
         """Whether the tiers have blocks in hand: a load or a save is under way."""
-        return self.stored is not None and self.stored.copying
+        return self.offload is not None and self.offload.copying
 
     def is_loading(self, ticket: int) -> bool:
-        return self.stored is not None and self.stored.is_loading(ticket)
+        return self.offload is not None and self.offload.is_loading(ticket)
 
     def _is_coming(self, sequence: Sequence, path: Path, hit: Node | None, limit: int) -> bool:
         """Whether a sequence waits for what a tier has of its history; begins the load if it is worth while."""
-        if self.stored is None or sequence.load_tried or not path.nodes:
+        if self.offload is None or sequence.load_tried or not path.nodes:
             return False
-        wanted = self.stored.better(path, hit, limit, self._unit)
+        wanted = self.offload.better(path, hit, limit, self._unit)
         if wanted is None:
             return False
         sequence.load_tried = True
-        ticket = self.stored.ticket(wanted.node)
+        ticket = self.offload.ticket(wanted.node)
         if not ticket:
             slot = self._take_slot()
             if slot is None:
                 return False
-            ticket = self.stored.load(path, wanted, self._take_blocks, slot)
+            ticket = self.offload.load(path, wanted, self._take_blocks, slot)
             if not ticket:
                 self._slots.release(slot)
                 return False
@@ -355,14 +356,14 @@ class SequenceMemory:
 
     def give_up(self, ticket: int) -> None:
         """Nobody waits for a load any more."""
-        if self.stored is not None:
-            self.stored.give_up(ticket)
+        if self.offload is not None:
+            self.offload.give_up(ticket)
 
     def _take_blocks(self, count: int) -> list[int] | None:
         return self._blocks.take(count) if self._reserve(count) else None
 
     def _reload(self, node: Node) -> float | None:
-        return None if self.stored is None else self.stored.reload(node)
+        return None if self.offload is None else self.offload.reload(node)
 
     def _reserve(self, count: int) -> bool:
         """Whether ``count`` blocks are free, after giving up cached ones if that is what it takes."""

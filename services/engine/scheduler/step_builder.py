@@ -1,4 +1,4 @@
-"""The plan of one step while it is made and, until its results are in, in flight. No torch here."""
+"""StepBuilder: the plan of one step while it is made and, until its results are in, in flight. No torch here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.engine.scheduler.sequence_memory import Restore, Snapshot
 from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 
 
-class Draft:
-    """A StepPlan and the sequences and memory behind it."""
+class StepBuilder:
+    """Builds a StepPlan and keeps the sequences and memory behind it."""
 
     def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
@@ -69,7 +69,7 @@ class Draft:
             self.decodes_output = True
 
     def add_verified(self, sequence: Sequence) -> None:
-        """Plans all tokens that an answer lacks, more than one or one and a guess behind it."""
+        """Plans all tokens that an answer lacks, more than one or one and a draft token behind it."""
         chunk = sequence.verify()
         self.budget -= len(chunk.token_ids)
         self._verifying.append((sequence, chunk))
@@ -113,15 +113,16 @@ class Draft:
         if plan is None:
             raise ValueError("a result came before the plan was finished")
         rows = sum(chunk.sampled_rows for chunk in plan.chunks) if speculative else len(self.sampling)
-        if len(result.tokens) != rows or (speculative and len(result.guesses) != len(self.sampling)):
+        if len(result.tokens) != rows or (speculative and len(result.draft_token_ids) != len(self.sampling)):
             raise ValueError(f"the step returned {len(result.tokens)} tokens for {rows} sampling rows")
         if len(result.reports) != len(plan.reads):
             raise ValueError(f"the step returned {len(result.reports)} reports for {len(plan.reads)} reads")
 
-    def told(
+    def prompt_updates(
         self, reports: SequenceABC[PromptReport], end: Callable[[Sequence], SequenceUpdate]
     ) -> list[SequenceUpdate]:
-        """What the step that has run tells of prompts; ``end`` ends a request of which nothing sound was computed."""
+        """Updates with what the step that has run says of prompts; ``end`` ends a request of which nothing sound was
+        computed."""
         if self.plan is None or not reports:
             return []
         return [

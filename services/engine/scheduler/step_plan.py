@@ -6,11 +6,11 @@ model and the sampler, and returns a StepResult with one entry for every chunk t
 A plan may be made while the one before it still runs. A sequence whose newest token that step samples then decodes the
 token ``PENDING``: the runner takes it from where the sampler leaves it on the device.
 
-With speculation a chunk may end with a guess of the token that it will sample. The guess is right if the token sampled
-before it, drawn with the request's own noise as always, is that very token; then the token sampled behind it counts
-too. So a request's tokens are the same with and without guesses. A chunk with a guess writes its state to another slot
-than it read: if the guess was wrong, the old state is still there, and the tokens that count go in again with the next
-chunk.
+With speculation a chunk may end with a draft token, a proposal for the token that it will sample. It is accepted if the
+token sampled before it, drawn with the request's own noise as always, is that very token; then the token sampled behind
+it counts too. So a request's tokens are the same with and without draft tokens. A chunk with a draft token writes its
+state to another slot than it read: if the draft token is rejected, the old state is still there, and the tokens that
+count go in again with the next chunk.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.engine.requests.outputs import SampledToken
 from services.engine.requests.prompt_scoring import PromptRead, PromptReport
 from services.engine.requests.request import Request
 
 MOST_VERIFIED = 4
-"""Tokens of a chunk with a guess, the guess included: so often can tokens go in again before a chunk goes without."""
+"""Tokens of a chunk with a draft token at most, the draft token included: so often can tokens go in again before a
+chunk goes without."""
 
 FIRST_SNAPSHOT = 8
 """A chunk's first snapshot lies at least so many tokens behind its start: kernels read the convolution's past, a few
@@ -59,8 +61,8 @@ class Chunk(NamedTuple):
     flight."""
     output_count: int
     """Tokens generated before this step, a pending one included: for min_tokens and the seed's counter."""
-    guesses: int = 0
-    """How many of the last ``token_ids`` are guesses: 0 or 1. Each is one more sampled row."""
+    num_draft_tokens: int = 0
+    """How many of the last ``token_ids`` are draft tokens: 0 or 1. Each is one more sampled row."""
     out_slot: int = 0
     """State slot to write to, if it is not ``slot``; the conv and recurrent state of ``slot`` then stay as they are."""
     next_id: int = PENDING
@@ -79,18 +81,19 @@ class Chunk(NamedTuple):
 
     @property
     def sampled_rows(self) -> int:
-        return 1 + self.guesses if self.samples else 0
+        return 1 + self.num_draft_tokens if self.samples else 0
 
     @property
     def rows(self) -> list[Chunk]:
         """One chunk for each sampled row, alike but for the output count."""
-        if not self.guesses:
+        if not self.num_draft_tokens:
             return [self] if self.samples else []
         return [self, self._replace(output_count=self.output_count + 1)]
 
     @property
     def verifies(self) -> bool:
-        """Whether it goes on with an answer, a guess or tokens behind a wrong one in it: a decode of several tokens."""
+        """Whether it goes on with an answer, a draft token or tokens behind a wrong one in it: a decode of several
+        tokens."""
         length = len(self.token_ids)
         return self.samples and 1 < length <= MOST_VERIFIED and self.start >= len(self.request.prompt_token_ids)
 
@@ -147,27 +150,14 @@ class StepPlan:
         return decodes + sum(len(chunk.token_ids) for chunk in self.chunks[decodes:])
 
 
-class SampledToken(NamedTuple):
-    """The next token of one sequence."""
-
-    token_id: int
-    sampling_logprob: float
-    """log softmax(logits / temperature)[token]; temperature 1 for greedy."""
-    logprob: float | None = None
-    """log softmax(logits)[token], if the request asked for logprobs."""
-    top_ids: SequenceABC[int] = ()
-    top_logprobs: SequenceABC[float] = ()
-    error: str | None = None
-    """Set when the row's logits were NaN or infinite: the request ends with this error and token_id means nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the plan's chunks that have ``samples`` set gave, in their order."""
 
     tokens: SequenceABC[SampledToken]
-    """One for each sampled row: two for a chunk with a guess."""
-    guesses: SequenceABC[int] = ()
-    """With speculation, one for each chunk that samples: a guess of the token after those that count, -1 for none."""
+    """One for each sampled row: two for a chunk with a draft token."""
+    draft_token_ids: SequenceABC[int] = ()
+    """Draft tokens, with speculation: for each chunk that samples one for the position behind the tokens that count, or
+    -1."""
     reports: SequenceABC[PromptReport] = ()
     """One for each of the plan's reads."""

@@ -1,4 +1,4 @@
-"""Steps in flight: planned, and their results are not in yet. No torch here."""
+"""Steps in flight: planned, without their results yet. No torch here."""
 
 from __future__ import annotations
 
@@ -6,76 +6,76 @@ from collections import deque
 from collections.abc import Callable
 
 from services.engine.kv_cache.radix_tree import Pending
-from services.engine.scheduler.pending_prefixes import Sharing
+from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.sequence_memory import Restore, SequenceMemory
-from services.engine.scheduler.step_builder import Draft
+from services.engine.scheduler.step_builder import StepBuilder
 from services.engine.scheduler.step_plan import StepPlan
 
 
-class Flights:
-    """The drafts of the steps in flight, oldest first; they run and land in this order."""
+class StepsInFlight:
+    """Steps in flight: their builders, oldest first; they run and land in this order."""
 
-    def __init__(self, memory: SequenceMemory, sharing: Sharing) -> None:
+    def __init__(self, memory: SequenceMemory, prefixes: PendingPrefixes) -> None:
         self._memory = memory
-        self._sharing = sharing
-        self._drafts: deque[Draft] = deque()
+        self._prefixes = prefixes
+        self._steps: deque[StepBuilder] = deque()
 
     def __len__(self) -> int:
-        return len(self._drafts)
+        return len(self._steps)
 
-    def add(self, draft: Draft) -> None:
-        self._drafts.append(draft)
+    def add(self, step: StepBuilder) -> None:
+        self._steps.append(step)
 
-    def oldest(self, plan: StepPlan) -> Draft:
+    def oldest(self, plan: StepPlan) -> StepBuilder:
         """Raises ValueError: the plan is not the oldest in flight."""
-        if not self._drafts or self._drafts[0].plan is not plan:
+        if not self._steps or self._steps[0].plan is not plan:
             raise ValueError("the plan is not in flight, or not the oldest that is")
-        return self._drafts[0]
+        return self._steps[0]
 
     @property
     def youngest(self) -> Pending | None:
         """What the youngest step leaves in the prefix cache; None: no step is in flight."""
-        return self._drafts[-1].pending if self._drafts else None
+        return self._steps[-1].pending if self._steps else None
 
     @property
     def num_sampling(self) -> int:
         """Tokens that will be sampled and are still wanted."""
-        return sum(not sequence.ended for draft in self._drafts for sequence in draft.sampling)
+        return sum(not sequence.ended for step in self._steps for sequence in step.sampling)
 
     @property
     def restores(self) -> list[Restore]:
-        return [restore for draft in self._drafts for restore in draft.restores]
+        return [restore for step in self._steps for restore in step.restores]
 
-    def land(self, *, succeeded: bool) -> Draft:
+    def land(self, *, succeeded: bool) -> StepBuilder:
         """The oldest step is over: what it computed can be used, or is given up."""
-        draft = self._drafts.popleft()
+        step = self._steps.popleft()
         if succeeded:
-            self._memory.confirm(draft.pending)
+            self._memory.confirm(step.pending)
         else:
             # What later steps compute stands on what this one has not.
-            for failed in (draft, *self._drafts):
+            for failed in (step, *self._steps):
                 self._memory.discard(failed.pending)
-        for restore in draft.restores:
+        for restore in step.restores:
             self._memory.restored(restore)
-        for snapshot in draft.snapshots:
+        for snapshot in step.snapshots:
             self._memory.end_snapshot(snapshot)
-            self._sharing.kept(snapshot.sequence, snapshot.position)
-        for sequence in draft.computed:
+            self._prefixes.kept(snapshot.sequence, snapshot.position)
+        for sequence in step.computed:
             if not sequence.waiting:
-                self._sharing.remove(sequence)
-        for call in draft.landed:
+                self._prefixes.remove(sequence)
+        for call in step.landed:
             call()
-        return draft
+        return step
 
     def when_landed(self, call: Callable[[], None]) -> None:
         """Calls once no step that is in flight now is any more: at once if there is none."""
-        if self._drafts:
-            self._drafts[-1].landed.append(call)
+        if self._steps:
+            self._steps[-1].landed.append(call)
         else:
             call()
 
     def discard(self) -> None:
         """Every step is over, and nobody looks at its result."""
-        while self._drafts:
-            for call in self._drafts.popleft().landed:
+        while self._steps:
+            for call in self._steps.popleft().landed:
                 call()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from services.common.adapters.names import check_adapter_name
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
 from services.common.telemetry import tracing
 from services.engine.loop.kept_completions import Rollout
-from services.engine.loop.ports import Submission
-from services.engine.requests.constraint import Constraint, ConstraintKind, Thinking
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.prompt_scoring import PromptScores
-from services.engine.requests.request import FinishReason, Pooling, SamplingParams
+from services.engine.requests.request import FinishReason, Pooling
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
 from services.engine.requests.sessions import SessionName, check_session
+from services.engine.requests.submission import Submission
 from services.engine.server.errors import to_message
 
 FINISH_REASONS = {
@@ -28,16 +28,6 @@ FINISH_REASONS = {
 _POOLINGS = {pb.POOLING_UNSPECIFIED: None, pb.POOLING_LAST: Pooling.LAST, pb.POOLING_MEAN: Pooling.MEAN}
 
 _MAX_REQUEST_ID = 256
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterChoice:
-    """What a request asked for: attached, base (name is None) or a name with or without a version."""
-
-    attached: bool = False
-    name: str | None = None
-    version: int | None = None
-    """None: the current one."""
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:

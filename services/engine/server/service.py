@@ -26,11 +26,11 @@ from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.constraints.compiler import ConstraintCompiler
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import Submission
-from services.engine.models.lora import BoundAdapter
+from services.engine.models.lora.binding import BoundAdapter
 from services.engine.observability.call_traces import CallTraces
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
+from services.engine.requests.submission import Submission
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.server.protobuf import rollout_message, submission, update_message
 

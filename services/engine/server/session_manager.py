@@ -1,4 +1,4 @@
-"""Clients' sessions of one engine: asked by any thread, done between two steps of the loop."""
+"""SessionManager: what clients can ask and do with their sessions, from any thread, between two steps of the loop."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.common.errors import InvalidRequest, NotFound, TemperError, Unavailable
-from services.engine.kv_offload.connector import StoredHistories
+from services.engine.kv_cache.keys import Key, Tier
+from services.engine.kv_offload.connector import OffloadConnector
 from services.engine.kv_offload.entry_format.header import item_bytes
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import Entry, Key, Tier
+from services.engine.kv_offload.messages import Entry
 from services.engine.kv_offload.sessions import Session
 from services.engine.loop.loop import EngineLoop
-from services.engine.requests.sessions import History, SessionName
+from services.engine.requests.sessions import SessionInfo, SessionName
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.server.session_file import Facts, Reader, write
 
@@ -35,8 +36,10 @@ class _Chain:
     entries: list[Entry]
 
 
-class LoopHistories:
-    """Implements HistoryDesk.
+class SessionManager:
+    """Lists, saves, deletes, exports and imports sessions, on any thread but the loop's; every method may block.
+
+    Every method raises NotFound, there is no such session (any more), and Unavailable, the engine is stopping.
 
     Args:
         tiers: None: there are none, and a session is only what the device has.
@@ -57,20 +60,25 @@ class LoopHistories:
         self._durable = durable
         self._clock = clock
 
-    def list(self, owner: str) -> list[History]:
-        """See HistoryDesk."""
+    def list(self, owner: str) -> list[SessionInfo]:
+        """Those of an owner, last used first."""
 
-        def read(scheduler: Scheduler) -> list[History]:
+        def read(scheduler: Scheduler) -> list[SessionInfo]:
             return [self._history(scheduler, one) for one in scheduler.sessions.of(owner) if one.tip() is not None]
 
         return self._between_steps(read)
 
-    def get(self, session: SessionName) -> History:
-        """See HistoryDesk."""
+    def get(self, session: SessionName) -> SessionInfo:
+        """What is kept of one session."""
         return self._between_steps(lambda scheduler: self._history(scheduler, _found(scheduler, session)))
 
-    def save(self, session: SessionName) -> History:
-        """See HistoryDesk."""
+    def save(self, session: SessionName) -> SessionInfo:
+        """Brings a session to every tier that there is.
+
+        Raises:
+            InvalidRequest: there is neither disk nor store (TEMPER_TIERS).
+            Unavailable: it could not be written; the message says where and why.
+        """
         if not self._durable:
             raise InvalidRequest(
                 "this engine has neither disk nor store to save sessions in: set TEMPER_TIERS to host,disk or "
@@ -81,7 +89,7 @@ class LoopHistories:
         return self.get(session)
 
     def delete(self, session: SessionName) -> None:
-        """See HistoryDesk."""
+        """Forgets a session and, in every tier, what only it has use for."""
 
         def forget(scheduler: Scheduler) -> None:
             _found(scheduler, session)
@@ -90,7 +98,7 @@ class LoopHistories:
         self._between_steps(forget)
 
     def export(self, session: SessionName) -> Iterator[bytes]:
-        """See HistoryDesk."""
+        """Writes a session as one file, in pieces of at most 1 MiB; NotFound before the first piece."""
         tiers = self._with_tiers()
         self._persist(session)
         chain = self._between_steps(lambda scheduler: _chain(scheduler, session))
@@ -105,17 +113,21 @@ class LoopHistories:
         first = tiers.read(chain.entries[0].key)
         return write(facts, [first, *(_later(tiers, entry.key) for entry in chain.entries[1:])])
 
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> History:
-        """See HistoryDesk."""
+    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
+        """Reads such a file; the session is then as it was when it was exported.
+
+        Raises:
+            InvalidRequest: it is damaged, or of another model or configuration.
+        """
         tiers = self._with_tiers()
         reader = Reader(pieces)
         entries = [tiers.take_in(item) for item in reader.entries()]
         return self._between_steps(lambda scheduler: self._known(scheduler, session, entries[-1].key, reader.facts))
 
-    def _known(self, scheduler: Scheduler, session: SessionName, key: Key, facts: Facts) -> History:
+    def _known(self, scheduler: Scheduler, session: SessionName, key: Key, facts: Facts) -> SessionInfo:
         """The session is where the entry ends; what the tiers have told of it has been taken in."""
-        stored = _tiers_of(scheduler)
-        node = stored.node_of(key)
+        offload = _tiers_of(scheduler)
+        node = offload.node_of(key)
         if node is None:
             raise Unavailable("the session did not stay in the tiers: they are too small for it")
         scheduler.sessions.ended(session, node, facts.adapter)
@@ -135,9 +147,9 @@ class LoopHistories:
             tip = _found(scheduler, session).tip()
             if tip is None or tip.pending is not None:
                 return False
-            stored = _tiers_of(scheduler)
-            stored.offer(tip, wanted=True)
-            stored.persist(tip, lambda missing: done.set_result(list(missing)))
+            offload = _tiers_of(scheduler)
+            offload.offer(tip, wanted=True)
+            offload.persist(tip, lambda missing: done.set_result(list(missing)))
             return True
 
         while not self._between_steps(begin):  # a step that computes the end of it is in flight
@@ -150,20 +162,20 @@ class LoopHistories:
             places = ", ".join(sorted({tier.value for _, tier in missing}))
             raise Unavailable(f"session {session.name!r} could not be written to: {places}; the engine's log says why")
 
-    def _history(self, scheduler: Scheduler, session: Session) -> History:
+    def _history(self, scheduler: Scheduler, session: Session) -> SessionInfo:
         tip = session.tip()
         sizes: dict[str, int] = {}
         saved = False
         if tip is not None:
             sizes["device"] = scheduler.device_bytes(tip)
-            kept = [] if scheduler.stored is None else scheduler.stored.tiers_of(tip)
+            kept = [] if scheduler.offload is None else scheduler.offload.tiers_of(tip)
             for entry, tiers in kept:
                 for tier in tiers:
                     sizes[tier.value] = sizes.get(tier.value, 0) + self._size(entry)
             durable = {Tier.DISK, Tier.STORE}
             saved = bool(kept) and kept[-1][0].end == tip.end and all(durable & tiers for _, tiers in kept)
         since = time.time() - self._clock()
-        return History(
+        return SessionInfo(
             session.name,
             0 if tip is None else tip.end,
             session.requests,
@@ -207,10 +219,10 @@ def _chain(scheduler: Scheduler, name: SessionName) -> _Chain:
     return _Chain(session.adapter, session.requests, entries)
 
 
-def _tiers_of(scheduler: Scheduler) -> StoredHistories:
-    if scheduler.stored is None:
+def _tiers_of(scheduler: Scheduler) -> OffloadConnector:
+    if scheduler.offload is None:
         raise TemperError("a session's history is asked for without tiers")
-    return scheduler.stored
+    return scheduler.offload
 
 
 def _later(tiers: TierManager, key: Key) -> Iterator[bytes]:

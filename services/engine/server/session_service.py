@@ -1,4 +1,4 @@
-"""temper.v1.Histories: the desk of clients' sessions over gRPC."""
+"""SessionService: clients' sessions over gRPC (temper.v1.Histories)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from grpc import aio
 from services.common.errors import InvalidRequest, Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.requests.sessions import History, HistoryDesk, SessionName
+from services.engine.requests.sessions import SessionInfo, SessionName
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code
 from services.engine.server.protobuf import session_name
+from services.engine.server.session_manager import SessionManager
 
 _THREADS = 4
 """Of calls that are short, or wait for disk or store."""
@@ -30,16 +31,16 @@ _Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 log = structlog.get_logger(__name__)
 
 
-class HistoryService(histories_pb2_grpc.HistoriesServicer):
-    """What the desk does runs in threads of its own: this event loop also carries the tokens of all requests, and a
+class SessionService(histories_pb2_grpc.HistoriesServicer):
+    """Calls the session manager in threads of its own: this event loop also carries the tokens of all requests, and a
     client that sends a file slowly must not keep the threads of others.
 
     Args:
-        desk: does it.
+        sessions: does it.
     """
 
-    def __init__(self, desk: HistoryDesk) -> None:
-        self._desk = desk
+    def __init__(self, sessions: SessionManager) -> None:
+        self._sessions = sessions
         self._calls = ThreadPoolExecutor(_THREADS, "histories")
         self._transfers = ThreadPoolExecutor(_TRANSFERS, "history-files")
         self._transferring = 0
@@ -52,19 +53,19 @@ class HistoryService(histories_pb2_grpc.HistoriesServicer):
     async def List(  # noqa: N802
         self, request: pb.ListHistoriesRequest, context: _Context
     ) -> pb.ListHistoriesResponse:
-        found = await self._call(context, self._desk.list, request.owner)
-        return pb.ListHistoriesResponse(histories=map(history_message, found))
+        found = await self._call(context, self._sessions.list, request.owner)
+        return pb.ListHistoriesResponse(histories=map(session_message, found))
 
     async def Get(self, request: pb.GetHistoryRequest, context: _Context) -> pb.History:  # noqa: N802
-        return history_message(await self._call(context, lambda: self._desk.get(session_name(request.session))))
+        return session_message(await self._call(context, lambda: self._sessions.get(session_name(request.session))))
 
     async def Save(self, request: pb.SaveHistoryRequest, context: _Context) -> pb.History:  # noqa: N802
-        return history_message(await self._call(context, lambda: self._desk.save(session_name(request.session))))
+        return session_message(await self._call(context, lambda: self._sessions.save(session_name(request.session))))
 
     async def Delete(  # noqa: N802
         self, request: pb.DeleteHistoryRequest, context: _Context
     ) -> pb.DeleteHistoryResponse:
-        await self._call(context, lambda: self._desk.delete(session_name(request.session)))
+        await self._call(context, lambda: self._sessions.delete(session_name(request.session)))
         return pb.DeleteHistoryResponse()
 
     async def Export(  # noqa: N802
@@ -73,9 +74,9 @@ class HistoryService(histories_pb2_grpc.HistoriesServicer):
         leaving: _Leaving | None = None
         try:
             with self._transfer():
-                leaving = _Leaving(self._transfers, lambda: self._desk.export(session_name(request.session)))
+                leaving = _Leaving(self._transfers, lambda: self._sessions.export(session_name(request.session)))
                 try:
-                    # Asked for only when the one before is on its way: the client's pace is the desk's.
+                    # Asked for only when the one before is on its way: the client's pace is the manager's.
                     while (piece := await leaving.next()) is not None:
                         yield pb.HistoryChunk(data=piece)
                 finally:
@@ -97,15 +98,15 @@ class HistoryService(histories_pb2_grpc.HistoriesServicer):
             await _refuse(context, error)
 
     async def _take_in(self, session: SessionName, arriving: _Arriving) -> pb.History:
-        reading = self._transfers.submit(self._desk.take_in, session, arriving)
+        reading = self._transfers.submit(self._sessions.take_in, session, arriving)
         try:
-            return history_message(await asyncio.wrap_future(reading))
+            return session_message(await asyncio.wrap_future(reading))
         finally:
             arriving.end()
             await _over(reading)
 
     async def _call(self, context: _Context, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a function of the desk says, or the call's end with its error."""
+        """What a function of the manager says, or the call's end with its error."""
         try:
             return await asyncio.wrap_future(self._calls.submit(function, *args, **kwargs))
         except Exception as error:
@@ -131,7 +132,7 @@ class _Leaving:
 
     Args:
         threads: it runs in.
-        begin: the desk's export; may block and raise.
+        begin: the manager's export; may block and raise.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, begin: Callable[[], Iterator[bytes]]) -> None:
@@ -141,12 +142,12 @@ class _Leaving:
         self._asked: concurrent.futures.Future[bytes | None] | None = None
 
     async def next(self) -> bytes | None:
-        """None: that was all. Raises what the desk raises."""
+        """None: that was all. Raises what the manager raises."""
         self._asked = self._threads.submit(self._next)
         return await asyncio.wrap_future(self._asked)
 
     async def close(self) -> None:
-        """Ends it, wherever it is: the desk may hold something for as long as it runs."""
+        """Ends it, wherever it is: the manager may hold something for as long as it runs."""
         if self._asked is not None:
             await _over(self._asked)
         await _over(self._threads.submit(self._close))
@@ -230,7 +231,7 @@ async def _refuse(context: _Context, error: Exception) -> NoReturn:
     await context.abort(status_code(error), INTERNAL_MESSAGE)
 
 
-def history_message(history: History) -> pb.History:
+def session_message(history: SessionInfo) -> pb.History:
     """What is kept of a session, for the wire."""
     return pb.History(
         session=engine_pb2.SessionRef(owner=history.session.owner, name=history.session.name),

@@ -1,0 +1,1 @@
+"""What every layer of the gateway may use: errors, admission, events, metrics."""

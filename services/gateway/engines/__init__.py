@@ -1,0 +1,1 @@
+"""All gRPC to engines: discovery, routing, streams, circuit breaker."""

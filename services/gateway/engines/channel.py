@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from grpc import aio
 
 from services.common.security.tls import Certificates
-from services.gateway.engines.trace_context import UnaryContext, UploadContext
+from services.common.telemetry import tracing
 
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", -1),
@@ -54,7 +55,7 @@ class Channels:
     def __init__(
         self, certificates: Certificates | None = None, server_name: str = "", *, traced: bool = False
     ) -> None:
-        self._interceptors = [UnaryContext(), UploadContext()] if traced else None
+        self._interceptors = [_UnaryTracing(), _UploadTracing()] if traced else None
         self.certificates = certificates
         self._server_name = server_name
 
@@ -82,3 +83,35 @@ class Channels:
             if meaning is not None:
                 return f"{'TLS: ' if self.certificates else ''}{meaning}"
         return f"{error.code().name}: {details}"
+
+
+def _traced(details: aio.ClientCallDetails) -> aio.ClientCallDetails:
+    traceparent = tracing.current()
+    if not traceparent:
+        return details
+    metadata = aio.Metadata(*(details.metadata or ()), ("traceparent", traceparent))
+    return aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready)
+
+
+class _UnaryTracing(aio.UnaryUnaryClientInterceptor):
+    """Interceptor that adds the current span to calls with one message each way."""
+
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[aio.ClientCallDetails, Any], Awaitable[Any]],
+        client_call_details: aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        return await continuation(_traced(client_call_details), request)
+
+
+class _UploadTracing(aio.StreamUnaryClientInterceptor):
+    """Interceptor that adds the current span to calls that send several messages."""
+
+    async def intercept_stream_unary(
+        self,
+        continuation: Callable[[aio.ClientCallDetails, Any], Awaitable[Any]],
+        client_call_details: aio.ClientCallDetails,
+        request_iterator: Any,
+    ) -> Any:
+        return await continuation(_traced(client_call_details), request_iterator)

@@ -5,57 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import structlog
 
+from services.gateway.core.engine_target import EngineTarget, join
+
 log = structlog.get_logger(__name__)
-
-_SCHEME = "dns:///"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineTarget:
-    """One entry of the setting `engines`.
-
-    Args:
-        host: name or address; an IPv6 address without brackets.
-        port: of the engines' gRPC.
-        dns: each address of the name is an engine.
-    """
-
-    host: str
-    port: int
-    dns: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> EngineTarget:
-        """Reads "host:port", "[address]:port" or "dns:///name:port".
-
-        Raises:
-            ValueError: it is none of them.
-        """
-        dns = text.startswith(_SCHEME)
-        host, colon, port = text.removeprefix(_SCHEME).rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        host = host[1:-1] if bracketed else host
-        sound = bool(host) and "/" not in host and (":" not in host or bracketed) and not any(map(str.isspace, host))
-        if not (colon and sound and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            raise ValueError(
-                f"{text[:200]!r} is not an engine: write host:port, or dns:///name:port for all addresses of a name"
-            )
-        return cls(host, int(port), dns)
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-        return join(self.host, self.port)
-
-
-def join(host: str, port: int) -> str:
-    """host:port; an IPv6 address gets brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
 
 Resolve = Callable[[str, int], Awaitable[Collection[str]]]
 """The addresses ("host:port") that a name stands for. Raises OSError when there is no answer."""

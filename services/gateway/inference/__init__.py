@@ -1,0 +1,1 @@
+"""From a parsed request to engine requests and back to text. Knows no HTTP."""

@@ -1,50 +1,16 @@
-"""Who owns what: which jobs a caller sees, whose a session is, and what cached state its requests may share."""
+"""Cache isolation: what cached state a caller's requests may share, and whose a session is."""
 
 from __future__ import annotations
 
 import hashlib
 
-from services.common.errors import Forbidden
 from services.common.pb import engine_pb2
-from services.common.security.api_keys import ANONYMOUS, Scope
-from services.gateway.auth.caller import current_caller
+from services.gateway.auth.ownership import owner
 from services.gateway.settings import CacheScope
 
 _LONGEST_NAME = 256
 """Characters of a session's name, as engines have it."""
 _DIGEST_BYTES = 20
-
-
-def owner() -> str:
-    """The id of the API key that this task works for; empty where there are no keys."""
-    caller = current_caller()
-    return "" if caller is None or caller.principal.id == ANONYMOUS else caller.principal.id
-
-
-def sees(key_id: str | None) -> bool:
-    """Whether what an API key has made is the caller's to see: its own, and everybody's for whoever administrates."""
-    found = owner()
-    return not found or found == key_id or _may(Scope.ADMIN)
-
-
-def may_attach() -> bool:
-    """Whether the caller may change what the base model's name answers."""
-    return _may(Scope.ATTACH, Scope.ADMIN)
-
-
-def check_attach(param: str) -> None:
-    """Raises Forbidden unless the caller may attach a version."""
-    if not may_attach():
-        raise Forbidden(
-            f"the API key {owner()} lacks the scope attach or admin, which changing what the base model's name answers "
-            f"needs: leave {param} out or false, and call the version by its name",
-            param=param,
-        )
-
-
-def _may(*scopes: Scope) -> bool:
-    caller = current_caller()
-    return caller is None or not caller.principal.scopes.isdisjoint(scopes)
 
 
 def cache_salt(scope: CacheScope, given: str | None) -> str:

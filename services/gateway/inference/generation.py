@@ -13,12 +13,13 @@ from services.common.errors import InvalidRequest, ModelNotFound, TemperError
 from services.common.pb import engine_pb2
 from services.common.telemetry import tracing
 from services.gateway.auth.caller import seconds_left
+from services.gateway.auth.ownership import owner
 from services.gateway.context import Gateway
 from services.gateway.core.admission import Reservation
 from services.gateway.core.genai_metrics import GenAiRequest
 from services.gateway.engines.load_balancing import Affinity
 from services.gateway.engines.pool import ServedModel
-from services.gateway.inference.cache_isolation import cache_salt, owner, session_of
+from services.gateway.inference.cache_isolation import cache_salt, session_of
 from services.gateway.inference.choice import Choice, Step
 from services.gateway.inference.limits import check_messages, check_prompts
 from services.gateway.inference.model_ref import adapter_ref

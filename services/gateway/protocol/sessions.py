@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
-from services.gateway.engines.conversation_sessions import Kept
+from services.common.pb import histories_pb2
 
 _FASTEST_FIRST = "device host disk store"
 SessionPath: TypeAlias = Annotated[
@@ -46,9 +46,8 @@ class SessionObject(BaseModel):
     """That keeps it, as `usage.session` names it."""
 
     @classmethod
-    def of(cls, kept: Kept) -> SessionObject:
-        """What a client sees of a session."""
-        history = kept.history
+    def of(cls, history: histories_pb2.History, engine: str) -> SessionObject:
+        """What a client sees of a session that an engine keeps."""
         return cls(
             id=history.session.name,
             tokens=history.tokens,
@@ -59,7 +58,7 @@ class SessionObject(BaseModel):
             expires_at=history.expires_unix_ms // 1000,
             saved=history.saved,
             bytes=dict(sorted(history.bytes.items(), key=lambda item: _FASTEST_FIRST.find(item[0]))),
-            engine=kept.client.id,
+            engine=engine,
         )
 
 

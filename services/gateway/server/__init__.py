@@ -1,0 +1,1 @@
+"""The gateway's process: application, HTTP server, shutdown."""

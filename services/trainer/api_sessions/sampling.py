@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.jobs.training_sessions import Sample
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import RolloutRequest, RolloutSampling
 

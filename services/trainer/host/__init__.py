@@ -1,0 +1,1 @@
+"""What the trainer asks of the engine beside it: compute, rollouts, adapters."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.adapters.names import AdapterVersion
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.timers import Stopwatch
 
 

@@ -17,9 +17,9 @@ from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import JobBase, LoraSettings, PublishingJob
 from services.common.jobs.documents import Document
 from services.common.jobs.fields.lora import check_agrees
-from services.engine.models.lora import LoraParams, bind_adapter
-from services.engine.models.lora.binding import name_targets
+from services.engine.models.lora.binding import bind_adapter, name_targets
 from services.engine.models.lora.targets import target_shapes
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.training.forward import FrozenForward, TrainableForward
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.base import RunState

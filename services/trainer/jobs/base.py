@@ -12,7 +12,7 @@ from services.common.jobs import Spec
 
 if TYPE_CHECKING:
     from services.common.adapters.manifest import Lineage
-    from services.engine.models.lora import LoraParams
+    from services.engine.models.lora.trainable import LoraParams
     from services.trainer.host.policy_host import PolicyHost
     from services.trainer.parents import Origin
 

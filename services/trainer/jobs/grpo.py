@@ -21,7 +21,7 @@ from torch import Tensor
 
 from services.common.jobs import GrpoJob
 from services.common.jobs.documents import Document
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import AdapterRun, microbatch_tokens
 from services.trainer.jobs.base import RunState

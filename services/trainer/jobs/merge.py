@@ -20,9 +20,8 @@ from services.common.adapters.manifest import Lineage, LineageParent
 from services.common.errors import DoesNotFit, InvalidRequest
 from services.common.jobs import MergeJob
 from services.common.jobs.kinds.merge import exact_sum_over
-from services.engine.models.lora import BoundAdapter, BoundTarget, LoraParams, bind_adapter
-from services.engine.models.lora.binding import name_targets
-from services.engine.models.lora.trainable import TrainableTarget
+from services.engine.models.lora.binding import BoundAdapter, BoundTarget, bind_adapter, name_targets
+from services.engine.models.lora.trainable import LoraParams, TrainableTarget
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import spec_digest
 from services.trainer.jobs.base import RunState

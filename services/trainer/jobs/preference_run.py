@@ -12,7 +12,7 @@ from torch import Tensor
 from services.common.errors import InvalidRequest
 from services.common.jobs import AskedExample, DpoJob, KtoJob
 from services.common.jobs.documents import Document, answer_documents, placed
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.jobs.adapter_run import microbatch_tokens
 from services.trainer.jobs.base import RunState

@@ -1,0 +1,1 @@
+"""Memory of training: estimate of a job, budget, reservations."""

@@ -1,0 +1,1 @@
+"""The trainer thread: claims, attempts, checkpoints, publishing."""

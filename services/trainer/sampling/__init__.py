@@ -1,0 +1,1 @@
+"""Rollouts of a job: prompts, rounds, scored completions, the teacher."""

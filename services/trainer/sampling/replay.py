@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.jobs.documents import Document
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.host.policy_host import PolicyHost
 from services.trainer.host.rollouts import ScoreRequest
 from services.trainer.sampling.scored_rollouts import Rollout

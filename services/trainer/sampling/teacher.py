@@ -12,7 +12,8 @@ from kernels.divergence import Divergence
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound
 from services.common.jobs import CHECKPOINT, OpdJob
 from services.common.jobs.kinds.opd import check_read
-from services.engine.models.lora import LoraParams, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training.forward import FrozenForward
 from services.engine.models.training_memory.arena import GraphMemory

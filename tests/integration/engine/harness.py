@@ -20,7 +20,7 @@ from services.common.errors import Unavailable
 from services.common.jobs import LoraSettings
 from services.common.pb import adapters_pb2_grpc, engine_pb2_grpc
 from services.common.pb import engine_pb2 as pb
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.server.health import HealthReporter, ProcessHealth, Vitals
 from services.engine.server.service import Serving, bind, make_server
 from services.pod.engine import Engine

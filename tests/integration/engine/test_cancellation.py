@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.engine.loop.ports import LoopStatus
+from services.engine.observability.status import LoopStatus
 from tests.integration.engine.harness import EngineUnderTest, GatewayStream, request
 
 SEATS = 8
@@ -22,7 +22,7 @@ class Boundary:
         self.left: list[tuple[int, int, int, int]] = []
         """Running, waiting (for an adapter, too), blocks, slots."""
         self.steps: list[int] = []
-        desk = self._loop._desk
+        desk = self._loop._tracker
         for name in ("abort", "abort_all"):
             monkeypatch.setattr(desk, name, self._noted(getattr(desk, name)))
 
@@ -31,7 +31,7 @@ class Boundary:
             before = self._loop._pipeline.steps
             end(*args)
             counts = self._loop._pipeline.scheduler.counts()
-            loading = self._loop._desk.num_loading
+            loading = self._loop._tracker.num_loading
             self.left.append((counts.running, counts.waiting + loading, counts.blocks_used, counts.slots_used))
             self.steps.append(self._loop._pipeline.steps - before)
 

@@ -15,12 +15,12 @@ import torch
 from services.common.adapters.registry import AdapterRegistry
 from services.common.errors import InvalidRequest, NotFound
 from services.common.storage.object_store import ObjectStore
-from services.engine.kv_offload.messages import Tier
-from services.engine.loop.ports import Submission
+from services.engine.kv_cache.keys import Tier
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import SamplingParams
-from services.engine.requests.sessions import History, SessionName
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.sessions import SessionInfo, SessionName
+from services.engine.requests.submission import Submission
 from services.engine.settings import EngineSettings
 from services.pod.engine import Engine, build_engine
 
@@ -33,7 +33,7 @@ class Pod:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.desk = engine.histories
+        self.desk = engine.sessions
         self._asked = 0
 
     def ask(self, prompt: tuple[int, ...], session: SessionName | None = CHAT, salt: str = "") -> tuple[list[int], int]:
@@ -194,7 +194,7 @@ def test_an_export_is_imported_elsewhere(pods: Callable[..., Pod]) -> None:
     assert max(map(len, file)) <= 2**20
     second = pods("host", "two")
     taken = second.desk.take_in(CHAT, iter(file))
-    assert isinstance(taken, History)
+    assert isinstance(taken, SessionInfo)
     assert (taken.tokens, taken.requests) == (len(PROMPT) + len(answer) - 1, 1)
     turn = next_turn(answer)
     again, cached = second.ask(turn)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.serving.in_process import InProcessEngine, settings_for
+from benchmarks.lib.in_process import InProcessEngine, settings_for
 from benchmarks.structured.run import try_schemas
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"

@@ -13,6 +13,7 @@ import pytest
 
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.entry_format.header import item_bytes
 from services.engine.kv_offload.messages import (
     Dropped,
@@ -24,7 +25,6 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Pin,
     Released,
-    Tier,
     Use,
 )
 from tests.integration.servers import RunningServer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py"))
+CASES = sorted(path.parent.name for path in Path(__file__).parent.glob("*/compile_cases.py"))
 _SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory a block of sm_90 may use."""
 
@@ -19,7 +19,7 @@ _SHARED_LIMIT = 227 * 1024
 def test_compiles_for_hopper(cases: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.hopper", "--json", f"tests.kernels.gpu.{cases}"],
+        [sys.executable, "-m", "tests.kernels.hopper", "--json", f"tests.kernels.gpu.{cases}.compile_cases"],
         cwd=Path(__file__).parents[3],
         env=environment,
         capture_output=True,

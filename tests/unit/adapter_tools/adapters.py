@@ -8,7 +8,7 @@ import torch
 
 from services.common.jobs import LoraSettings
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 
 
 def adapter(

@@ -15,8 +15,9 @@ from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditiona
 from services.adapter_tools.convert import Form, convert, form_of
 from services.common.errors import AdapterRejected, InvalidRequest
 from services.engine.models.config import ModelConfig
-from services.engine.models.lora import TARGET_MODULES, bind_adapter
+from services.engine.models.lora.binding import bind_adapter
 from services.engine.models.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from services.engine.models.lora.targets import TARGET_MODULES
 from tests.unit.adapter_tools.adapters import adapter
 
 TOKENS = torch.tensor([[3, 17, 250, 99, 5, 5, 301, 7]])

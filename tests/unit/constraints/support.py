@@ -17,11 +17,12 @@ from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits,
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.constraints.matcher import OutputMatcher
 from services.engine.constraints.vocabulary import Vocabulary
-from services.engine.loop.ports import CompletedStep
-from services.engine.requests.constraint import Constraint, ConstraintKind
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.executors.runner import CompletedStep
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import PENDING, Chunk, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import PENDING, Chunk, StepPlan, StepResult
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny"
 SIZE = 2100

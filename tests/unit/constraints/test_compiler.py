@@ -19,8 +19,8 @@ from services.engine.constraints.compiler import CompilerLimits, ConstraintCompi
 from services.engine.constraints.grammars import CompiledGrammar, GrammarLimits, compile_grammar
 from services.engine.constraints.matcher import ConstraintBroken
 from services.engine.constraints.refusal import Refused
-from services.engine.requests.constraint import Constraint, Thinking
-from services.engine.requests.request import SamplingParams
+from services.engine.observability.events import EngineEvent, EventStream, GrammarDone
+from services.engine.requests.sampling_params import Constraint, SamplingParams, Thinking
 from services.engine.server.errors import to_message
 from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
 from tests.unit.constraints.support import (
@@ -335,15 +335,16 @@ class Counted:
             assert self.hold.wait(20)
         return compile_grammar(of, wanted, limits)
 
-    def grammar_done(self, result: str, seconds: float) -> None:
-        self.results.append(result)
+    def listen(self, event: EngineEvent) -> None:
+        assert isinstance(event, GrammarDone)
+        self.results.append(event.result)
 
 
 def use(test: Callable[[ConstraintCompiler, Counted], Any], **limits: Any) -> Counted:
     """Runs a test on a compiler."""
 
     async def run() -> None:
-        compiler = ConstraintCompiler(vocabulary(), CompilerLimits(**limits), counted, counted)
+        compiler = ConstraintCompiler(vocabulary(), CompilerLimits(**limits), EventStream(counted.listen), counted)
         try:
             await test(compiler, counted)
         finally:

@@ -10,8 +10,7 @@ import random
 from benchmarks.structured.judge import Judge
 from services.engine.constraints.bits import Bits, allows, tokens_of
 from services.engine.constraints.grammars import CompiledGrammar
-from services.engine.requests.constraint import Constraint
-from services.engine.requests.request import SamplingParams
+from services.engine.requests.sampling_params import Constraint, SamplingParams
 from tests.unit.constraints.support import codec, mask_of, vocabulary
 
 _SCHEMAS = 300

@@ -22,7 +22,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from services.engine.constraints.refusal import Refused
-from services.engine.requests.request import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams
 from tests.unit.constraints.support import compiled, drawn, schema, text_of
 
 ZOD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures" / "schemas" / "zod.json").read_text())

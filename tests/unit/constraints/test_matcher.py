@@ -7,8 +7,7 @@ import pytest
 from services.engine.constraints.bits import allow, allows, forbid, tokens_of
 from services.engine.constraints.masks import MaskMaker, RowMasks
 from services.engine.constraints.matcher import ConstraintBroken, OutputMatcher
-from services.engine.requests.constraint import Thinking
-from services.engine.requests.request import SamplingParams
+from services.engine.requests.sampling_params import SamplingParams, Thinking
 from tests.unit.constraints.support import codec, constraint, mask_of, matcher, schema, vocabulary
 
 END = 2047

@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2 as pb
-from services.engine.loop.ports import StepStats
+from services.engine.observability.events import GrammarDone, StepDone
 from services.engine.observability.metrics import EngineMetrics
-from services.engine.requests.constraint import Constraint, ConstraintKind, Thinking
-from services.engine.requests.request import Request, SamplingParams
-from services.engine.scheduler.config import Counts
+from services.engine.observability.status import Counts
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import Constraint, ConstraintKind, SamplingParams, Thinking
 from services.engine.server.protobuf import sampling_params, submission
 from tests.unit.constraints.support import constraint, matcher, request
 
@@ -35,7 +35,7 @@ def test_every_kind_is_read(message: pb.Constraint, expected: Constraint) -> Non
     sampling = read(constraint=message)
     assert sampling.constraint == expected
     assert sampling.masked
-    assert not sampling.guessable
+    assert not sampling.draftable
     assert not sampling.edits_logits, "masks take no part in the counts that edits need"
 
 
@@ -47,7 +47,7 @@ def test_thinking_is_read() -> None:
     assert unbounded.thinking == Thinking(7)
     assert unbounded.thinking.closing == (7,)
     assert not unbounded.masked, "alone it changes nothing"
-    assert unbounded.guessable
+    assert unbounded.draftable
     assert not SamplingParams().masked
 
 
@@ -104,11 +104,11 @@ def test_a_matcher_goes_with_a_constraint_and_only_so() -> None:
 
 def test_grammars_and_masks_are_measured() -> None:
     metrics = EngineMetrics(CollectorRegistry())
-    metrics.grammar_done("compiled", 0.03)
-    metrics.grammar_done("cached", 0.0)
+    metrics.listen(GrammarDone("compiled", 0.03))
+    metrics.listen(GrammarDone("cached", 0.0))
     counts = Counts(1, 0, 1, 0, 9, 1, 0, 9, 0)
     for seconds in (0.0, 0.0003):
-        metrics.step_done(StepStats(0.1, 0.1, 1, 0, counts, 0, mask_seconds=seconds))
+        metrics.listen(StepDone(0.1, 0.1, 1, 0, counts, 0, mask_seconds=seconds))
     text = generate_latest(metrics.registry).decode()
     assert 'temper_engine_grammars_total{result="cached"} 1.0' in text
     assert "temper_engine_grammar_compile_seconds_count 1.0" in text

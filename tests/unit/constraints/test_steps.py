@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from services.engine.loop.ports import NoObserver, StepStats
-from services.engine.loop.step_pipeline import Pipeline
-from services.engine.requests.constraint import Thinking
-from services.engine.requests.outputs import SequenceUpdate
+from services.engine.loop.step_pipeline import StepPipeline
+from services.engine.observability.events import EngineEvent, EventStream, StepDone
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
 from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import Thinking
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import SampledToken, StepPlan
+from services.engine.scheduler.step_plan import StepPlan
 from tests.unit.constraints.support import RandomRunner, codec, constraint, request, schema, text_of
 
 EOS = 2041
@@ -32,7 +32,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
-class Bench(NoObserver):
+class Bench:
     """A pipeline over a runner that draws at random, and what came of each request."""
 
     def __init__(self, depth: int, runner: type[RandomRunner] = RandomRunner, **changes: Any) -> None:
@@ -43,9 +43,9 @@ class Bench(NoObserver):
         config = SchedulerConfig(**{**defaults, "eos_token_ids": frozenset(codec().eos_ids), **changes})
         self.runner = runner(config, depth)
         self.contended = False
-        self.pipeline = Pipeline(config, self.runner, self, self, lambda: 0.0)
+        self.pipeline = StepPipeline(config, self.runner, self, EventStream(self.listen), lambda: 0.0)
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.stats: list[StepStats] = []
+        self.stats: list[StepDone] = []
 
     def acquire(self) -> None: ...
 
@@ -56,8 +56,9 @@ class Bench(NoObserver):
 
     def engine_idle(self) -> None: ...
 
-    def step_done(self, stats: StepStats) -> None:
-        self.stats.append(stats)
+    def listen(self, event: EngineEvent) -> None:
+        if isinstance(event, StepDone):
+            self.stats.append(event)
 
     def add(self, *requests: Request) -> None:
         for each in requests:

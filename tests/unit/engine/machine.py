@@ -6,10 +6,12 @@ block table, slot, start or snapshot shows up as a wrong history, and the sample
 
 from __future__ import annotations
 
-from services.engine.loop.ports import CompletedStep
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.executors.runner import CompletedStep
+from services.engine.requests.outputs import SampledToken
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.config import SchedulerConfig
-from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, PENDING, Chunk, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import FIRST_SNAPSHOT, PENDING, Chunk, StepPlan, StepResult
 from tests.unit.engine.toy_reads import toy_reports
 
 VOCAB = 50
@@ -172,13 +174,13 @@ class ToyRunner:
         else:
             assert chunk.output_count == len(output)
             token_ids = tuple(chunk.token_ids)
-        assert chunk.guesses <= self.config.speculative
-        assert (chunk.guesses > 0) == (chunk.out_slot > 0)
+        assert chunk.num_draft_tokens <= self.config.speculative
+        assert (chunk.num_draft_tokens > 0) == (chunk.out_slot > 0)
         known = (*chunk.request.prompt_token_ids, *output)
-        if chunk.guesses:
+        if chunk.num_draft_tokens:
             assert chunk.verifies
             assert not chunk.request.sampling.edits_logits
-            assert chunk.request.sampling.guessable
+            assert chunk.request.sampling.draftable
             assert len(output) + 2 <= min(
                 chunk.request.sampling.max_tokens, self.config.max_model_len - len(chunk.request.prompt_token_ids)
             )
@@ -215,4 +217,4 @@ class ToyRunner:
             assert chunk.next_id == known[end]
             return []
         self.last_tokens[chunk.slot] = chunk.request.request_id, behind(chunk.request, known)
-        return [known[: len(known) - back] for back in range(chunk.guesses, -1, -1)]
+        return [known[: len(known) - back] for back in range(chunk.num_draft_tokens, -1, -1)]

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidRequest, NotFound
-from services.engine.requests.sessions import History, SessionName
+from services.engine.requests.sessions import SessionInfo, SessionName
 
 PIECE = 2**16
 MAGIC = b"history"
 
 
 @dataclass
-class MemoryHistories:
+class MemorySessions:
     """services.engine.requests.sessions.HistoryDesk."""
 
-    kept: dict[SessionName, tuple[History, bytes]] = field(default_factory=dict)
+    kept: dict[SessionName, tuple[SessionInfo, bytes]] = field(default_factory=dict)
     can_save: bool = True
     handed: int = 0
     """Pieces of exports that were asked for."""
@@ -33,24 +33,24 @@ class MemoryHistories:
     def __post_init__(self) -> None:
         self.go_on.set()
 
-    def keep(self, owner: str, name: str, data: bytes = b"", *, used: float = 0.0) -> History:
+    def keep(self, owner: str, name: str, data: bytes = b"", *, used: float = 0.0) -> SessionInfo:
         session = SessionName(owner, name)
-        history = History(session, len(data), 1, "bot@2", 1.5, used, used + 60, False, {"device": len(data)})
+        history = SessionInfo(session, len(data), 1, "bot@2", 1.5, used, used + 60, False, {"device": len(data)})
         self.kept[session] = history, data
         return history
 
-    def list(self, owner: str) -> list[History]:
+    def list(self, owner: str) -> list[SessionInfo]:
         self._seen()
         found = [history for history, _ in self.kept.values() if history.session.owner == owner]
         return sorted(found, key=lambda history: -history.used)
 
-    def get(self, session: SessionName) -> History:
+    def get(self, session: SessionName) -> SessionInfo:
         self._seen()
         if session not in self.kept:
             raise NotFound(f"no such session: {session.name!r}", param="session")
         return self.kept[session][0]
 
-    def save(self, session: SessionName) -> History:
+    def save(self, session: SessionName) -> SessionInfo:
         history = self.get(session)
         if not self.can_save:
             raise InvalidRequest("there is neither disk nor store (TEMPER_TIERS)")
@@ -77,7 +77,7 @@ class MemoryHistories:
         finally:
             self.open -= 1
 
-    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> History:
+    def take_in(self, session: SessionName, pieces: Iterable[bytes]) -> SessionInfo:
         self._seen()
         self.open += 1
         try:

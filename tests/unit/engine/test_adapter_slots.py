@@ -6,7 +6,7 @@ import pytest
 
 from services.common.adapters.names import AdapterVersion
 from services.engine.adapters.slot_table import Resident, SlotTable
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.requests.adapter import AdapterChoice
 
 
 def named(name: str, version: int | None = None) -> AdapterChoice:

@@ -10,14 +10,16 @@ from queue import SimpleQueue
 
 from services.common.errors import Overloaded
 from services.engine.compute_sharing.host_lock import SliceGate
+from services.engine.executors.runner import CompletedStep
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import CompletedStep, Submission
+from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import FinishReason, SamplingParams
+from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan
-from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner
 from tests.unit.engine.test_adapters import World
 

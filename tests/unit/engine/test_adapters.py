@@ -24,10 +24,16 @@ from services.common.errors import (
 )
 from services.engine.adapters.loader import AdapterLoader
 from services.engine.adapters.manager import AdapterManager
-from services.engine.adapters.ports import AdapterLimits
-from services.engine.loop.ports import AdapterPhase, LoadFailure, NoObserver
-from services.engine.requests.request import BASE_PIN, AdapterPin
-from services.engine.server.protobuf import AdapterChoice
+from services.engine.adapters.slot_table import AdapterLimits
+from services.engine.observability.events import (
+    AdapterLoadFailed,
+    AdapterPhase,
+    AdapterPhaseDone,
+    EngineEvent,
+    EventStream,
+    LoadFailure,
+)
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 
 ATTACHED = AdapterChoice(attached=True)
 
@@ -111,24 +117,25 @@ class FakeLoop:
         self._thread.join()
 
 
-class Swaps(NoObserver):
+class Swaps:
     """What the metrics are told."""
 
     def __init__(self) -> None:
         self.phases: list[AdapterPhase] = []
         self.failures: list[LoadFailure] = []
 
-    def adapter_phase(self, phase: AdapterPhase, seconds: float) -> None:
-        assert seconds >= 0
-        self.phases.append(phase)
-
-    def adapter_failed(self, reason: LoadFailure) -> None:
-        self.failures.append(reason)
+    def listen(self, event: EngineEvent) -> None:
+        if isinstance(event, AdapterPhaseDone):
+            assert event.seconds >= 0
+            self.phases.append(event.phase)
+        elif isinstance(event, AdapterLoadFailed):
+            self.failures.append(event.reason)
 
 
 class World:
     def __init__(self, slots: int = 3, wait_seconds: float = 5.0, turn_seconds: float = 1.0) -> None:
         self.swaps = Swaps()
+        self.events = EventStream(self.swaps.listen)
         self.registry = FakeRegistry()
         self.lora = FakeLora()
         self.loop = FakeLoop()
@@ -136,10 +143,10 @@ class World:
             cast(Any, self.registry),
             None,
             AdapterLoader(
-                cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base", observer=self.swaps
+                cast(Any, self.registry), cast(Any, self.lora), self._bind, base_digest="base", events=self.events
             ),
             AdapterLimits(slots, poll_seconds=60.0, wait_seconds=wait_seconds, turn_seconds=turn_seconds),
-            self.swaps,
+            self.events,
         )
 
     def _bind(self, files: Mapping[str, bytes]) -> Any:

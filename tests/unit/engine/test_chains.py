@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.chunk_segments import cut, links
 from services.engine.scheduler.step_plan import Chunk
 

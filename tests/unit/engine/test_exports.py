@@ -6,16 +6,25 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.engine.adapters.ports import AdapterSnapshot
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_cache.memory_plan import MemoryPlan
-from services.engine.kv_offload.messages import Tier, TierObserver, TierStatus
-from services.engine.loop.ports import LoopStatus
+from services.engine.observability.events import (
+    AdapterLoadFailed,
+    AdapterPhaseDone,
+    CopyEvicted,
+    CopyLoaded,
+    CopyNotMade,
+    CopySaved,
+    RequestDone,
+)
 from services.engine.observability.exports import Sources, export
 from services.engine.observability.metrics import EngineMetrics
 from services.engine.observability.offload_metrics import TierCollector
+from services.engine.observability.status import AdapterSnapshot, Counts, LoopStatus, TierStatus
+from services.engine.requests.adapter import BASE_PIN
 from services.engine.requests.outputs import Finished
-from services.engine.requests.request import BASE_PIN, FinishReason, Request, SamplingParams
-from services.engine.scheduler.config import Counts
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import SamplingParams
 
 PLAN = MemoryPlan(
     budget=1000, weights=400, workspace=50, states=60, adapters=70, kv=200, training=100, num_blocks=21, block_size=16,
@@ -61,8 +70,8 @@ def finished(prompt: int, output: int, *, cached: int, ran: bool = True) -> Fini
 
 
 def test_a_request_is_counted_once_and_shown_under_both_names(metrics: EngineMetrics) -> None:
-    metrics.request_done(finished(100, 5, cached=64), submitted_at=10.0, now=13.0)
-    metrics.request_done(finished(30, 0, cached=0, ran=False), submitted_at=10.0, now=10.0)
+    metrics.listen(RequestDone(finished(100, 5, cached=64), submitted_at=10.0, now=13.0))
+    metrics.listen(RequestDone(finished(30, 0, cached=0, ran=False), submitted_at=10.0, now=10.0))
     found = scrape(metrics)
     vllm = {("model_name", "qwen"), ("engine", "0")}
     for ours, theirs, value in (
@@ -114,8 +123,8 @@ def test_each_process_says_which_version_it_is(metrics: EngineMetrics) -> None:
 
 def test_swaps_are_measured_by_phase(metrics: EngineMetrics) -> None:
     assert scrape(metrics)["temper_engine_adapter_load_failures_total", frozenset({("reason", "rejected")})] == 0
-    metrics.adapter_phase("upload", 0.02)
-    metrics.adapter_failed("rejected")
+    metrics.listen(AdapterPhaseDone("upload", 0.02))
+    metrics.listen(AdapterLoadFailed("rejected"))
     found = scrape(metrics)
     assert found["temper_engine_adapter_load_seconds_count", frozenset({("phase", "upload")})] == 1
     assert found["temper_engine_adapter_load_failures_total", frozenset({("reason", "rejected")})] == 1
@@ -138,15 +147,14 @@ def test_tiers_have_all_their_series_from_the_start() -> None:
 
 
 def test_what_moves_between_tiers_is_counted(metrics: EngineMetrics) -> None:
-    tiers: TierObserver = metrics.tiers
-    tiers.tier_hit(None, 640, 0.5)
-    tiers.tier_hit(Tier.DISK, 64, 2.0)
-    tiers.tier_hit(Tier.DISK, 64, -1.0)
-    tiers.tier_loaded(Tier.HOST, 1000, 0.02)
-    tiers.tier_saved(Tier.STORE, 2000, 0.3)
-    tiers.tier_failed(Tier.STORE, "away")
-    tiers.tier_evicted(None, 10)
-    tiers.tier_evicted(Tier.HOST, 20)
+    metrics.tiers.hit(None, 640, 0.5)
+    metrics.tiers.hit(Tier.DISK, 64, 2.0)
+    metrics.tiers.hit(Tier.DISK, 64, -1.0)
+    metrics.listen(CopyLoaded(Tier.HOST, 1000, 0.02))
+    metrics.listen(CopySaved(Tier.STORE, 2000, 0.3))
+    metrics.listen(CopyNotMade(Tier.STORE, "away"))
+    metrics.tiers.evicted(None, 10)
+    metrics.listen(CopyEvicted(Tier.HOST, 20))
     found = scrape(metrics)
 
     def of(name: str, tier: str, **labels: str) -> float:

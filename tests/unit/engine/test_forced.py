@@ -9,10 +9,11 @@ import torch
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.engine.executors.cpu.sampler import Sampler
-from services.engine.requests.request import FinishReason, Request, SamplingParams
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk
+from tests.unit.engine.executors.cpu.test_sampler import EOS, VOCAB, chunk, random_logits
 from tests.unit.engine.machine import next_token
-from tests.unit.engine.test_sampler import EOS, VOCAB, chunk, random_logits
 from tests.unit.engine.toy_engine import LONG, Engine
 
 
@@ -49,9 +50,9 @@ def test_nothing_to_force_is_refused() -> None:
 
 
 def test_nothing_is_guessed_of_given_tokens() -> None:
-    assert SamplingParams().guessable
-    assert not SamplingParams(min_tokens=1).guessable
-    assert not SamplingParams.forcing((1,), 1.0).guessable
+    assert SamplingParams().draftable
+    assert not SamplingParams(min_tokens=1).draftable
+    assert not SamplingParams.forcing((1,), 1.0).draftable
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0.0])

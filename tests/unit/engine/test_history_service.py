@@ -13,25 +13,26 @@ from grpc import aio
 from services.common.errors import InvalidRequest
 from services.common.pb import engine_pb2, histories_pb2_grpc
 from services.common.pb import histories_pb2 as pb
-from services.engine.loop.ports import Submission
-from services.engine.requests.request import SamplingParams
+from services.engine.requests.adapter import AdapterChoice
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.requests.sessions import SessionName
+from services.engine.requests.submission import Submission
 from services.engine.server.errors import INTERNAL_MESSAGE
-from services.engine.server.protobuf import AdapterChoice, submission
-from services.engine.server.session_service import HistoryService
-from tests.unit.engine.memory_histories import MAGIC, PIECE, MemoryHistories
+from services.engine.server.protobuf import submission
+from services.engine.server.session_service import SessionService
+from tests.unit.engine.memory_histories import MAGIC, PIECE, MemorySessions
 
 BIG = 128 * 2**20
 
 
 @pytest.fixture
-def desk() -> MemoryHistories:
-    return MemoryHistories()
+def desk() -> MemorySessions:
+    return MemorySessions()
 
 
 @pytest.fixture
-async def stub(desk: MemoryHistories) -> AsyncIterator[histories_pb2_grpc.HistoriesAsyncStub]:
-    server, service = aio.server(), HistoryService(desk)
+async def stub(desk: MemorySessions) -> AsyncIterator[histories_pb2_grpc.HistoriesAsyncStub]:
+    server, service = aio.server(), SessionService(desk)
     histories_pb2_grpc.add_HistoriesServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -61,7 +62,7 @@ async def pieces(*data: bytes, name: str = "talk") -> AsyncIterator[pb.ImportHis
 
 
 async def test_what_is_kept_of_a_session_is_told(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     desk.keep("k-1", "older", b"12345", used=10.0)
     desk.keep("k-1", "newer", b"1", used=20.0)
@@ -82,7 +83,7 @@ async def test_what_is_kept_of_a_session_is_told(
     assert all(name.startswith("histories") for name in desk.threads), "never on the event loop"
 
 
-async def test_errors_are_those_of_the_desk(desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub) -> None:
+async def test_errors_are_those_of_the_desk(desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub) -> None:
     desk.keep("k-1", "talk")
     desk.can_save = False
     for call, code, message in (
@@ -102,7 +103,7 @@ async def test_errors_are_those_of_the_desk(desk: MemoryHistories, stub: histori
 
 
 async def test_an_import_begins_with_the_name_and_names_nothing_else(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     async def nameless() -> AsyncIterator[pb.ImportHistoryRequest]:
         yield pb.ImportHistoryRequest(data=MAGIC)
@@ -124,7 +125,7 @@ async def test_an_import_begins_with_the_name_and_names_nothing_else(
 
 
 async def test_a_session_goes_out_and_in_again(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     data = bytes(range(256)) * 1000
     desk.keep("k-1", "talk", data)
@@ -139,7 +140,7 @@ async def test_a_session_goes_out_and_in_again(
 
 
 async def test_an_export_goes_at_its_clients_pace_and_ends_with_it(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     desk.keep("k-1", "talk", bytes(BIG))
     call = stub.Export(pb.ExportHistoryRequest(session=ref()))
@@ -154,7 +155,7 @@ async def test_an_export_goes_at_its_clients_pace_and_ends_with_it(
 
 
 async def test_an_import_goes_at_the_desks_pace(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     sent = 0
 
@@ -175,7 +176,7 @@ async def test_an_import_goes_at_the_desks_pace(
 
 
 async def test_an_import_that_breaks_off_is_not_one_that_ends(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     async def half() -> AsyncIterator[pb.ImportHistoryRequest]:
         yield pb.ImportHistoryRequest(session=ref(), data=MAGIC)
@@ -197,7 +198,7 @@ async def test_an_import_that_breaks_off_is_not_one_that_ends(
 
 
 async def test_few_files_go_at_a_time_and_short_calls_do_not_wait_for_them(
-    desk: MemoryHistories, stub: histories_pb2_grpc.HistoriesAsyncStub
+    desk: MemorySessions, stub: histories_pb2_grpc.HistoriesAsyncStub
 ) -> None:
     desk.keep("k-1", "talk", bytes(BIG))
     calls = [stub.Export(pb.ExportHistoryRequest(session=ref())) for _ in range(4)]

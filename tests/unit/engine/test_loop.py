@@ -21,16 +21,19 @@ from services.common.errors import (
     Unavailable,
 )
 from services.engine.compute_sharing.host_lock import SliceGate
-from services.engine.kv_cache.integrity import IntegrityError
-from services.engine.kv_offload.messages import Load, Tier
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Tier
+from services.engine.kv_offload.messages import Load
 from services.engine.loop.kept_completions import RolloutMemory
 from services.engine.loop.loop import EngineLoop
-from services.engine.loop.ports import NoObserver, StepStats, Submission
+from services.engine.observability.events import EngineEvent, EventStream, RequestDone, StepDone, StepFailed
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import Finished, SequenceUpdate
-from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, SamplingParams
+from services.engine.requests.request import FinishReason
+from services.engine.requests.sampling_params import SamplingParams
+from services.engine.requests.submission import Submission
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.step_plan import StepPlan, StepResult
-from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, reference
 from tests.unit.engine.toy_tiers import ToyTiers
 
@@ -150,17 +153,20 @@ class StoppableRunner(ToyRunner):
         self.one.release()
 
 
-class Recorder(NoObserver):
+class Recorder:
     def __init__(self) -> None:
-        self.steps: list[StepStats] = []
+        self.steps: list[StepDone] = []
         self.done: list[Finished] = []
+        self.failed = threading.Event()
 
-    def step_done(self, stats: StepStats) -> None:
-        self.steps.append(stats)
-
-    def request_done(self, finished: Finished, submitted_at: float, now: float) -> None:
-        assert now >= submitted_at
-        self.done.append(finished)
+    def listen(self, event: EngineEvent) -> None:
+        if isinstance(event, StepDone):
+            self.steps.append(event)
+        elif isinstance(event, StepFailed):
+            self.failed.set()
+        elif isinstance(event, RequestDone):
+            assert event.now >= event.submitted_at
+            self.done.append(event.finished)
 
 
 class Fixture:
@@ -175,7 +181,7 @@ class Fixture:
             self.adapters,
             self.gate,
             RolloutMemory(100, 60.0),
-            observer=self.observer,
+            events=EventStream(self.observer.listen),
             **options,
         )
         self.client = Client()
@@ -200,7 +206,7 @@ class Fixture:
         counts = self.loop.call_at_boundary(lambda: self.loop._pipeline.scheduler.counts()).result(TIMEOUT)
         assert counts.running == counts.waiting == counts.blocks_used == counts.slots_used == 0
         assert self.adapters.pins == []
-        assert len(self.loop._desk) == 0
+        assert len(self.loop._tracker) == 0
         # A step of requests that ended meanwhile may still be in flight.
         for _ in range(1000):
             if not self.loop.call_at_boundary(lambda: self.loop._pipeline.busy).result(TIMEOUT):
@@ -394,7 +400,7 @@ def test_broken_books_end_all_requests_and_serving_goes_on(engine: Fixture) -> N
     engine.runner.entered.get(timeout=TIMEOUT)
 
     def break_books() -> None:
-        engine.loop._pipeline.scheduler._memory._slots.release(engine.loop._pipeline.scheduler._roster.running[0].slot)
+        engine.loop._pipeline.scheduler._memory._slots.release(engine.loop._pipeline.scheduler._queue.running[0].slot)
 
     engine.loop.call_at_boundary(break_books)
     engine.loop.abort("r0")
@@ -410,10 +416,8 @@ def test_idle_moments_are_used_to_check_the_books(engine: Fixture) -> None:
     engine.submit("r0")
     engine.client.wait("r0")
     leaky = engine.loop.call_at_boundary(lambda: engine.loop._pipeline.scheduler).result(TIMEOUT)
-    found = threading.Event()
-    engine.observer.step_failed = lambda error: found.set()
     engine.loop.call_at_boundary(lambda: leaky._memory._slots.take()).result(TIMEOUT)
-    assert found.wait(TIMEOUT)
+    assert engine.observer.failed.wait(TIMEOUT)
     engine.settle()
     assert engine.loop._pipeline.scheduler is not leaky
     engine.submit("r1")

@@ -6,14 +6,12 @@ import random
 
 import pytest
 
-from services.engine.kv_cache.block_pool import BlockPool
+from services.engine.kv_cache.block_pool import BlockPool, IntegrityError
 from services.engine.kv_cache.compute_cost import ComputeCost
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.keys import TOKEN_BYTES, encode, space_of
 from services.engine.kv_cache.prefix_cache import PrefixCache, Sizes
 from services.engine.kv_cache.radix_tree import Node, Path, Pending, RadixTree
 from services.engine.kv_cache.state_pool import SlotPool
-from services.engine.kv_cache.token_bytes import encode
-from services.engine.kv_offload.messages import TOKEN_BYTES, space_of
 
 
 def test_blocks_are_handed_out_once_and_never_scratch() -> None:

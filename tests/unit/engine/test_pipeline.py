@@ -9,8 +9,8 @@ import pytest
 
 from services.common.errors import TemperError
 from services.engine.kv_offload.messages import Save
-from services.engine.loop.ports import NoObserver, StepStats
-from services.engine.loop.step_pipeline import Pipeline
+from services.engine.loop.step_pipeline import StepPipeline
+from services.engine.observability.events import EngineEvent, EventStream, StepDone
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.config import SchedulerConfig
@@ -22,7 +22,7 @@ CONFIG = SchedulerConfig(max_num_seqs=4, token_budget=32, block_size=4, num_bloc
 PROMPT = (1, 2, 3)
 
 
-class Bench(ToyRunner, NoObserver):
+class Bench(ToyRunner):
     """Runner, gate, observer and clock in one, with a log of what happened in which order."""
 
     def __init__(self, depth: int = 2, *, tiers: bool = False) -> None:
@@ -36,10 +36,10 @@ class Bench(ToyRunner, NoObserver):
         self.launches = 0
         self.failing_launches: set[int] = set()
         self.failing_results: set[int] = set()
-        self.stats: list[StepStats] = []
+        self.stats: list[StepDone] = []
         self.plans: list[StepPlan] = []
         self.updates: dict[str, list[SequenceUpdate]] = {}
-        self.pipeline = Pipeline(CONFIG, self, self, self, lambda: self.now, self.tiers)
+        self.pipeline = StepPipeline(CONFIG, self, self, EventStream(self.listen), lambda: self.now, self.tiers)
 
     def launch(self, plan: StepPlan) -> Step:
         number = self.launches
@@ -67,8 +67,9 @@ class Bench(ToyRunner, NoObserver):
     def engine_idle(self) -> None:
         raise AssertionError("the loop's business")
 
-    def step_done(self, stats: StepStats) -> None:
-        self.stats.append(stats)
+    def listen(self, event: EngineEvent) -> None:
+        if isinstance(event, StepDone):
+            self.stats.append(event)
 
     def add(self, name: str, max_tokens: int, prompt: tuple[int, ...] = PROMPT) -> None:
         self.pipeline.scheduler.add(request(name, prompt, max_tokens=max_tokens))

@@ -10,8 +10,8 @@ import pytest
 from services.common.adapters.names import AdapterVersion, check_adapter_name
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, Overloaded
 from services.common.pb import engine_pb2 as pb
-from services.engine.requests.request import AdapterPin
-from services.engine.server.protobuf import AdapterChoice, adapter_choice
+from services.engine.requests.adapter import AdapterChoice, AdapterPin
+from services.engine.server.protobuf import adapter_choice
 from tests.unit.engine.test_adapters import World
 
 FILES = {"weights": b"policy"}

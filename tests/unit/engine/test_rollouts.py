@@ -7,8 +7,10 @@ from array import array
 import pytest
 
 from services.engine.loop.kept_completions import Rollout, RolloutMemory
+from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import Finished
-from services.engine.requests.request import AdapterPin, FinishReason, Request, SamplingParams
+from services.engine.requests.request import FinishReason, Request
+from services.engine.requests.sampling_params import SamplingParams
 
 
 class Clock:

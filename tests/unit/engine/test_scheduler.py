@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest, TemperError
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.requests.outputs import SampledToken
 from services.engine.requests.request import FinishReason
 from services.engine.scheduler.scheduler import Scheduler
-from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, SampledToken, StepPlan, StepResult
+from services.engine.scheduler.step_plan import MOST_VERIFIED, PENDING, StepPlan, StepResult
 from tests.unit.engine.machine import reference
 from tests.unit.engine.toy_engine import ADAPTER, LONG, Engine, shape
 
@@ -414,19 +415,19 @@ def test_integrity_check_finds_leaks() -> None:
         return engine.scheduler
 
     scheduler = broken(Engine())
-    scheduler._roster.running[0].blocks.pop()
+    scheduler._queue.running[0].blocks.pop()
     with pytest.raises(IntegrityError, match="blocks"):
         scheduler.check_integrity()
     scheduler = broken(Engine())
-    scheduler._roster.running[0].slot = scheduler._roster.running[1].slot
+    scheduler._queue.running[0].slot = scheduler._queue.running[1].slot
     with pytest.raises(IntegrityError, match="two owners"):
         scheduler.check_integrity()
     scheduler = broken(Engine())
-    del scheduler._roster.running[0]
+    del scheduler._queue.running[0]
     with pytest.raises(IntegrityError, match="registered"):
         scheduler.check_integrity()
     scheduler = broken(Engine())
-    scheduler._roster.running.reverse()
+    scheduler._queue.running.reverse()
     with pytest.raises(IntegrityError, match="order"):
         scheduler.check_integrity()
 
@@ -438,7 +439,7 @@ def test_requests_that_ended_are_not_kept_until_their_deadlines() -> None:
         engine.add(f"r{number}", (1, 2), deadline=2e6, max_tokens=1)
         engine.step()
     assert engine.scheduler.counts().running == 1
-    assert len(engine.scheduler._roster._deadlines) < 80
+    assert len(engine.scheduler._queue._deadlines) < 80
 
 
 SPECULATIVE: dict[str, int | bool | frozenset[int] | None] = {"speculative": True, "token_budget": 40, "num_slots": 16}
@@ -450,9 +451,9 @@ def test_right_guesses_give_two_tokens_a_step() -> None:
     plans = engine.run()
     assert engine.output("r") == reference(LONG, 30)
     counts = engine.scheduler.counts()
-    assert 0 < counts.guesses_right < counts.guesses
+    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
     # One token from the prompt, one from each other step, one more for each right guess.
-    assert len(plans) - 1 == 29 - counts.guesses_right
+    assert len(plans) - 1 == 29 - counts.num_accepted_tokens
     lengths = [len(chunk.token_ids) for plan in plans for chunk in plan.chunks if chunk.start >= len(LONG)]
     assert max(lengths) <= MOST_VERIFIED
 
@@ -480,7 +481,7 @@ def test_nothing_is_guessed_where_logits_are_edited() -> None:
     engine.add("r", LONG, max_tokens=10, ignore_eos=True, presence_penalty=0.5)
     plans = engine.run()
     assert engine.output("r") == reference(LONG, 10)
-    assert engine.scheduler.counts().guesses == 0
+    assert engine.scheduler.counts().num_draft_tokens == 0
     assert all(chunk.is_decode for plan in plans[2:] for chunk in plan.chunks)
 
 

@@ -21,13 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from services.common.adapters.names import AdapterVersion
 from services.common.errors import DeadlineExceeded, InvalidRequest, TemperError
 from services.engine.adapters.slot_table import SlotTable
+from services.engine.requests.adapter import BASE_PIN, AdapterChoice, AdapterPin
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import BASE_PIN, AdapterPin, FinishReason, Pooling, Request
+from services.engine.requests.request import FinishReason, Pooling, Request
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.sequence import Sequence
 from services.engine.scheduler.step_plan import StepPlan, StepResult
-from services.engine.server.protobuf import AdapterChoice
 from tests.unit.engine.machine import ToyRunner, behind, request
 from tests.unit.engine.toy_reads import Told
 from tests.unit.engine.toy_tiers import ToyTiers
@@ -388,7 +388,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for count in range(self._bound(there)):
             if not there & self.here:
                 break
-            while len(self.scheduler._roster.waiting) <= self.config.max_num_seqs and arrived < 20 * (count + 1):
+            while len(self.scheduler._queue.waiting) <= self.config.max_num_seqs and arrived < 20 * (count + 1):
                 length = min(lengths[arrived % len(lengths)], self.config.max_model_len - 1)
                 arrived += 1
                 prompt = tuple(1 + (arrived + position) % 40 for position in range(length))
@@ -449,7 +449,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self) -> StepPlan | None:
         self._pin_waiting()
-        before = {s.request.request_id: s for s in self.scheduler._roster.running}
+        before = {s.request.request_id: s for s in self.scheduler._queue.running}
         prompts = {s.request.request_id: len(s.request.prompt_token_ids) for s in before.values()}
         decoding = [
             s
@@ -457,7 +457,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if prompts[name] < s.known < s.known_at_end and (s.lacking == 1 or (s.lacking <= 4 and self._answers(s)))
         ]
         preemptions = self.scheduler.counts().preemptions
-        refused = {s.request.request_id for s in self.scheduler._roster.waiting if s.held_up}
+        refused = {s.request.request_id for s in self.scheduler._queue.waiting if s.held_up}
         plan = self.scheduler.schedule(self.now)
         expired = self.scheduler.take_expired()
         for update in expired:
@@ -490,8 +490,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         refused: Set[str],
     ) -> None:
         planned = {chunk.request.request_id for chunk in plan.chunks}
-        running = {s.request.request_id: s for s in self.scheduler._roster.running}
-        waiting = self.scheduler._roster.waiting
+        running = {s.request.request_id: s for s in self.scheduler._queue.running}
+        waiting = self.scheduler._queue.waiting
         assert planned <= running.keys()
         # Decodes: all of them, or the best-ranked ones if blocks or seats had to be taken from the others.
         served = [s.rank for s in decoding if s.request.request_id in planned]
@@ -509,7 +509,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in waiting:
             passed_by = [other for other in started if other.rank > sequence.rank]
             limit = self.scheduler._memory.reusable(sequence)
-            promised = self.scheduler._sharing.promised(sequence, limit) >= self.config.block_size
+            promised = self.scheduler._prefixes.promised(sequence, limit) >= self.config.block_size
             if not passed_by or sequence.ticket or promised:
                 continue
             assert admissions.lacking(sequence) > self.config.short_prefill

@@ -115,7 +115,7 @@ def test_a_load_that_was_given_up_is_not_waited_for_again() -> None:
     engine.scheduler.schedule(2 * _LEAST)
     assert [type(job) for job in engine.scheduler.take_jobs()] == [GiveUp]
     engine.add("third", LONG, max_tokens=1, arrival=1)
-    assert not engine.scheduler._memory.stored._targets  # type: ignore[union-attr]
+    assert not engine.scheduler._memory.offload._targets  # type: ignore[union-attr]
 
 
 def test_scores_are_not_saved() -> None:
@@ -165,4 +165,4 @@ def test_what_the_device_has_given_up_meanwhile_is_passed_over() -> None:
         engine.tiers.work()
         engine.serve()
     assert len(engine.tiers.entries) == before + saving
-    assert not engine.scheduler._memory.stored._put_off  # type: ignore[union-attr]
+    assert not engine.scheduler._memory.offload._put_off  # type: ignore[union-attr]

@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 from pydantic import ValidationError
 
-from services.engine.kv_offload.config import tier_limits
 from services.engine.settings import EngineSettings
+from services.pod.tiers import tier_limits
 
 
 def test_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

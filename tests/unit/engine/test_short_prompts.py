@@ -54,7 +54,7 @@ def test_a_closed_loop_of_many_lengths_keeps_steps_full() -> None:
     toy.step()
     counts = []
     for _ in range(150):
-        while len(toy.scheduler._roster.running) + len(toy.scheduler._roster.waiting) < 32:
+        while len(toy.scheduler._queue.running) + len(toy.scheduler._queue.waiting) < 32:
             toy.add(f"p{sent}", prompt(8 if sent % 3 == 0 else 120, sent), max_tokens=4)
             sent += 1
         counts.append(prefilled(toy.step()))
@@ -130,7 +130,7 @@ def test_a_long_prompt_gets_a_seat_however_many_short_ones_arrive(seats: int) ->
 
     def arrive() -> None:
         nonlocal sent
-        while len(toy.scheduler._roster.waiting) < 2 * seats:
+        while len(toy.scheduler._queue.waiting) < 2 * seats:
             toy.add(f"s{sent}", prompt(4, sent), max_tokens=4)
             sent += 1
 
@@ -148,7 +148,7 @@ def test_a_long_prompt_gets_a_seat_however_many_short_ones_arrive(seats: int) ->
 def test_a_long_prompt_gets_its_memory_however_many_short_ones_arrive() -> None:
     toy, sent = engine(num_blocks=16, max_model_len=60), 0
     for step in range(60):
-        while len(toy.scheduler._roster.waiting) < 4:
+        while len(toy.scheduler._queue.waiting) < 4:
             toy.add(f"s{sent}", prompt(4, sent), max_tokens=9)
             sent += 1
         if step == 5:

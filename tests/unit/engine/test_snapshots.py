@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from kernels.gpu.segments import TILE
 from services.engine.kv_cache.compute_cost import ComputeCost
+from services.engine.kv_cache.keys import decode, encode, shared
 from services.engine.kv_cache.snapshot_policy import _TILE, SnapshotPolicy, interval
-from services.engine.kv_cache.token_bytes import decode, encode, shared
-from services.engine.scheduler.pending_prefixes import Sharing
+from services.engine.scheduler.pending_prefixes import PendingPrefixes
 from services.engine.scheduler.sequence import Sequence
 from tests.unit.engine.machine import request
 
@@ -75,7 +75,7 @@ def test_positions_are_possible(
 
 
 def test_what_waits_shares_the_longest_beginning() -> None:
-    sharing = Sharing()
+    sharing = PendingPrefixes()
     one, two, three = (sequence(n, (1, 2, 3, *tail)) for n, tail in enumerate(((4, 5), (4, 6), (7,))))
     other = sequence(3, (1, 2, 3, 4, 5), cache_salt="other")
     for each in (one, two, three, other):
@@ -99,7 +99,7 @@ def test_what_waits_shares_the_longest_beginning() -> None:
 
 def test_a_promise_stays_where_its_tokens_are() -> None:
     """A prompt that comes later parts from the one that promises before, or behind, the place that was promised."""
-    sharing = Sharing()
+    sharing = PendingPrefixes()
     first = sequence(0, tuple(range(20)))
     sharing.add(first)
     sharing.promise(first, (8, 16))
@@ -116,7 +116,7 @@ def test_a_promise_stays_where_its_tokens_are() -> None:
 
 
 def test_a_worse_rank_promises_nothing_to_a_better_one() -> None:
-    sharing = Sharing()
+    sharing = PendingPrefixes()
     patient, urgent = sequence(0, (1, 2, 3, 4), priority=1), sequence(1, (1, 2, 3, 4), priority=0)
     sharing.add(patient)
     sharing.add(urgent)

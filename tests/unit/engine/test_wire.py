@@ -11,13 +11,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common import errors
 from services.common.pb import engine_pb2 as pb
-from services.engine.adapters.ports import AdapterSnapshot, LoadedAdapter
-from services.engine.loop.ports import LoopStatus
 from services.engine.observability.metrics import EngineMetrics, StateCollector
-from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import AdapterPin, FinishReason
-from services.engine.scheduler.config import Counts
-from services.engine.scheduler.step_plan import SampledToken
+from services.engine.observability.status import AdapterSnapshot, Counts, LoadedAdapter, LoopStatus
+from services.engine.requests.adapter import AdapterPin
+from services.engine.requests.outputs import SampledToken, SequenceUpdate
+from services.engine.requests.request import FinishReason
 from services.engine.server.errors import INTERNAL_MESSAGE, status_code, to_message
 from services.engine.server.protobuf import update_message
 
@@ -58,7 +56,7 @@ def test_an_update_on_the_wire() -> None:
 def test_the_gauges_that_routers_read() -> None:
     counts = Counts(
         running=2, waiting=1, blocks_used=25, blocks_cached=5, blocks_total=100, slots_used=2, slots_cached=1,
-        slots_total=9, preemptions=0, guesses=10, guesses_right=7,
+        slots_total=9, preemptions=0, num_draft_tokens=10, num_accepted_tokens=7,
     )  # fmt: skip
     snapshot = AdapterSnapshot(
         "a@2",

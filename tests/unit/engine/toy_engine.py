@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.engine.requests.adapter import AdapterPin
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.request import AdapterPin
 from services.engine.scheduler.config import SchedulerConfig
 from services.engine.scheduler.scheduler import Scheduler
 from services.engine.scheduler.step_plan import StepPlan

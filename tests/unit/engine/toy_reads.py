@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from services.engine.executors.prompt_rows import ReadRows
 from services.engine.requests.outputs import SequenceUpdate
-from services.engine.requests.prompt_scoring import PromptReport, PromptScores, ReadRows
+from services.engine.requests.prompt_scoring import PromptReport, PromptScores
 from services.engine.requests.request import Pooling, Request
 from services.engine.scheduler.step_plan import StepPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from services.engine.kv_cache.token_bytes import decode
+from services.engine.kv_cache.keys import Key, Tier, decode
 from services.engine.kv_offload.messages import (
     Dropped,
     Entry,
@@ -14,7 +14,6 @@ from services.engine.kv_offload.messages import (
     GiveUp,
     Job,
     Kept,
-    Key,
     Layout,
     Load,
     Loaded,
@@ -22,7 +21,6 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Released,
     Save,
-    Tier,
 )
 from tests.unit.engine.machine import ToyRunner
 

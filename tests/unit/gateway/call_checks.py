@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 from services.common.text.tokenizer import TextCodec
 from services.engine.constraints.grammars import GrammarLimits, compile_grammar
 from services.engine.constraints.vocabulary import Vocabulary as Tokens
-from services.engine.requests.constraint import Constraint, ConstraintKind
+from services.engine.requests.sampling_params import Constraint, ConstraintKind
 from services.gateway.text.detokenizer import TextAssembler
 from services.gateway.text.grammar.tool_calls import CallForm, Form, tool_grammar
 from services.gateway.text.output_parser import ChatParser, Delta

@@ -18,8 +18,8 @@ from services.common.pb import (
     histories_pb2_grpc,
     sessions_pb2_grpc,
 )
-from services.engine.server.session_service import HistoryService
-from tests.unit.engine.memory_histories import MemoryHistories
+from services.engine.server.session_service import SessionService
+from tests.unit.engine.memory_histories import MemorySessions
 from tests.unit.gateway.fake_sessions import FakeSessions
 from tests.unit.gateway.tokens import EOS, VOCAB_SIZE, codec
 
@@ -124,8 +124,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer, adapters_pb2_grpc.AdaptersServi
         self.running: dict[str, asyncio.Task[None]] = {}
         self.port = 0
         self.sessions = FakeSessions(secrets.token_hex(6))
-        self.histories = MemoryHistories()
-        self._history_service = HistoryService(self.histories)
+        self.histories = MemorySessions()
+        self._history_service = SessionService(self.histories)
         self._server: aio.Server | None = None
         self._streams: set[asyncio.Queue[engine_pb2.EngineFrame | None]] = set()
 

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from services.common.errors import Overloaded, TemperError, Unavailable
 from services.common.pb import engine_pb2
+from services.gateway.core.engine_target import EngineTarget
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.engines.circuit_breaker import BreakerState
 from services.gateway.engines.client import EngineClient
-from services.gateway.engines.discovery import Discovery, EngineTarget, resolve
+from services.gateway.engines.discovery import Discovery, resolve
 from services.gateway.engines.load_balancing import Affinity, route_of
 from services.gateway.engines.pool import EnginePool
 from services.gateway.settings import GatewaySettings

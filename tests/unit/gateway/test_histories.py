@@ -45,7 +45,7 @@ def http_two(two: Running) -> Iterator[httpx.Client]:
 
 
 def test_a_session_is_told(running: Running, http: httpx.Client) -> None:
-    running.engine.histories.keep("", "talk", b"12345", used=100.9)
+    running.engine.sessions.keep("", "talk", b"12345", used=100.9)
     found = http.get(f"{ROUTE}/talk")
     assert found.status_code == 200
     SessionObject.model_validate_json(found.content, strict=True)
@@ -69,7 +69,7 @@ def test_a_session_is_told(running: Running, http: httpx.Client) -> None:
     gone = http.delete(f"{ROUTE}/talk")
     DeletedSession.model_validate_json(gone.content, strict=True)
     assert gone.json() == {"id": "talk", "object": "session", "deleted": True}
-    assert not running.engine.histories.kept
+    assert not running.engine.sessions.kept
 
 
 def test_a_session_that_nobody_has(running: Running, http: httpx.Client) -> None:
@@ -97,8 +97,8 @@ def test_pages(running: Running, http: httpx.Client) -> None:
         "has_more": False,
     }
     for number in range(5):
-        running.engine.histories.keep("", f"s{number}", used=float(number))
-    running.engine.histories.keep("somebody", "else", used=9.0)
+        running.engine.sessions.keep("", f"s{number}", used=float(number))
+    running.engine.sessions.keep("somebody", "else", used=9.0)
     assert names(http) == ["s4", "s3", "s2", "s1", "s0"]
     page = http.get(ROUTE, params={"limit": 2, "after": "s3"}).json()
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("s2", "s1", True)
@@ -106,19 +106,19 @@ def test_pages(running: Running, http: httpx.Client) -> None:
 
 
 def test_tiers_are_told_fastest_first(running: Running, http: httpx.Client) -> None:
-    kept = running.engine.histories.keep("", "talk")
+    kept = running.engine.sessions.keep("", "talk")
     sizes = {"store": 1, "disk": 2, "device": 3, "host": 4}
-    running.engine.histories.kept[kept.session] = replace(kept, sizes=sizes), b""
+    running.engine.sessions.kept[kept.session] = replace(kept, sizes=sizes), b""
     assert list(http.get(f"{ROUTE}/talk").json()["bytes"]) == ["device", "host", "disk", "store"]
 
 
 def test_what_cannot_be_saved(running: Running, http: httpx.Client) -> None:
-    running.engine.histories.keep("", "talk")
-    running.engine.histories.can_save = False
+    running.engine.sessions.keep("", "talk")
+    running.engine.sessions.can_save = False
     try:
         assert "TEMPER_TIERS" in error_of(http.post(f"{ROUTE}/talk/save"), 400)["message"]
     finally:
-        running.engine.histories.can_save = True
+        running.engine.sessions.can_save = True
 
 
 @pytest.mark.parametrize("name", ["a/b", "team/../x", "ünï cödé", "a%2Fb", "x.y:z", "export", "?#"])
@@ -139,7 +139,7 @@ def test_any_name_will_do(running: Running, http: httpx.Client, name: str) -> No
 
 def test_a_session_goes_through_without_being_kept(running: Running, http: httpx.Client) -> None:
     data = bytes(range(256)) * 4096 * 8
-    running.engine.histories.keep("", "talk", data)
+    running.engine.sessions.keep("", "talk", data)
     with http.stream("GET", f"{ROUTE}/talk/export") as exported:
         assert exported.headers["content-type"] == "application/octet-stream"
         assert exported.headers["content-disposition"] == "attachment; filename*=UTF-8''talk.session"
@@ -152,29 +152,29 @@ def test_a_session_goes_through_without_being_kept(running: Running, http: httpx
     imported = http.put(f"{ROUTE}/copy/import", content=pieces())
     SessionObject.model_validate_json(imported.content, strict=True)
     assert imported.json()["tokens"] == len(data)
-    assert running.engine.histories.kept[SessionName("", "copy")][1] == data
-    assert not running.engine.histories.open
+    assert running.engine.sessions.kept[SessionName("", "copy")][1] == data
+    assert not running.engine.sessions.open
 
 
 def test_an_export_goes_at_its_readers_pace(start: Starter) -> None:
     running = start(send_buffer=65536)
     size = 64 * 2**20
-    running.engine.histories.keep("", "talk", bytes(size))
+    running.engine.sessions.keep("", "talk", bytes(size))
     with (
         httpx.Client(base_url=running.url, timeout=20, verify=False) as http,
         http.stream("GET", f"{ROUTE}/talk/export") as exported,
     ):
         next(exported.iter_raw(1000))
         before = -1
-        while running.engine.histories.handed != before:
-            before = running.engine.histories.handed
+        while running.engine.sessions.handed != before:
+            before = running.engine.sessions.handed
             time.sleep(0.4)
         assert before < size // PIECE // 2
-    running.wait_for(lambda: not running.engine.histories.open)
+    running.wait_for(lambda: not running.engine.sessions.open)
 
 
 def test_an_import_goes_at_the_engines_pace(running: Running) -> None:
-    histories = running.engine.histories
+    histories = running.engine.sessions
     histories.taken = 0
     histories.go_on.clear()
     sent = 0
@@ -210,7 +210,7 @@ def test_imports_that_are_refused(start: Starter) -> None:
         assert (
             error_of(http.put(f"{ROUTE}/x/import", params={"key_id": "k-1"}, content=MAGIC), 400)["param"] == "key_id"
         )
-        assert not running.engine.histories.kept
+        assert not running.engine.sessions.kept
         fits = http.put(f"{ROUTE}/x/import", content=MAGIC + bytes(2**20 - len(MAGIC)))
         assert fits.status_code == 200
         assert http.post(f"{ROUTE}/x/save", content=bytes(2**20)).status_code == 200, "an ordinary body, and unread"
@@ -218,7 +218,7 @@ def test_imports_that_are_refused(start: Starter) -> None:
 
 def test_an_engine_lost_in_the_middle_of_an_export(start: Starter) -> None:
     running = start(send_buffer=65536)
-    running.engine.histories.keep("", "talk", bytes(64 * 2**20))
+    running.engine.sessions.keep("", "talk", bytes(64 * 2**20))
     with (
         httpx.Client(base_url=running.url, timeout=20, verify=False) as http,
         http.stream("GET", f"{ROUTE}/talk/export") as exported,
@@ -235,7 +235,7 @@ def test_an_engine_lost_in_the_middle_of_an_export(start: Starter) -> None:
 
 
 def test_sessions_of_all_engines_are_one_list(two: Running, http_two: httpx.Client) -> None:
-    first, second = (engine.histories for engine in two.engines)
+    first, second = (engine.sessions for engine in two.engines)
     first.keep("", "a", b"1", used=10.0)
     second.keep("", "a", b"22", used=20.0)
     second.keep("", "b", b"", used=15.0)
@@ -259,7 +259,7 @@ def test_the_engine_of_a_session_is_asked_first(two: Running, http_two: httpx.Cl
     (other,) = (one for one in two.engines if one is not engine)
     other.histories.keep("", "s", b"22", used=20.0)
     assert http_two.get(f"{ROUTE}/s").json()["tokens"] == 2, "it was there once"
-    engine.histories.keep("", "s", b"1", used=10.0)
+    engine.sessions.keep("", "s", b"1", used=10.0)
     other.histories.threads.clear()
     assert http_two.get(f"{ROUTE}/s").json()["tokens"] == 1
     assert not other.histories.threads, "nobody else is asked"
@@ -280,7 +280,7 @@ def test_requests_follow_an_import(two: Running, http_two: httpx.Client) -> None
 
 def test_an_engine_that_is_away(two: Running, http_two: httpx.Client) -> None:
     for engine in two.engines:
-        engine.histories.keep("", "s", used=1.0)
+        engine.sessions.keep("", "s", used=1.0)
     clients = {client.address: client for client in two.gateway.engines.clients}
     gone = two.engines[0]
     address = f"127.0.0.1:{gone.port}"
@@ -307,7 +307,7 @@ def test_sessions_are_their_keys(tmp_path: Path, start: Starter) -> None:
         keys.add(name, *scopes)
     running = start(api_keys_file=str(keys.path), redis_url=NO_REDIS)
     ids = {name: entry.id for name, entry in keys.entries.items()}
-    running.engine.histories.keep(ids["one"], "talk", b"secret")
+    running.engine.sessions.keep(ids["one"], "talk", b"secret")
     with httpx.Client(base_url=running.url, timeout=20, verify=False) as http:
         one, two, boss = (keys.bearer(name) for name in ("one", "two", "boss"))
         assert [entry["id"] for entry in http.get(ROUTE, headers=one).json()["data"]] == ["talk"]
@@ -322,7 +322,7 @@ def test_sessions_are_their_keys(tmp_path: Path, start: Starter) -> None:
         assert http.put(f"{ROUTE}/mine/import", headers=boss, content=exported).status_code == 200
         for_two = {"key_id": ids["two"]}
         assert http.put(f"{ROUTE}/given/import", params=for_two, headers=boss, content=exported).status_code == 200
-        assert {tuple(session) for session in running.engine.histories.kept} == {
+        assert {tuple(session) for session in running.engine.sessions.kept} == {
             (ids["one"], "talk"),
             (ids["boss"], "mine"),
             (ids["two"], "given"),

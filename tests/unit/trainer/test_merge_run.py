@@ -12,7 +12,8 @@ from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import CONFIG, WEIGHTS
 from services.common.errors import InvalidRequest
 from services.common.jobs import MergeJob
-from services.engine.models.lora import BoundAdapter, LoraParams, bind_adapter
+from services.engine.models.lora.binding import BoundAdapter, bind_adapter
+from services.engine.models.lora.trainable import LoraParams
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.base import JobRun
 from services.trainer.parents import Origin

@@ -13,7 +13,7 @@ from kernels.gpu.segments import TILE
 from kernels.gpu.train.documents import Documents
 from services.common.errors import DoesNotFit
 from services.common.jobs import LoraSettings
-from services.engine.models.lora import LoraParams
+from services.engine.models.lora.trainable import LoraParams
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.engine.models.qwen3_5.training.adapters import WorkingAdapter
 from services.engine.models.qwen3_5.training.trunk import Trunk

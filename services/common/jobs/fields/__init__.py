@@ -1,0 +1,1 @@
+"""Parts that specifications of several kinds of job have in common."""

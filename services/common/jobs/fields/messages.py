@@ -35,7 +35,7 @@ def _text_type(value: Any) -> Any:
     return value
 
 
-class TextPart(SentModel):
+class JobTextPart(SentModel):
     """A piece of a turn's text."""
 
     type: Annotated[Literal["text"], BeforeValidator(_text_type)]
@@ -47,7 +47,7 @@ class Message(SentModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """"developer" is the same as "system"."""
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: str | Annotated[list[JobTextPart], Field(min_length=1)] | None = None
     reasoning_content: str | None = None
     """The thinking before the content, as an answer gives it."""
     reasoning: str | None = Field(None, exclude_if=absent)

@@ -1,0 +1,1 @@
+"""The specification of each kind of job."""

@@ -1,0 +1,1 @@
+"""The runner on a CPU, the reference for the CUDA one."""

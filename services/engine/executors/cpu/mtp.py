@@ -16,7 +16,8 @@ from torch import Tensor
 
 from services.engine.executors.cpu.sampler import Sampler
 from services.engine.models.batch import CacheBuffers
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.scheduler.step_plan import Chunk
 
 if TYPE_CHECKING:
     from services.engine.models.qwen3_5.model import Qwen3_5
@@ -49,17 +50,17 @@ class Guesser:
         for chunk in chunks:
             sampled = [token.token_id for token in tokens[at : at + chunk.sampled_rows]]
             at += len(sampled)
-            next_ids += chunk.token_ids[1 : len(chunk.token_ids) - chunk.guesses]
+            next_ids += chunk.token_ids[1 : len(chunk.token_ids) - chunk.num_draft_tokens]
             next_ids += sampled or [chunk.next_id]
             if not chunk.samples:
                 continue
-            right = chunk.guesses and sampled[0] == chunk.token_ids[-1]
-            if chunk.request.sampling.guessable:
-                rows.append(len(next_ids) - 1 - chunk.guesses + right)
+            right = chunk.num_draft_tokens and sampled[0] == chunk.token_ids[-1]
+            if chunk.request.sampling.draftable:
+                rows.append(len(next_ids) - 1 - chunk.num_draft_tokens + right)
                 drawn.append(chunk._replace(output_count=chunk.output_count + 1 + right))
                 places.append(len(guesses))
             guesses.append(-1)
-        if not any(chunk.request.sampling.guessable for chunk in chunks):
+        if not any(chunk.request.sampling.draftable for chunk in chunks):
             return guesses
         device = self._model.device
         out = self._model.guess(hidden, torch.tensor(next_ids, device=device), step, self._cache)

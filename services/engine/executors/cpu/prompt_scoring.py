@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.row_scores import row_scores
-from services.engine.requests.prompt_scoring import PromptReport, PromptScores, ReadRows
+from services.engine.executors.prompt_rows import ReadRows
+from services.engine.requests.prompt_scoring import PromptReport, PromptScores
 from services.engine.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:

@@ -19,14 +19,15 @@ from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cpu.mtp import Guesser
 from services.engine.executors.cpu.prompt_scoring import read_prompts
 from services.engine.executors.cpu.sampler import Sampler
-from services.engine.loop.ports import CompletedStep
+from services.engine.executors.runner import CompletedStep
 from services.engine.models.batch import CacheBuffers, ForwardBatch
 from services.engine.models.qwen3_5.step import Step
+from services.engine.requests.outputs import SampledToken
 from services.engine.scheduler.chunk_segments import links
-from services.engine.scheduler.step_plan import Chunk, SampledToken, StateCopy, StepPlan, StepResult
+from services.engine.scheduler.step_plan import Chunk, StateCopy, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from services.engine.models.lora import LoraSlots
+    from services.engine.models.lora.slots import LoraSlots
     from services.engine.models.qwen3_5.model import Qwen3_5
 
 
@@ -211,7 +212,7 @@ class ModelRunner:
         ends = np.cumsum(np.array(lengths, dtype=np.int64))
         sampled = np.array([chunk.sampled_rows for chunk in chunks])
         logit_rows = np.repeat(ends, sampled) - 1
-        if any(chunk.guesses for chunk in chunks):
+        if any(chunk.num_draft_tokens for chunk in chunks):
             logit_rows -= [back for count in sampled for back in range(count - 1, -1, -1)]
         buffer = np.empty(3 * total + 3 * sequences + len(logit_rows) + sequences * width, dtype=np.int64)
         tokens, positions, kv_slots = buffer[: 3 * total].reshape(3, total)

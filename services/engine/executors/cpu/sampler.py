@@ -24,7 +24,8 @@ from torch import Tensor
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cpu.sampling_params import SamplingRows
 from services.engine.executors.rng import BLOCK, FIRST_BLOCK, exponential, row_keys
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.scheduler.step_plan import Chunk
 
 _MIN_CANDIDATES = 64
 """Candidates looked at before a row falls back to the whole vocabulary."""

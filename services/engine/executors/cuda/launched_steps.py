@@ -11,7 +11,7 @@ from services.engine.constraints.masks import RowMasks
 from services.engine.executors.cuda.buffers import LoadedStep, StepShape
 from services.engine.executors.cuda.mtp import GuessRows
 from services.engine.executors.cuda.prompt_scoring import Reports
-from services.engine.executors.cuda.sampler import SampleRows
+from services.engine.executors.cuda.sampling.sampler import SampleRows
 from services.engine.executors.cuda.stream import Arrival
 from services.engine.models.qwen3_5.fused import FusedForward
 from services.engine.scheduler.step_plan import StepResult

@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.engine.executors.cuda.sampler import CudaSampler, DeviceResults, SampleRows
+from services.engine.executors.cuda.sampling.sampler import CudaSampler, DeviceResults, SampleRows
 from services.engine.models.qwen3_5.fused import FusedForward
-from services.engine.scheduler.step_plan import Chunk, SampledToken
+from services.engine.requests.outputs import SampledToken
+from services.engine.scheduler.step_plan import Chunk
 
 Words = npt.NDArray[np.int32]
 _WORDS = 5
@@ -43,8 +44,8 @@ class GuessRows:
         for chunk in chunks:
             if not chunk.samples:
                 continue
-            if chunk.request.sampling.guessable:
-                guess = chunk.token_ids[-1] if chunk.guesses else -1
+            if chunk.request.sampling.draftable:
+                guess = chunk.token_ids[-1] if chunk.num_draft_tokens else -1
                 columns.append((at, guess, rows[at], chunk.slot, chunk.output_count + 1))
                 places.append(count)
             at += chunk.sampled_rows

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kernels.gpu.row_scores import row_scores
 from services.engine.executors.cuda.stream import EngineStream
+from services.engine.executors.prompt_rows import ReadRows
 from services.engine.models.qwen3_5.fused import FusedForward
-from services.engine.requests.prompt_scoring import PromptReport, PromptScores, ReadRows
+from services.engine.requests.prompt_scoring import PromptReport, PromptScores
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 
 _MOST_ROWS = 256

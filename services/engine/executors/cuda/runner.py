@@ -27,14 +27,14 @@ from services.engine.executors.cuda.buffers import StepBuffers, StepShape, sampl
 from services.engine.executors.cuda.compile_ahead import compile_ahead, compiled_here
 from services.engine.executors.cuda.graphs import StepGraphs
 from services.engine.executors.cuda.launched_steps import LaunchedStep, OpenedStep, QueuedStep
-from services.engine.executors.cuda.mask_upload import MaskUpload
 from services.engine.executors.cuda.mtp import GuessRows, fill_next_ids, sample_guesses
 from services.engine.executors.cuda.prompt_scoring import CudaPromptReader
-from services.engine.executors.cuda.sampler import CudaSampler
+from services.engine.executors.cuda.sampling.mask_upload import MaskUpload
+from services.engine.executors.cuda.sampling.sampler import CudaSampler
 from services.engine.executors.cuda.shapes import attention_buckets, captured_shapes, decode_bucket
 from services.engine.executors.cuda.stream import EngineStream
 from services.engine.executors.cuda.warm_up import masks_to_try, sampling_plans, warm_up_shapes
-from services.engine.loop.ports import OpenStep, StepHandle
+from services.engine.executors.runner import OpenStep, StepHandle
 from services.engine.models.device_batch import DeviceCache, StepRows
 from services.engine.models.lora.slots import LoraSlots
 from services.engine.models.qwen3_5.fused import DecodeAttention, FusedForward
@@ -272,7 +272,7 @@ class CudaRunner:
         sampling = self._sampler.prepare(sampled)
         extra = sampling.step
         guessing: GuessRows | None = None
-        if self._limits.speculative and any(chunk.request.sampling.guessable for chunk in chunks):
+        if self._limits.speculative and any(chunk.request.sampling.draftable for chunk in chunks):
             guessing = GuessRows.of(chunks, sampled_rows(chunks, decodes, (captured or wanted).decodes))
             extra = np.concatenate((extra.reshape(-1), guessing.words.reshape(-1)))
         step = self._buffers.load(

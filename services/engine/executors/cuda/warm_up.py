@@ -12,7 +12,8 @@ from kernels.gpu.segments import TILE
 from services.engine.constraints.masks import NO_MASKS, RowMasks
 from services.engine.executors.cuda.buffers import StepShape
 from services.engine.executors.cuda.shapes import short_shape
-from services.engine.requests.request import Request, SamplingParams
+from services.engine.requests.request import Request
+from services.engine.requests.sampling_params import SamplingParams
 from services.engine.scheduler.step_plan import Chunk, StepPlan
 
 _ROWS = (1, 3, 16)

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.entry_format.header import Header
-from services.engine.kv_offload.failures import CopyFailed, Troubles
-from services.engine.kv_offload.messages import Bytes, Key, Tier, TierObserver
+from services.engine.kv_offload.failures import CopyFailed, FailureLog
+from services.engine.kv_offload.messages import Bytes
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopySaved, EventStream
 
 FIRST_RANK, ERASE_RANK, FORCED_RANK, WRITE_RANK, TOUCH_RANK = range(5)
 _MOST_WAITING = 1024
@@ -42,16 +44,16 @@ class LowerTier:
         index: Index,
         target: Target,
         fetcher: Fetcher,
-        observer: TierObserver,
-        troubles: Troubles,
+        events: EventStream,
+        failures: FailureLog,
         failed: Callable[[Key, Tier], None],
     ) -> None:
         self.tier = tier
         self._index = index
         self._target = target
         self._fetcher = fetcher
-        self._observer = observer
-        self._troubles = troubles
+        self._events = events
+        self._failures = failures
         self._failed = failed
         self._doomed: dict[Key, None] = {}
         """Copies that no record has any more and that are still to be removed."""
@@ -141,20 +143,20 @@ class LowerTier:
             try:
                 self._target.write(header, payload)
             except CopyFailed as error:
-                if error.trouble != "full":
+                if error.reason != "full":
                     raise
                 # Others need the room as well: then this tier has to do with what it has.
                 self._give_up(record, size)
                 self._target.write(header, payload)
         except CopyFailed as error:
-            self._troubles.tell(self.tier, error.trouble, str(error))
+            self._failures.tell(self.tier, error.reason, str(error))
             return False
         with index.lock:
             if index.is_live(record):
                 index.keep(record, self.tier, size)
             else:
                 self.erase(record.entry.key)
-        self._observer.tier_saved(self.tier, size, time.monotonic() - began)
+        self._events.emit(CopySaved(self.tier, size, time.monotonic() - began))
         return True
 
     def _make_room(self, record: Record, size: int) -> None:
@@ -192,6 +194,6 @@ class LowerTier:
             try:
                 self._target.remove(key)
             except CopyFailed as error:
-                self._troubles.tell(self.tier, error.trouble, str(error))
+                self._failures.tell(self.tier, error.reason, str(error))
                 return
             self._doomed.pop(key, None)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.engine.kv_offload.messages import Tier
+from services.engine.kv_cache.keys import Tier
 
 _GAIN = 0.3
 """Of a new measurement. The first one of a tier counts as a whole, the second as half: before, there is but a guess."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import InvalidRequest, NotFound, Unavailable
+from services.engine.kv_cache.keys import Key
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
@@ -22,7 +23,7 @@ from services.engine.kv_offload.entry_format.header import (
     header_length,
 )
 from services.engine.kv_offload.entry_format.spans import spans
-from services.engine.kv_offload.messages import Bytes, Entry, Key
+from services.engine.kv_offload.messages import Bytes, Entry
 
 PIECE_BYTES = 2**20
 _FETCH_SECONDS = 60.0

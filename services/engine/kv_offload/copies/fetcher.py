@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
 from services.engine.kv_offload.entry_format.header import Header
-from services.engine.kv_offload.failures import CopyFailed, Troubles
+from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.host_memory import Run
-from services.engine.kv_offload.messages import Bytes, Entry, Tier
+from services.engine.kv_offload.messages import Bytes, Entry
 from services.engine.kv_offload.worker import Worker
 
 _THREADS = 4
@@ -34,11 +35,13 @@ class Fetcher:
         sources: fastest first.
     """
 
-    def __init__(self, index: Index, sources: Mapping[Tier, Source], bandwidth: Bandwidth, troubles: Troubles) -> None:
+    def __init__(
+        self, index: Index, sources: Mapping[Tier, Source], bandwidth: Bandwidth, failures: FailureLog
+    ) -> None:
         self._index = index
         self._sources = sources
         self._bandwidth = bandwidth
-        self._troubles = troubles
+        self._failures = failures
         self._ended: dict[Tier, float] = {}
         """When the last read of each tier ended."""
         self.worker = Worker("tiers-fetch", _THREADS)
@@ -99,7 +102,7 @@ class Fetcher:
         size = index.layout.payload_bytes(entry)
         run = buffer.run or self._take_room(size, until)
         if run is None:
-            self._troubles.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
+            self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry that is to be loaded")
             self._give_up(record, buffer)
             return
         buffer.run = run
@@ -139,9 +142,9 @@ class Fetcher:
         with self._index.lock:
             if tier not in record.tiers or not self._index.is_live(record):
                 return  # it was dropped while it was read: no wonder
-            if error.trouble not in ("slow", "away"):
-                self._index.drop(record, tier, erase=error.trouble != "missing")
-        self._troubles.tell(tier, error.trouble, str(error))
+            if error.reason not in ("slow", "away"):
+                self._index.drop(record, tier, erase=error.reason != "missing")
+        self._failures.tell(tier, error.reason, str(error))
 
     def _give_up(self, record: Record, buffer: Buffer) -> None:
         with self._index.lock:

@@ -1,9 +1,9 @@
 """What the tiers have: entries, their copies, and who has to go when there is no room.
 
-Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes, everything
-behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there, so only
-leaves are evicted; from the host any entry goes that a lower tier has, and of the others only those that nothing stands
-on. Whatever is being read or written stays.
+Entries are a forest. One is known only while the entry before it is: when the last copy of an entry goes,
+everything behind it goes as well, deepest first. On disk and in the store an entry stands on its parent's copy there,
+so only leaves are evicted; from the host any entry goes that a lower tier has, and of the others only those that
+nothing stands on. Whatever is being read or written stays.
 """
 
 from __future__ import annotations
@@ -15,21 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.records import Books, Buffer, Record
 from services.engine.kv_offload.entry_format.header import item_bytes
 from services.engine.kv_offload.host_memory import HostArena, Run
-from services.engine.kv_offload.messages import (
-    Dropped,
-    Entry,
-    Event,
-    Kept,
-    Key,
-    Layout,
-    Tier,
-    TierObserver,
-    TierStatus,
-)
+from services.engine.kv_offload.messages import Dropped, Entry, Event, Kept, Layout
+from services.engine.observability.events import CopyEvicted, EventStream
+from services.engine.observability.status import TierStatus
 
 
 class Index:
@@ -47,7 +40,7 @@ class Index:
         layout: Layout,
         arena: HostArena,
         limits: Mapping[Tier, int],
-        observer: TierObserver,
+        events: EventStream,
         *,
         tell: Callable[[Event], None],
         erase: Callable[[Tier, Key], None],
@@ -58,7 +51,7 @@ class Index:
         self.lock = threading.Condition(threading.RLock())
         """Notified when a buffer is filled and when one has fewer readers."""
         self.books = {tier: Books(limit) for tier, limit in limits.items()}
-        self._observer = observer
+        self._events = events
         self._tell = tell
         self._erase = erase
         self._price = price
@@ -319,7 +312,7 @@ class Index:
         key = books.worth.pop_least(time.monotonic(), may_go)
         if key is None:
             return False
-        self._observer.tier_evicted(tier, books.sizes[key])
+        self._events.emit(CopyEvicted(tier, books.sizes[key]))
         self.drop(self._records[key], tier)
         return True
 

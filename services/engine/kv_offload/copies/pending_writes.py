@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from services.engine.kv_offload.messages import Event, Key, Persisted, Tier
+from services.engine.kv_cache.keys import Key, Tier
+from services.engine.kv_offload.messages import Event, Persisted
 
 
 class _Persist:

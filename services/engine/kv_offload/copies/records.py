@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from services.engine.kv_cache.eviction import Worth
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.host_memory import Run
-from services.engine.kv_offload.messages import Entry, Key, Tier
+from services.engine.kv_offload.messages import Entry
 
 
 class Buffer:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from services.engine.kv_cache.keys import Key
 from services.engine.kv_offload.entry_format.header import (
     PREFIX_BYTES,
     Header,
@@ -31,7 +32,8 @@ from services.engine.kv_offload.entry_format.header import (
 )
 from services.engine.kv_offload.entry_format.spans import spans
 from services.engine.kv_offload.failures import CopyFailed
-from services.engine.kv_offload.messages import Bytes, Entry, Key, Layout, Trouble
+from services.engine.kv_offload.messages import Bytes, Entry, Layout
+from services.engine.observability.events import CopyFailure
 
 _THREADS = 8
 """That read one entry: a single one gets a third of what a fast disk, or the page cache, has to give."""
@@ -96,7 +98,7 @@ class DiskFiles:
         self._readers.shutdown(wait=False, cancel_futures=True)
         os.close(self._lock)
 
-    def scan(self) -> tuple[list[FoundFile], list[tuple[Trouble, str]]]:
+    def scan(self) -> tuple[list[FoundFile], list[tuple[CopyFailure, str]]]:
         """What is there, in no order, and what was wrong with the other files: those that are damaged, or of another
         model, are removed."""
         try:
@@ -107,7 +109,7 @@ class DiskFiles:
             with suppress(OSError):
                 os.unlink(self._directory / name)
         found: list[FoundFile] = []
-        wrong: list[tuple[Trouble, str]] = []
+        wrong: list[tuple[CopyFailure, str]] = []
         for answer in self._readers.map(self._look, filter(_NAME.fullmatch, names)):
             if isinstance(answer, FoundFile):
                 found.append(answer)
@@ -188,7 +190,7 @@ class DiskFiles:
         except OSError as error:
             raise _failure(error, "reading") from error
 
-    def _look(self, name: str) -> FoundFile | tuple[Trouble, str]:
+    def _look(self, name: str) -> FoundFile | tuple[CopyFailure, str]:
         """What a file is; it is removed if it is nothing."""
         path = self._directory / name
         try:
@@ -201,11 +203,11 @@ class DiskFiles:
             return FoundFile(header, size, found.st_mtime)
         except OSError as error:  # which says nothing about the file: it stays, and is not used
             failure = _failure(error, "reading")
-            return failure.trouble, f"{name}: {failure}"
+            return failure.reason, f"{name}: {failure}"
         except CopyFailed as error:
             with suppress(OSError):
                 os.unlink(path)
-            return error.trouble, f"{name}: {error}"
+            return error.reason, f"{name}: {error}"
 
 
 @contextmanager
@@ -267,9 +269,9 @@ def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _failure(error: OSError, what: str) -> CopyFailed:
-    trouble: Trouble = "unreadable"
+    reason: CopyFailure = "unreadable"
     if error.errno in _FULL:
-        trouble = "full"
+        reason = "full"
     elif isinstance(error, FileNotFoundError):
-        trouble = "missing"
-    return CopyFailed(trouble, f"{what}: {error.strerror}")
+        reason = "missing"
+    return CopyFailed(reason, f"{what}: {error.strerror}")

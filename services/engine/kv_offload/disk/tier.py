@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.background import FIRST_RANK, TOUCH_RANK, LowerTier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Record
 from services.engine.kv_offload.disk.files import DiskFiles, FoundFile
-from services.engine.kv_offload.failures import CopyFailed, Troubles
-from services.engine.kv_offload.messages import Key, Tier, TierObserver
+from services.engine.kv_offload.failures import CopyFailed, FailureLog
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import EventStream
 
 _YIELD_SECONDS = 0.01
 _WARM_SECONDS = 60.0
@@ -39,15 +40,15 @@ class DiskTier(LowerTier):
         index: Index,
         files: DiskFiles,
         fetcher: Fetcher,
-        observer: TierObserver,
-        troubles: Troubles,
+        events: EventStream,
+        failures: FailureLog,
         failed: Callable[[Key, Tier], None],
         bandwidth: Bandwidth,
         *,
         busy: Callable[[], bool],
         warm: bool,
     ) -> None:
-        super().__init__(Tier.DISK, index, files, fetcher, observer, troubles, failed)
+        super().__init__(Tier.DISK, index, files, fetcher, events, failures, failed)
         self._files = files
         self._bandwidth = bandwidth
         self._busy = busy
@@ -69,10 +70,10 @@ class DiskTier(LowerTier):
         try:
             found, wrong = self._files.scan()
         except CopyFailed as error:
-            self._troubles.tell(Tier.DISK, error.trouble, str(error))
+            self._failures.tell(Tier.DISK, error.reason, str(error))
             return
-        for trouble, reason in wrong:
-            self._troubles.tell(Tier.DISK, trouble, reason)
+        for reason, message in wrong:
+            self._failures.tell(Tier.DISK, reason, message)
         if found:
             self._probe(max(found, key=lambda file: file.used))
         kept = self._keep(found)
@@ -97,7 +98,7 @@ class DiskTier(LowerTier):
         try:
             size, seconds = self._files.probe(file.header.entry)
         except CopyFailed as error:  # whoever loads it will see, too, and drop it
-            self._troubles.tell(Tier.DISK, error.trouble, str(error))
+            self._failures.tell(Tier.DISK, error.reason, str(error))
             return
         self._bandwidth.measured(Tier.DISK, size, seconds)
         log.info("tier_disk_probed", mib=round(size / 2**20, 1), seconds=round(seconds, 4))
@@ -119,7 +120,7 @@ class DiskTier(LowerTier):
                     self._index.unclaim(record)
                     kept.append((file, record))
             if record is None:
-                self._troubles.tell(Tier.DISK, "missing", "a file without the one that it stands on")
+                self._failures.tell(Tier.DISK, "missing", "a file without the one that it stands on")
         return kept
 
     def _warm_up(self, records: Sequence[Record]) -> None:

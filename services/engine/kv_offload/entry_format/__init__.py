@@ -1,0 +1,1 @@
+"""Bytes of an entry: header, spans, checksums."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.kv_offload.messages import KEY_BYTES, TOKEN_BYTES, Entry, Key, Layout, Space
+from services.engine.kv_cache.keys import KEY_BYTES, TOKEN_BYTES, Key, Space
+from services.engine.kv_offload.messages import Entry, Layout
 
 MAGIC = b"TEMPERKV"
 VERSION = 1

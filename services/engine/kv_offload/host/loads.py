@@ -6,24 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.failures import Troubles
-from services.engine.kv_offload.messages import (
-    Bytes,
-    CacheTransfer,
-    Event,
-    Fence,
-    Key,
-    Load,
-    Loaded,
-    Part,
-    Tier,
-    TierObserver,
-)
+from services.engine.kv_offload.failures import FailureLog
+from services.engine.kv_offload.messages import Bytes, CacheTransfer, Event, Fence, Load, Loaded, Part
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopyLoaded, EventStream
 
 LOAD_RANK = 0
 """Of copies to the device; those from it come after."""
@@ -79,8 +70,8 @@ class Loads:
         transfer: CacheTransfer,
         fetcher: Fetcher,
         bandwidth: Bandwidth,
-        observer: TierObserver,
-        troubles: Troubles,
+        events: EventStream,
+        failures: FailureLog,
         *,
         device: Worker,
         timer: Worker,
@@ -92,8 +83,8 @@ class Loads:
         self._transfer = transfer
         self._fetcher = fetcher
         self._bandwidth = bandwidth
-        self._observer = observer
-        self._troubles = troubles
+        self._events = events
+        self._failures = failures
         self._device = device
         self._timer = timer
         self._seconds = seconds
@@ -138,7 +129,7 @@ class Loads:
                 return
             size, seconds = sum(part.size for part in left), time.monotonic() - load.began
             slow = next((part.tier for part in left if part.filling), Tier.HOST)
-            self._troubles.tell(slow, "late", f"{size:,} bytes of a load were not there after {seconds:.3f} s")
+            self._failures.tell(slow, "late", f"{size:,} bytes of a load were not there after {seconds:.3f} s")
             # What only waits for the device has come; each copy to it is measured by itself.
             if slow is not Tier.HOST:
                 self._bandwidth.late(slow, seconds)
@@ -210,12 +201,12 @@ class Loads:
         if list(found)[: len(expected)] == expected:
             self._bandwidth.measured(Tier.HOST, part.size, seconds)
             since = began if part.tier is Tier.HOST else part.began
-            self._observer.tier_loaded(part.tier, part.size, time.monotonic() - since)
+            self._events.emit(CopyLoaded(part.tier, part.size, time.monotonic() - since))
             self._copied(part, buffer, True)
             return
         with self._index.lock:
             if self._index.spoil(part.record, buffer):
-                self._troubles.tell(part.tier, "damaged", f"{part.size:,} bytes of an entry are not those written")
+                self._failures.tell(part.tier, "damaged", f"{part.size:,} bytes of an entry are not those written")
                 if part.tier is not Tier.HOST:
                     self._index.drop(part.record, part.tier)
             self._leave(part, buffer)
@@ -251,7 +242,7 @@ class Loads:
             for part in parts:
                 if part.state == "waiting" or part.filling:
                     tier = part.tier if part.buffer is None else part.buffer.origin or Tier.HOST
-                    self._troubles.tell(tier, "slow", f"an entry did not come within {self._seconds} s")
+                    self._failures.tell(tier, "slow", f"an entry did not come within {self._seconds} s")
                     self._slow(tier)
                     if part.state == "waiting":
                         self._finish(part, part.record.entry.key)

@@ -7,19 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.failures import Troubles
-from services.engine.kv_offload.messages import (
-    CacheTransfer,
-    Event,
-    Fence,
-    Released,
-    Save,
-    Tier,
-    TierObserver,
-)
+from services.engine.kv_offload.failures import FailureLog
+from services.engine.kv_offload.messages import CacheTransfer, Event, Fence, Released, Save
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopySaved, EventStream
 
 SAVE_RANK = 1
 """Of copies from the device: a load does not wait behind them."""
@@ -39,8 +33,8 @@ class Saves:
         self,
         index: Index,
         transfer: CacheTransfer,
-        observer: TierObserver,
-        troubles: Troubles,
+        events: EventStream,
+        failures: FailureLog,
         *,
         device: Worker,
         tell: Callable[[Event], None],
@@ -48,8 +42,8 @@ class Saves:
     ) -> None:
         self._index = index
         self._transfer = transfer
-        self._observer = observer
-        self._troubles = troubles
+        self._events = events
+        self._failures = failures
         self._device = device
         self._tell = tell
         self._saved = saved
@@ -63,7 +57,7 @@ class Saves:
                 return
             record = self._index.expect(job.entry)
             if record is None:
-                self._troubles.tell(Tier.HOST, "missing", "an entry came before the one that it stands on")
+                self._failures.tell(Tier.HOST, "missing", "an entry came before the one that it stands on")
                 self._tell(Released(job.entry.key))
                 return
             expected = record
@@ -84,7 +78,7 @@ class Saves:
                 return
             run = index.take_room(size)
             if run is None:
-                self._troubles.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry")
+                self._failures.tell(Tier.HOST, "full", f"no room for {size:,} bytes of an entry")
                 self._end(job, record, None)
                 return
             buffer = index.new_buffer(record)
@@ -96,12 +90,12 @@ class Saves:
         except BaseException:
             with index.lock:
                 index.failed(record, buffer)
-            self._troubles.tell(Tier.HOST, "unreadable", f"copying {size:,} bytes from the device failed")
+            self._failures.tell(Tier.HOST, "unreadable", f"copying {size:,} bytes from the device failed")
             raise
         with index.lock:
             index.ready(record, buffer, np.array(sums, np.int64), None)
             self._end(job, record, buffer)
-        self._observer.tier_saved(Tier.HOST, size, seconds)
+        self._events.emit(CopySaved(Tier.HOST, size, seconds))
 
     def _end(self, job: Save, record: Record, buffer: Buffer | None) -> None:
         with self._index.lock:

@@ -18,6 +18,7 @@ import urllib3
 
 from services.common.errors import TemperError
 from services.common.storage.object_store import ListedObject, ObjectNotFound, ObjectStore, PreconditionFailed
+from services.engine.kv_cache.keys import Key
 from services.engine.kv_offload.entry_format.header import (
     VERSION,
     Header,
@@ -30,7 +31,7 @@ from services.engine.kv_offload.entry_format.header import (
 )
 from services.engine.kv_offload.entry_format.spans import spans
 from services.engine.kv_offload.failures import CopyFailed
-from services.engine.kv_offload.messages import Bytes, Entry, Key, Layout
+from services.engine.kv_offload.messages import Bytes, Entry, Layout
 
 MOST_BYTES = 4 * 2**30
 """Of an object: S3 takes 5 GiB in one PUT."""

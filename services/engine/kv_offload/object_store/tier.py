@@ -8,14 +8,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from services.common.storage.object_store import ListedObject
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.copies.background import ERASE_RANK, LowerTier
 from services.engine.kv_offload.copies.fetcher import Fetcher
 from services.engine.kv_offload.copies.index import Index
 from services.engine.kv_offload.copies.records import Buffer, Record
-from services.engine.kv_offload.failures import CopyFailed, Troubles
-from services.engine.kv_offload.messages import Entry, Key, Tier, TierObserver
+from services.engine.kv_offload.failures import CopyFailed, FailureLog
+from services.engine.kv_offload.messages import Entry
 from services.engine.kv_offload.object_store.objects import MOST_BYTES, StoreObjects
 from services.engine.kv_offload.worker import Worker
+from services.engine.observability.events import CopyEvicted, EventStream
 
 _REMEMBERED = 10_000
 """Forgotten keys, so that what others have put behind them is removed as well."""
@@ -45,14 +47,14 @@ class StoreTier(LowerTier):
         index: Index,
         objects: StoreObjects,
         fetcher: Fetcher,
-        observer: TierObserver,
-        troubles: Troubles,
+        events: EventStream,
+        failures: FailureLog,
         failed: Callable[[Key, Tier], None],
         *,
         poll_seconds: float,
         after_uses: int,
     ) -> None:
-        super().__init__(Tier.STORE, index, objects, fetcher, observer, troubles, failed)
+        super().__init__(Tier.STORE, index, objects, fetcher, events, failures, failed)
         self._objects = objects
         self._poll_seconds = poll_seconds
         self._after_uses = after_uses
@@ -96,7 +98,7 @@ class StoreTier(LowerTier):
     def _evict(self, record: Record | None) -> bool:
         if self._strangers:
             key = min(self._strangers, key=lambda key: self._strangers[key].modified)
-            self._observer.tier_evicted(Tier.STORE, self._strangers[key].size)
+            self._events.emit(CopyEvicted(Tier.STORE, self._strangers[key].size))
             self._leave(key)
             self.erase(key)
             return True
@@ -115,7 +117,7 @@ class StoreTier(LowerTier):
             listed = self._objects.listing()
             self._compare(listed, before)
         except CopyFailed as error:
-            self._troubles.tell(Tier.STORE, error.trouble, str(error))
+            self._failures.tell(Tier.STORE, error.reason, str(error))
         finally:
             pause = max(self._poll_seconds, self._objects.pause)
             self.poller.put(self._poll, at=time.monotonic() + pause)
@@ -137,9 +139,9 @@ class StoreTier(LowerTier):
         entries = []
         for key, header in self._objects.headers(new):
             if isinstance(header, CopyFailed):
-                if header.trouble != "missing":  # which it may be by now
-                    self._troubles.tell(Tier.STORE, header.trouble, str(header))
-                if header.trouble == "damaged":
+                if header.reason != "missing":  # which it may be by now
+                    self._failures.tell(Tier.STORE, header.reason, str(header))
+                if header.reason == "damaged":
                     with self._index.lock:
                         self.erase(key)
             else:

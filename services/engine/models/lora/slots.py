@@ -17,7 +17,7 @@ from services.common.errors import AdapterRejected
 from services.engine.models.batch import ForwardBatch
 from services.engine.models.config import ModelConfig
 from services.engine.models.lora.binding import BoundAdapter
-from services.engine.models.lora.targets import LORA_GROUPS, Group, layer_groups
+from services.engine.models.lora.targets import LORA_GROUPS, Group, TargetBuffers, layer_groups
 from services.engine.models.weights.loader import query_row_order
 
 if TYPE_CHECKING:
@@ -43,22 +43,6 @@ class _GroupBuffers:
     bs: tuple[Tensor, ...]
     """Per target [slots, max_rank, out]: its columns of b."""
     offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one linear layer's adapter lies in all slots."""
-
-    path: str
-    """In the model, e.g. "layers.3.self_attn.q_proj"."""
-    group: tuple[int, str]
-    """Layer and group of linear layers."""
-    a: Tensor
-    """[slots, max_rank, in], the last dimension contiguous."""
-    b: Tensor
-    """[slots, max_rank, out], the last dimension contiguous: Bᵀ times the scale."""
-    ordered: bool
-    """Whether b's columns are in the order of query_row_order()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +152,9 @@ class LoraSlots:
             from services.engine.models.lora.upload import AdapterUpload
 
             if num_slots > 1:
-                self._upload = AdapterUpload(self.places(), self._query_rows, self.upload_bytes(config, max_rank))
+                self._upload = AdapterUpload(
+                    self.target_buffers(), self._query_rows, self.upload_bytes(config, max_rank)
+                )
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -189,10 +175,10 @@ class LoraSlots:
         widest = max(max(shape) for layer in range(config.num_layers) for shape in config.linear_shapes(layer).values())
         return max(_PIECE_BYTES, 4 * max_rank * widest + 64)
 
-    def places(self) -> list[Place]:
+    def target_buffers(self) -> list[TargetBuffers]:
         """Where each linear layer's adapter lies, by layer."""
         return [
-            Place(
+            TargetBuffers(
                 f"layers.{index}.{target.module}",
                 (index, name),
                 buffers.a[:, number],

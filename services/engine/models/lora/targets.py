@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from services.common.jobs.fields.lora import TARGET_MODULES as TARGET_MODULES
 from services.engine.models.config import ModelConfig
 
@@ -34,6 +36,22 @@ class Group:
     def out_features(self) -> int:
         """Columns of the fused output."""
         return sum(target.out_features for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBuffers:
+    """The buffers that have one linear layer's adapter in every slot."""
+
+    path: str
+    """Path in the model, e.g. "layers.3.self_attn.q_proj"."""
+    group: tuple[int, str]
+    """Layer and group of linear layers."""
+    a: Tensor
+    """[slots, max_rank, in], the last dimension contiguous."""
+    b: Tensor
+    """[slots, max_rank, out], the last dimension contiguous: Bᵀ times the scale."""
+    ordered: bool
+    """Whether b's columns are in the order of query_row_order()."""
 
 
 def layer_groups(config: ModelConfig, layer: int) -> tuple[Group, ...]:

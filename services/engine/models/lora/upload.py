@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from kernels.gpu.lora.fill import ENTRY, FORMATS, WORDS, fill_lora, tiles_of
 from services.engine.models.lora.binding import BoundAdapter
+from services.engine.models.lora.targets import TargetBuffers
 from services.engine.models.weights.upload import Uploader
-
-if TYPE_CHECKING:
-    from services.engine.models.lora.slots import Place
 
 _ALIGNMENT = 16
 """Of runs of memory: where a number lies on its multiple in memory it does so in a piece."""
@@ -72,7 +69,7 @@ class AdapterUpload:
         ValueError: a matrix of float32 and the largest rank may not fit into a piece.
     """
 
-    def __init__(self, places: Sequence[Place], order: Tensor, piece: int) -> None:
+    def __init__(self, places: Sequence[TargetBuffers], order: Tensor, piece: int) -> None:
         self._places = places
         self._like = places[0].a
         device, self._max_rank = self._like.device, self._like.shape[1]

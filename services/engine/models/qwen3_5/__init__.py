@@ -1,0 +1,1 @@
+"""Qwen3.5: plain forward, fused forward, training forward."""

@@ -1,0 +1,1 @@
+"""Device memory that training takes beside the engine."""

@@ -1,0 +1,1 @@
+"""Weights: checkpoint files, formats, quantization, upload."""

@@ -20,7 +20,7 @@ from services.engine.models.residual import Residual
 
 if TYPE_CHECKING:
     from kernels.gpu.linear.skinny import Convolution, Norm, SplitWorkspace, Weight
-    from kernels.gpu.lora.batch import LoraRows
+    from kernels.gpu.lora.rows import LoraRows
 
 
 _PIECE = 4096

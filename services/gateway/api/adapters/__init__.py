@@ -1,0 +1,1 @@
+"""/v1/adapters: list, upload, versions, attach, merge."""

@@ -19,8 +19,8 @@ from services.common.queue.records import spec_sha
 from services.common.telemetry import tracing
 from services.gateway.api.base.idempotency import IdempotencyKey, idempotent
 from services.gateway.api.base.routing import router
+from services.gateway.auth.ownership import owner
 from services.gateway.context import Gateway, GatewayDep
-from services.gateway.inference.cache_isolation import owner
 from services.gateway.protocol.adapters.attachment import AdapterPath
 from services.gateway.protocol.adapters.versions import MergeRequest, PruneRequest, RollbackRequest
 

@@ -1,0 +1,1 @@
+"""What API packages share: routes, answers, idempotency, OpenAPI."""

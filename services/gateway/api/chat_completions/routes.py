@@ -46,26 +46,14 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
         body,
         gateway,
         reservation,
-        prepare=prepare_chat,
+        prepare=_prepare,
         chunks=partial(_chunks, keeper=keeper),
         complete=partial(_complete, keeper=keeper),
     )
 
 
-async def prepare_chat(
-    request: Request, body: ChatRequest, gateway: Gateway, *, prefix: str = "chatcmpl", clip: bool = False
-) -> Generation:
-    """What a conversation sends to the engines.
-
-    Args:
-        prefix: of the answer's id.
-        clip: a token limit that is over what the context leaves is lowered to it, not refused.
-
-    Raises:
-        InvalidRequest: the prompt does not fit the model, or the request not the prompt.
-        ModelNotFound: `model` cannot be served.
-    """
-    return await chat_generation(gateway, body, prefix=prefix, clip=clip, traceparent=traceparent_of(request))
+async def _prepare(request: Request, body: ChatRequest, gateway: Gateway) -> Generation:
+    return await chat_generation(gateway, body, traceparent=traceparent_of(request))
 
 
 def _echoes(body: ChatRequest) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Liveness, readiness, load, and gauges that are read at a scrape."""

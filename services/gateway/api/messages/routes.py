@@ -14,7 +14,6 @@ from fastapi.responses import Response
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, within
-from services.gateway.api.chat_completions.routes import prepare_chat
 from services.gateway.api.messages.content_blocks import MessageBlocks, joined, message_usage, stop_of
 from services.gateway.api.messages.context_edits import edited
 from services.gateway.api.messages.to_chat import as_chat, named_as_sent, rename
@@ -22,9 +21,9 @@ from services.gateway.auth.principal import internal_priority
 from services.gateway.context import Gateway, GatewayDep, gateway_of
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventTemplate, event
-from services.gateway.inference.chat import prompt_length
+from services.gateway.inference.chat import chat_generation, prompt_length
 from services.gateway.inference.choice import Choice, Step
-from services.gateway.inference.generation import Generation, reserve
+from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.inference.model_ref import adapter_ref
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.messages.context_edits import ContextManagement
@@ -99,7 +98,7 @@ class _Told:
         if wanted is not None:
             chat, applied = await edited(chat, wanted, partial(prompt_length, gateway))
             self.managed = {"context_management": {"applied_edits": applied}}
-        return await prepare_chat(request, chat, gateway, prefix="msg", clip=True)
+        return await chat_generation(gateway, chat, prefix="msg", clip=True, traceparent=traceparent_of(request))
 
     def message(self, generation: Generation, choice: Choice) -> dict[str, Any]:
         """The message before anything is said."""

@@ -1,0 +1,1 @@
+"""/v1/models, /tokenize and /detokenize."""

@@ -1,0 +1,1 @@
+"""/v1/embeddings and /v1/score: requests that only read their prompts."""

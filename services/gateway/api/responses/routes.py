@@ -14,7 +14,6 @@ from services.common.validation.json_rules import NULL
 from services.gateway.api.base.openapi import answers_with
 from services.gateway.api.base.routing import router
 from services.gateway.api.base.serving import SESSION_HEADER, answer, json_response, noted, session_named
-from services.gateway.api.chat_completions.routes import prepare_chat
 from services.gateway.api.responses.serving import Answering
 from services.gateway.api.responses.store.conversations import Turn, check_new, find_conversation
 from services.gateway.api.responses.store.record import CONTINUABLE, Record, checked_id, given_items, parsed
@@ -27,8 +26,8 @@ from services.gateway.auth.principal import principal_of
 from services.gateway.context import Gateway, GatewayDep, gateway_of
 from services.gateway.core.admission import Reservation
 from services.gateway.core.client_disconnect import while_connected
-from services.gateway.inference.chat import prompt_length
-from services.gateway.inference.generation import Generation, reserve
+from services.gateway.inference.chat import chat_generation, prompt_length
+from services.gateway.inference.generation import Generation, reserve, traceparent_of
 from services.gateway.inference.truncation import truncated
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.responses.events import ResponseStreamEvent
@@ -82,7 +81,8 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
 
 
 async def _prepare(request: Request, chat: ChatRequest, gateway: Gateway, *, body: ResponseRequest) -> Generation:
-    return await prepare_chat(request, await _fitting(gateway, chat, body), gateway)
+    fitting = await _fitting(gateway, chat, body)
+    return await chat_generation(gateway, fitting, traceparent=traceparent_of(request))
 
 
 async def _fitting(gateway: Gateway, chat: ChatRequest, body: ResponseRequest) -> ChatRequest:

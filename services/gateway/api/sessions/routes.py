@@ -13,9 +13,10 @@ from services.common.errors import InvalidRequest, NotFound, TemperError
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import KEY_ID_PATTERN
 from services.gateway.api.base.routing import router
+from services.gateway.auth.ownership import owner
 from services.gateway.context import GatewayDep
 from services.gateway.core.errors import response_of
-from services.gateway.inference.cache_isolation import owner, session_of
+from services.gateway.inference.cache_isolation import session_of
 from services.gateway.protocol.sessions import DeletedSession, SessionList, SessionObject, SessionPath
 
 routes = router("sessions")
@@ -39,7 +40,7 @@ async def list_sessions(
         if after not in names:
             raise NotFound(f"no such session: {after[:80]!r}", param="after")
         found = found[names.index(after) + 1 :]
-    data = [SessionObject.of(kept) for kept in found[:limit]]
+    data = [SessionObject.of(kept.history, kept.client.id) for kept in found[:limit]]
     return SessionList(
         data=data,
         first_id=data[0].id if data else None,
@@ -95,20 +96,22 @@ async def import_session(
         return refusal
     except HTTPException as error:  # of the middleware that counts the body
         raise HTTPException(error.status_code, error.detail, {**(error.headers or {}), **_CLOSE}) from error
-    return Response(SessionObject.of(kept).model_dump_json(), media_type="application/json")
+    return Response(SessionObject.of(kept.history, kept.client.id).model_dump_json(), media_type="application/json")
 
 
 @routes.post(f"{_ROUTE}/save")
 async def save_session(session_id: SessionPath, gateway: GatewayDep) -> SessionObject:
     """Writes what is kept of a session to disk and object store, whichever its engine has, and answers when that is
     done. It is then found again after a restart, and by other engines that share the store."""
-    return SessionObject.of(await gateway.histories.save(session_of(session_id)))
+    kept = await gateway.histories.save(session_of(session_id))
+    return SessionObject.of(kept.history, kept.client.id)
 
 
 @routes.get(_ROUTE)
 async def get_session(session_id: SessionPath, gateway: GatewayDep) -> SessionObject:
     """What is kept of a session."""
-    return SessionObject.of(await gateway.histories.get(session_of(session_id)))
+    kept = await gateway.histories.get(session_of(session_id))
+    return SessionObject.of(kept.history, kept.client.id)
 
 
 @routes.delete(_ROUTE)

@@ -1,0 +1,1 @@
+"""/v1/train: submission of jobs, their state and events."""

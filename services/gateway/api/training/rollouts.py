@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from services.common.errors import InvalidRequest, NotFound
 from services.common.jobs import GrpoCompletion, GrpoGroup, GrpoJob
 from services.common.pb import engine_pb2
+from services.gateway.auth.ownership import owner
 from services.gateway.engines.pool import EnginePool
-from services.gateway.inference.cache_isolation import owner
 
 _NAMED_IDS = 5
 Rollouts = Mapping[str, engine_pb2.Rollout]

@@ -17,11 +17,11 @@ from services.gateway.api.base.routing import router
 from services.gateway.api.training.job_references import check_references
 from services.gateway.api.training.rollouts import resolve_rollouts
 from services.gateway.api.training.validation import check_training_job
+from services.gateway.auth.ownership import check_attach, may_attach, owner, sees
 from services.gateway.context import Gateway, GatewayDep
 from services.gateway.core.client_disconnect import cancel
 from services.gateway.core.errors import payload_of
 from services.gateway.core.sse import EventStream, event
-from services.gateway.inference.cache_isolation import check_attach, may_attach, owner, sees
 
 routes = router("training")
 

@@ -1,0 +1,1 @@
+"""/v1/train/sessions: training loops of clients."""

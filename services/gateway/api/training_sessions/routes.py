@@ -21,9 +21,9 @@ from services.common.jobs.training_sessions import (
 from services.common.pb import sessions_pb2 as pb
 from services.gateway.api.base.idempotency import idempotent
 from services.gateway.api.base.routing import router
+from services.gateway.auth.ownership import check_attach
 from services.gateway.context import Gateway, GatewayDep
 from services.gateway.core.errors import engine_error, payload_of
-from services.gateway.inference.cache_isolation import check_attach
 
 routes = router("training sessions")
 

@@ -1,0 +1,1 @@
+"""Bodies of /v1/responses and /v1/conversations."""

@@ -125,7 +125,7 @@ def _name_kind(tool: Any) -> str:
     return "tool" if kind in ("function", "custom") else kind
 
 
-class AllowedTools(RequestModel):
+class ResponseAllowedTools(RequestModel):
     """Only some of the tools may be called."""
 
     type: Literal["allowed_tools"]
@@ -146,7 +146,7 @@ class AllowedTools(RequestModel):
     json_rules: ClassVar[Rules] = (has(tools=NOT_ALONE),)
 
     @model_validator(mode="after")
-    def _something_is_ours(self) -> AllowedTools:
+    def _something_is_ours(self) -> ResponseAllowedTools:
         check_hosted(self.tools)
         return self
 
@@ -167,6 +167,7 @@ def _choice_kind(choice: Any) -> str:
 
 
 _Choice = Annotated[
-    Annotated[ToolName, Tag("tool")] | Annotated[AllowedTools, Tag("allowed_tools")], Discriminator(_choice_kind)
+    Annotated[ToolName, Tag("tool")] | Annotated[ResponseAllowedTools, Tag("allowed_tools")],
+    Discriminator(_choice_kind),
 ]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | _Choice | None, BeforeValidator(_known_choice)]

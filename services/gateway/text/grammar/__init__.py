@@ -1,0 +1,1 @@
+"""Grammars of tool calls for constrained decoding."""

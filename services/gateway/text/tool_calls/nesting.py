@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from services.gateway.text.grammar.lark import expression, quote
+from services.gateway.text.lark import expression, quote
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.copies.bandwidth import Bandwidth
-from services.engine.kv_offload.messages import Tier
 
 _GB = 10**9
 

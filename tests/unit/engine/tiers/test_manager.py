@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidRequest, NotFound
-from services.engine.kv_cache.integrity import IntegrityError
+from services.engine.kv_cache.block_pool import IntegrityError
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.entry_format.header import Header, item_bytes
 from services.engine.kv_offload.messages import (
     Bytes,
@@ -26,7 +27,6 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Pin,
     Released,
-    Tier,
     Use,
 )
 from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, content, files, keys, limits

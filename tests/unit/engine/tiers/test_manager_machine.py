@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from services.common.errors import NotFound, Unavailable
+from services.engine.kv_cache.keys import Key, Tier
 from services.engine.kv_offload.messages import (
     Dropped,
     Entry,
@@ -22,7 +23,6 @@ from services.engine.kv_offload.messages import (
     Forget,
     GiveUp,
     Kept,
-    Key,
     Load,
     Loaded,
     Part,
@@ -30,7 +30,6 @@ from services.engine.kv_offload.messages import (
     Persisted,
     Pin,
     Released,
-    Tier,
     Use,
 )
 from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, content, files, keys, limits

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.disk.files import DiskFiles
 from services.engine.kv_offload.entry_format.header import Header
 from services.engine.kv_offload.messages import (
@@ -21,7 +22,6 @@ from services.engine.kv_offload.messages import (
     Persist,
     Persisted,
     Released,
-    Tier,
 )
 from tests.unit.engine.tiers.toy_device import Bench, chain, files, keys, limits
 from tests.unit.engine.tiers.toy_store import ToyStore, item

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from services.engine.kv_cache.keys import Tier
 from services.engine.kv_offload.failures import CopyFailed
-from services.engine.kv_offload.messages import Tier
 from services.engine.kv_offload.object_store.objects import StoreObjects
 from tests.unit.engine.tiers.toy_device import LAYOUT, Bench, chain, limits
 from tests.unit.engine.tiers.toy_store import ToyStore
@@ -44,7 +44,7 @@ def test_what_is_not_there_is_no_failure_of_the_store() -> None:
     objects = StoreObjects(ToyStore(), LAYOUT)  # type: ignore[arg-type]
     with pytest.raises(CopyFailed) as caught:
         objects.header(chain(1)[0].key, 10_000)
-    assert caught.value.trouble == "missing"
+    assert caught.value.reason == "missing"
     assert not objects.pause
     objects.close()
 

@@ -10,24 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
+from services.engine.kv_cache.keys import Key, Space, Tier
 from services.engine.kv_offload.config import TierLimits
 from services.engine.kv_offload.entry_format.checksums import WORD, checksum, weights
 from services.engine.kv_offload.manager import TierManager
-from services.engine.kv_offload.messages import (
-    Bytes,
-    Entry,
-    Event,
-    Fence,
-    Job,
-    Key,
-    Layout,
-    Load,
-    Loaded,
-    Part,
-    Save,
-    Space,
-    Tier,
-    Trouble,
+from services.engine.kv_offload.messages import Bytes, Entry, Event, Fence, Job, Layout, Load, Loaded, Part, Save
+from services.engine.observability.events import (
+    CopyEvicted,
+    CopyFailure,
+    CopyLoaded,
+    CopyNotMade,
+    CopySaved,
+    EngineEvent,
+    EventStream,
 )
 
 LAYOUT = Layout("toy", block_size=4, block_bytes=1000, slot_bytes=5000)
@@ -95,28 +90,26 @@ class ToyDevice:
 
 
 class Counts:
-    """Implements TierObserver."""
+    """What the metrics are told."""
 
     def __init__(self) -> None:
-        self.troubles: Counter[tuple[Tier, Trouble]] = Counter()
+        self.troubles: Counter[tuple[Tier, CopyFailure]] = Counter()
         self.loaded: Counter[Tier] = Counter()
         self.saved: Counter[Tier] = Counter()
         self.evicted: Counter[Tier | None] = Counter()
 
-    def tier_hit(self, tier: Tier | None, tokens: int, seconds: float) -> None:
-        raise AssertionError("who looks up the prefixes tells of hits")
-
-    def tier_loaded(self, tier: Tier, size: int, seconds: float) -> None:
-        self.loaded[tier] += size
-
-    def tier_saved(self, tier: Tier, size: int, seconds: float) -> None:
-        self.saved[tier] += size
-
-    def tier_failed(self, tier: Tier, trouble: Trouble) -> None:
-        self.troubles[tier, trouble] += 1
-
-    def tier_evicted(self, tier: Tier | None, size: int) -> None:
-        self.evicted[tier] += size
+    def listen(self, event: EngineEvent) -> None:
+        match event:
+            case CopyLoaded(tier, size):
+                self.loaded[tier] += size
+            case CopySaved(tier, size):
+                self.saved[tier] += size
+            case CopyNotMade(tier, reason):
+                self.troubles[tier, reason] += 1
+            case CopyEvicted(tier, size):
+                self.evicted[tier] += size
+            case _:
+                raise AssertionError(f"tiers do not tell of {event}")
 
 
 def chain(*lengths: int, seed: int = 0, space: Space = SPACE, seconds: float = 1.0) -> list[Entry]:
@@ -162,7 +155,8 @@ class Bench:
         self.layout = layout
         self.counts = Counts()
         self.woken = threading.Event()
-        self.manager = TierManager(self.device, limit or limits(), self.counts, self.woken.set, store)  # type: ignore[arg-type]
+        events = EventStream(self.counts.listen)
+        self.manager = TierManager(self.device, limit or limits(), events, self.woken.set, store)  # type: ignore[arg-type]
         self.events: list[Event] = []
         self._tickets = 0
         if start:

@@ -1,0 +1,1 @@
+"""A response's input as a chat request."""

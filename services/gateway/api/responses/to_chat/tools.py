@@ -12,12 +12,12 @@ from typing import Any
 from services.gateway.api.responses.to_chat.places import Location
 from services.gateway.protocol.fields.hosted_tools import HostedTool
 from services.gateway.protocol.responses.tools import (
-    AllowedTools,
     CustomTool,
     FunctionTool,
     GrammarText,
     NamespaceName,
     NamespaceTool,
+    ResponseAllowedTools,
     ToolName,
 )
 
@@ -74,7 +74,7 @@ class Offers:
         found = [offer for offer in self._by_name.values() if offer.name == name]
         return qualified(name, found[0].namespace) if len(found) == 1 else name
 
-    def allowed(self, choice: AllowedTools) -> list[str]:
+    def allowed(self, choice: ResponseAllowedTools) -> list[str]:
         """The functions that a choice allows; what is hosted is left out."""
         names: list[str] = []
         for tool in choice.tools:

@@ -17,7 +17,7 @@ from services.gateway.api.responses.to_chat.tools import Offers
 from services.gateway.protocol.chat.request import ChatRequest
 from services.gateway.protocol.responses.items import Item
 from services.gateway.protocol.responses.request import ResponseRequest, SchemaFormat
-from services.gateway.protocol.responses.tools import AllowedTools, ToolName
+from services.gateway.protocol.responses.tools import ResponseAllowedTools, ToolName
 
 _SAME = (
     *("model", "adapter", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
@@ -154,7 +154,7 @@ def _add_tools(fields: dict[str, Any], body: ResponseRequest, offers: Offers) ->
     match body.tool_choice:
         case ToolName(name=name, namespace=namespace):
             fields["tool_choice"] = _function(offers.function_of(name, namespace))
-        case AllowedTools(mode=mode):
+        case ResponseAllowedTools(mode=mode):
             allowed = [_function(name) for name in offers.allowed(body.tool_choice)]
             fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         case "auto" if not body.tools:

@@ -1,0 +1,60 @@
+"""Speculation with a chosen share of right guesses, for its speed where no trained mtp layer is at hand.
+
+What a guess costs does not depend on whether it is right; what follows from it does. So the share is imposed where the
+host reads the results: a sampled token is replaced by the guess for it, or by another token. The text means nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from services.engine.executors.runner import OpenStep, Runner, StepHandle
+from services.engine.scheduler.step_plan import StepPlan, StepResult
+
+
+class ChosenAcceptance:
+    """A runner whose guesses are right as often as wanted.
+
+    Args:
+        share: of the guesses, 0 to 1.
+    """
+
+    def __init__(self, runner: Runner, share: float, seed: int = 0) -> None:
+        self._runner, self._share = runner, share
+        self._random = random.Random(seed)
+
+    @property
+    def depth(self) -> int:
+        return self._runner.depth
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Launches the step as it is."""
+        return _Handle(self, plan, self._runner.launch(plan))
+
+    def open(self, plan: StepPlan) -> OpenStep:
+        """Not here: constrained requests are not guessed for."""
+        raise ValueError(f"no request here is constrained, but a step of {len(plan.chunks)} chunks is")
+
+    def imposed(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result with the wanted tokens in front of the guesses' own rows."""
+        tokens = list(result.tokens)
+        at = 0
+        for chunk in plan.chunks:
+            if chunk.num_draft_tokens:
+                guess = chunk.token_ids[-1]
+                right = self._random.random() < self._share
+                if right or tokens[at].token_id == guess:
+                    tokens[at] = tokens[at]._replace(token_id=guess if right else max(guess - 1, 1))
+            at += chunk.sampled_rows
+        return replace(result, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    runner: ChosenAcceptance
+    plan: StepPlan
+    handle: StepHandle
+
+    def result(self) -> StepResult:
+        return self.runner.imposed(self.plan, self.handle.result())

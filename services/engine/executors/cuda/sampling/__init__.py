@@ -1,0 +1,1 @@
+"""Sampling on the device: parameters in tables, masks, results."""

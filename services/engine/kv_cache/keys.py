@@ -1,0 +1,82 @@
+"""Keys of the prefix cache: tokens as bytes, the namespace that requests share, and the tiers that copies lie in.
+
+A token is a little-endian uint32, so that comparing and hashing prompts are calls into C.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import NewType
+
+Key = NewType("Key", bytes)
+"""Of an entry: KEY_BYTES of BLAKE2b over the key of the entry before and the tokens."""
+
+
+Space = NewType("Space", bytes)
+"""Of histories that may be shared: a hash of adapter digest and cache salt. The first entry's predecessor."""
+
+
+KEY_BYTES = 20
+
+
+TOKEN_BYTES = 4
+"""A token is a little-endian uint32."""
+
+
+class Tier(enum.Enum):
+    """Where copies lie, fastest first."""
+
+    HOST = "host"
+    DISK = "disk"
+    STORE = "store"
+
+
+def space_of(adapter_digest: str, cache_salt: str) -> Space:
+    """The name of what requests under this adapter version and salt may share."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"temper space")
+    for part in (adapter_digest.encode(), cache_salt.encode()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return Space(digest.digest())
+
+
+_CODE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
+
+
+def encode(token_ids: Iterable[int]) -> bytes:
+    """TOKEN_BYTES a token."""
+    tokens = array(_CODE, token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def decode(tokens: bytes) -> list[int]:
+    """The inverse of encode()."""
+    ids = array(_CODE, tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def shared(label: bytes, tokens: bytes, at: int) -> int:
+    """How many tokens of ``label`` stand in ``tokens`` from token ``at`` on as well."""
+    offset = at * TOKEN_BYTES
+    most = min(len(label), len(tokens) - offset)
+    # Whole labels are compared where they lie; slices would be copies of them.
+    if tokens.startswith(label, offset) if most == len(label) else label.startswith(tokens[offset:]):
+        return most // TOKEN_BYTES
+    # Halving: each comparison ends at the first difference, so all of them together read the label about twice.
+    low, high = 0, most // TOKEN_BYTES
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
+        if label[begin:end] == tokens[offset + begin : offset + end]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,228 @@
+"""Sampling parameters of a request: how tokens are chosen and what the output must look like. Plain data, no torch."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from services.common.errors import InvalidRequest
+
+_MAX_CLOSING = 256
+"""Tokens that close the reasoning: a sentence, not an answer."""
+
+
+class ConstraintKind(enum.Enum):
+    """How a language is written down."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICES = "choices"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The language of an answer. Equal ones, but for ``param``, are compiled once."""
+
+    kind: ConstraintKind
+    source: tuple[str, ...]
+    """The texts to choose from; of other kinds one text."""
+    param: str = "constraint"
+    """The request field that a refusal names."""
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise InvalidRequest("there must be at least one text to choose from", param=self.param)
+        if self.kind is not ConstraintKind.CHOICES and len(self.source) != 1:
+            raise ValueError(f"a {self.kind.value} is one text, got {len(self.source)}")
+
+    @property
+    def key(self) -> tuple[ConstraintKind, tuple[str, ...]]:
+        """What compiled grammars are cached by."""
+        return self.kind, self.source
+
+    @property
+    def size(self) -> int:
+        """Bytes of the source in UTF-8; a lone surrogate counts as one that is encoded."""
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The output begins inside the model's reasoning, which a token of its own ends.
+
+    Raises:
+        InvalidRequest: the closing tokens do not end with that token, or have it elsewhere too.
+    """
+
+    end_token_id: int
+    budget: int | None = None
+    """Tokens that may come before the reasoning is closed; None: as many as the model wants."""
+    closing_ids: tuple[int, ...] = ()
+    """What closes it when the budget is used up; empty: the token alone."""
+    call_token_id: int | None = None
+    """With which the answer may begin before the reasoning is closed."""
+
+    def __post_init__(self) -> None:
+        closing = self.closing
+        if self.budget is not None and self.budget < 0:
+            raise InvalidRequest("the thinking budget must not be negative", param="thinking")
+        if closing[-1] != self.end_token_id or self.end_token_id in closing[:-1] or len(closing) > _MAX_CLOSING:
+            raise InvalidRequest(
+                f"closing_token_ids must be at most {_MAX_CLOSING} tokens, of which the last and no other is the token "
+                f"that ends the reasoning ({self.end_token_id})",
+                param="thinking",
+            )
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        return self.closing_ids or (self.end_token_id,)
+
+
+_WITH_FORCED = frozenset({"temperature", "max_tokens", "ignore_eos", "top_logprobs", "forced_ids"})
+"""Settings that mean something where the tokens are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Defaults are OpenAI's.
+
+    Raises:
+        InvalidRequest: a value is out of range; ``param`` names it.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 16
+    top_logprobs: int | None = None
+    """None: no raw log-probabilities; 0: of the sampled token only."""
+    forced_ids: tuple[int, ...] = ()
+    """Teacher forcing: the tokens to take, one a step, where others would be drawn; what is said of them is what would
+    be said of drawn ones. See ``forcing``. Nothing outside this process can ask for it."""
+
+    constraint: Constraint | None = None
+    """The language of the output, enforced by masks: what it excludes gets no probability, before everything else
+    here applies. The log-probabilities that are reported stay those of the plain model."""
+    thinking: Thinking | None = None
+    """Where the reasoning ends that the output begins in. Alone, without a budget, it changes nothing."""
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, rule: str) -> None:
+            if not ok:
+                raise InvalidRequest(f"{name} must be {rule}, got {getattr(self, name)!r}", param=name)
+
+        def within(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            check(name, math.isfinite(value) and low <= value <= high, f"between {low:g} and {high:g}")
+
+        within("temperature", 0.0, 100.0)
+        check("top_p", math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        check("top_k", self.top_k >= 0, "0 (off) or positive")
+        within("min_p", 0.0, 1.0)
+        within("presence_penalty", -2.0, 2.0)
+        within("frequency_penalty", -2.0, 2.0)
+        check(
+            "repetition_penalty",
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0,
+            "a positive number",
+        )
+        check("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1")
+        check("max_tokens", self.max_tokens >= 1, "at least 1")
+        check("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        check("top_logprobs", self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "between 0 and 20")
+        check(
+            "logit_bias",
+            all(math.isfinite(bias) and -100 <= bias <= 100 for bias in self.logit_bias.values()),
+            "a map of token id to a bias between -100 and 100",
+        )
+        if self.forced_ids:
+            self._check_forced()
+        elif self.constraint is not None:
+            self._check_constrained(self.constraint)
+        if self.thinking is not None and self.thinking.end_token_id in self.stop_token_ids:
+            raise InvalidRequest(
+                f"stop_token_ids has {self.thinking.end_token_id}, which ends the reasoning: nothing would be answered",
+                param="stop_token_ids",
+            )
+
+    @classmethod
+    def forcing(cls, token_ids: tuple[int, ...], temperature: float) -> SamplingParams:
+        """Takes exactly these tokens, whatever they are, and says how likely each was.
+
+        Args:
+            token_ids: at least one; the caller knows that they are of the vocabulary.
+            temperature: of the distribution; 0 is that of 1, as for greedy tokens.
+        """
+        if not token_ids:
+            raise InvalidRequest("forced_ids must not be empty", param="forced_ids")
+        return cls(temperature=temperature, max_tokens=len(token_ids), ignore_eos=True, forced_ids=token_ids)
+
+    @property
+    def forces(self) -> bool:
+        """Whether the tokens are given, not drawn. Whoever asks for that asks once."""
+        return bool(self.forced_ids)
+
+    def _check_forced(self) -> None:
+        """Where nothing is chosen, a setting of the choice is refused, not ignored."""
+        if min(self.forced_ids) < 0:
+            raise InvalidRequest(f"forced_ids has the token id {min(self.forced_ids)}", param="forced_ids")
+        if not self.ignore_eos or self.max_tokens != len(self.forced_ids):
+            raise InvalidRequest(
+                f"{len(self.forced_ids)} forced_ids need ignore_eos and as many max_tokens, got {self.max_tokens}",
+                param="forced_ids",
+            )
+        usual = SamplingParams()
+        for setting in fields(self):
+            name = setting.name
+            if name not in _WITH_FORCED and getattr(self, name) != getattr(usual, name):
+                raise InvalidRequest(f"{name} would do nothing: the tokens are given (forced_ids)", param=name)
+
+    def _check_constrained(self, constraint: Constraint) -> None:
+        """An output of a language ends where the language says."""
+        if self.min_tokens > 0:
+            raise InvalidRequest(
+                f"min_tokens cannot be combined with {constraint.param}: what it describes may be shorter",
+                param="min_tokens",
+            )
+        if self.ignore_eos:
+            raise InvalidRequest(
+                f"ignore_eos cannot be combined with {constraint.param}: the output ends where nothing may follow",
+                param="ignore_eos",
+            )
+
+    @property
+    def masked(self) -> bool:
+        """Whether an OutputMatcher goes with the request: some of its tokens are chosen under a mask."""
+        return self.constraint is not None or (self.thinking is not None and self.thinking.budget is not None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def draftable(self) -> bool:
+        """Whether draft tokens may be proposed. Not where tokens are given: steps take them one by one, as those they
+        replay were sampled without draft tokens. Nor where tokens depend on a mask, which is made when the token before
+        it is known."""
+        return not self.edits_logits and not self.forced_ids and not self.masked
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits depend on the output so far or are changed token by token: no draft token is proposed for
+        these."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0

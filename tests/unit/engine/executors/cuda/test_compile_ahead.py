@@ -1,0 +1,111 @@
+"""Kernels are compiled by other processes into Triton's cache, once, and launches find them there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from kernels.gpu.attention.prefill import OVERLAPPED, paged_prefill
+from kernels.gpu.copies.block_tables import _write_tables_kernel, write_tables
+from kernels.gpu.lora.rows import LoraRows
+from kernels.gpu.attention.pages import KvPages
+from kernels.gpu.segments import Segments
+from kernels.gpu.linear.skinny import skinny_linear
+from kernels.gpu.copies.state_copy import copy_states
+from services.engine.executors.cuda.compile_ahead import _Target, compile_ahead, compiled_here, recorded
+from tests.kernels.hopper import compiled
+
+driver.set_active(_Target(GPUTarget("cuda", 90, 32)))
+tables = torch.zeros(4, 8, dtype=torch.int32)
+entries = torch.zeros(2, 2, dtype=torch.int32)
+x, weight = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
+ints = torch.zeros(4, dtype=torch.int32)
+lora = LoraRows(
+    torch.zeros(4, 2, 16, 128, dtype=torch.bfloat16), torch.zeros(4, 16, 64, dtype=torch.bfloat16), (32, 64), ints,
+    ints, ints,
+)
+
+pages = KvPages.allocate(2, 16, 4, 256, torch.bfloat16, "cpu")
+q, projected = torch.zeros(4, 16, 256, dtype=torch.bfloat16), torch.zeros(4, 4096, dtype=torch.bfloat16)
+segments = Segments.build([4], [0], [1], [0], "cpu")
+
+def launch():
+    paged_prefill(q, projected, pages, tables, segments, config=OVERLAPPED)
+    write_tables(tables, entries)
+    write_tables(tables, entries)
+    copy_states(torch.zeros(2, 3, 16), entries)
+    skinny_linear(x, weight, lora=lora)
+
+print(compile_ahead(launch), compile_ahead(launch))
+with recorded() as variants:
+    launch()
+print([variant.name for variant in variants])
+assert not _write_tables_kernel.device_caches[0][0], "this process compiled"
+with compiled(describe=False), compiled_here() as late:
+    launch()
+print(late)
+"""
+
+KEYS = """
+import importlib, pkgutil, sys
+import kernels.gpu
+from kernels.gpu.launch.cache_keys import stable_keys
+from triton.runtime.jit import JITFunction
+
+stable_keys()
+names = [module.name for module in pkgutil.walk_packages(kernels.gpu.__path__, "kernels.gpu.")]
+modules = [importlib.import_module(name) for name in names]
+functions = {
+    f"{value.fn.__module__}.{name}": value
+    for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
+}
+keys = {name: functions[name].cache_key for name in sorted(functions, reverse=sys.argv[1] == "reversed")}
+print(len(keys), sorted(keys.items()))
+"""
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Of a process that compiles."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return inherited | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_what_a_run_launches_is_compiled_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
+    names = ["prefill_kernel", "_write_tables_kernel", "_copy_states_kernel", "_prepare_kernel", "dot_kernel"]
+    assert done.stdout.splitlines() == ["5 0", str(names), "[]"], done.stderr
+    assert len(list(tmp_path.rglob("*.cubin"))) == 5
+
+
+def test_every_launch_of_an_engine_is_compiled_ahead(tmp_path: Path) -> None:
+    """Under the very keys that the launches of all layers and of the captures ask for."""
+    command = [sys.executable, "-m", "tests.unit.engine.executors.cuda.warm_up_launches", "none+mtp", "fp8", "int4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path), timeout=200)
+    assert done.returncode == 0, done.stderr
+    for report in json.loads(done.stdout):
+        assert report["asked"] > 50
+        assert report["missed"] == [], report
+
+
+def test_keys_of_kernels_do_not_depend_on_what_was_launched_first(tmp_path: Path) -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS, order],
+            capture_output=True,
+            text=True,
+            env=environment(tmp_path),
+            timeout=200,
+            check=True,
+        ).stdout
+        for order in ("sorted", "reversed")
+    ]
+    assert outputs[0] == outputs[1]
+    assert int(outputs[0].split()[0]) > 50

@@ -1,0 +1,19 @@
+"""What others rely on changes on purpose only (tests/contracts.py says how)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contracts import SURFACES, changes
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_nothing_that_others_rely_on_has_changed(surface: str) -> None:
+    assert changes(surface) == [], "on purpose? python -m tests.contracts --write, and a line in CHANGELOG.md"
+
+
+def test_schemas_are_not_named_after_modules() -> None:
+    """Two models of one name would be: a name that changes whenever a file moves, and so do generated clients."""
+    assert [
+        line.split()[1] for line in SURFACES["http"]() if line.startswith("schema ") and "__" in line.split()[1]
+    ] == []
