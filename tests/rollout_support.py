@@ -15,7 +15,7 @@ import torch
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import AdapterRegistry, Pointers
 from services.common.errors import ModelNotFound
-from services.common.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.engine.requests.adapter import AdapterChoice
 from services.engine.requests.outputs import SequenceUpdate
 from services.engine.requests.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.common.adapters.names import AdapterVersion
-from services.common.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.adapters.manager import AdapterManager
 from services.engine.models.qwen3_5.model import Qwen3_5

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from services.common.adapters.events import AdapterEvents
 from services.common.adapters.registry import AdapterRegistry
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.pb import engine_pb2
-from services.common.scorers.allowed_webhooks import Webhooks
 from services.common.security.outbound import tls_context
 from services.common.storage.object_store import ObjectStore
 from services.common.telemetry.tracing import NO_TRACER, Tracer

@@ -15,8 +15,8 @@ import redis
 from pydantic import SecretStr
 
 from services.common.errors import Unavailable
-from services.common.scorers.sample import Sample
-from services.common.scorers.webhook_client import WebhookScorer
+from services.common.jobs.scorers.sample import Sample
+from services.common.jobs.scorers.webhook_client import WebhookScorer
 from services.common.security.tls import TlsFiles
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore

@@ -15,8 +15,8 @@ import pytest
 from services.common.adapters.names import AdapterVersion
 from services.common.adapters.registry import WEIGHTS, AdapterRegistry
 from services.common.jobs import GrpoJob, Job, JobEvent, JobState
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.queue.job_queue import JobQueue
-from services.common.scorers.allowed_webhooks import Webhooks
 from services.common.settings import CommonSettings
 from services.common.storage.object_store import ObjectStore
 from services.engine.requests.adapter import AdapterChoice

@@ -17,7 +17,7 @@ from models.tiny.recipe.item import Item
 from models.tiny.recipe.skills import dates
 from services.common.errors import InvalidRequest
 from services.common.jobs import GrpoJob
-from services.common.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.trainer.jobs import prepare_run
 from services.trainer.jobs.rollout import RolloutRun
 from tests.rollout_support import TIMEOUT, Pod, running_pod, wait_for

@@ -32,7 +32,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "server",
     ),
     "services.gateway": (
-        "stores",
         "core",
         "rate_limits",
         "settings",
@@ -53,7 +52,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "optimizer",
         "parents",
         "losses",
-        "rewards",
         "memory",
         "host",
         "sampling",
@@ -73,7 +71,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "json_schema",
         "text",
         "adapters",
-        "scorers",
         "jobs",
         "queue",
     ),

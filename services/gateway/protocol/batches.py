@@ -6,8 +6,8 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, Field
 
+from services.gateway.core.batch_queue import Batch, BatchSpec, Endpoint, LineError, Status
 from services.gateway.protocol.fields.base import RequestModel
-from services.gateway.stores.batches import Batch, BatchSpec, Endpoint, LineError, Status
 
 EXPIRY_SECONDS = (3600, 30 * 86_400)
 """Of expires_after: as at OpenAI."""

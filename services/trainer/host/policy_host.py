@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from services.common.adapters.names import AdapterVersion
-from services.common.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
 from services.common.text.tokenizer import TextCodec
 from services.engine.models.qwen3_5.model import Qwen3_5
 from services.trainer.host.rollouts import RolloutSource

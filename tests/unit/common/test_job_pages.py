@@ -10,12 +10,12 @@ import pytest
 
 from services.common.jobs import JOBS, GrpoJob, JobBase
 from services.common.jobs.kinds.generate import GenerateSettings, RolloutPrompt, check_rewards
+from services.common.jobs.scorers.exact import ExactReward
+from services.common.jobs.scorers.json_schema import JsonSchemaReward
+from services.common.jobs.scorers.numeric import NumericReward
+from services.common.jobs.scorers.regex import RegexReward
+from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.queue.records import SPEC
-from services.common.scorers.exact import ExactReward
-from services.common.scorers.json_schema import JsonSchemaReward
-from services.common.scorers.numeric import NumericReward
-from services.common.scorers.regex import RegexReward
-from services.common.scorers.webhook import WebhookReward
 
 GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
 

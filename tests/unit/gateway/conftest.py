@@ -17,10 +17,10 @@ import uvicorn
 
 from services.common.adapters.registry import AdapterRegistry
 from services.gateway.api.batches.dependencies import BatchStores
+from services.gateway.core.file_store import FileStore
 from services.gateway.server.app import create_app
 from services.gateway.server.http_protocol import HttpProtocol
 from services.gateway.settings import GatewaySettings
-from services.gateway.stores.files import FileStore
 from tests.unit.gateway.fake_batches import MemoryBatches
 from tests.unit.gateway.fake_engine import FakeEngine
 from tests.unit.gateway.fake_responses import MemoryDocuments, MemoryResponses

@@ -14,9 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.pb import engine_pb2
+from services.gateway.core.batch_queue import Batch, BatchSpec
+from services.gateway.core.file_store import FileStore, NewFile, new_file_id
 from services.gateway.settings import GatewaySettings
-from services.gateway.stores.batches import Batch, BatchSpec
-from services.gateway.stores.files import FileStore, NewFile, new_file_id
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import Behaviour, FakeEngine, Send, fails, hangs, says
 

@@ -14,7 +14,7 @@ from anthropic.types.messages import MessageBatch, MessageBatchIndividualRespons
 
 from services.common.pb import engine_pb2
 from services.common.security.api_keys import Scope
-from services.gateway.stores.batches import Batch, BatchSpec
+from services.gateway.core.batch_queue import Batch, BatchSpec
 from tests.unit.gateway.conftest import Running, Starter
 from tests.unit.gateway.fake_engine import FakeEngine, Send, fails, hangs, says
 from tests.unit.gateway.key_file import NO_REDIS, Keys

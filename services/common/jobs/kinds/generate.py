@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.common.jobs.fields.prompts import SampledPrompt, as_prompt
-from services.common.scorers.registry import RewardSpec, needs_answer
+from services.common.jobs.scorers.registry import RewardSpec, needs_answer
 from services.common.validation.json_rules import (
     SOME,
     Rules,

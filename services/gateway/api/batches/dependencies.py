@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from services.common.storage.object_store import ObjectStore
 from services.gateway.api.batches.internal_client import Caller
+from services.gateway.core.batch_queue import BatchConsumer, BatchQueue
+from services.gateway.core.file_store import FileStore
 from services.gateway.settings import GatewaySettings
-from services.gateway.stores.batches import BatchConsumer, BatchQueue
-from services.gateway.stores.files import FileStore
 
 if TYPE_CHECKING:
     from services.gateway.context import Gateway

@@ -15,9 +15,9 @@ from services.gateway.api.base.routing import multipart, router
 from services.gateway.api.batches.file_upload import read_upload, receive_form
 from services.gateway.auth.principal import principal_of
 from services.gateway.context import Gateway, GatewayDep
+from services.gateway.core.file_store import FileInfo, NewFile, Purpose, new_file_id
 from services.gateway.protocol.batches import EXPIRY_SECONDS
 from services.gateway.protocol.files import DeletedFile, FileList, FileObject
-from services.gateway.stores.files import FileInfo, NewFile, Purpose, new_file_id
 
 routes = router("files")
 

@@ -12,8 +12,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.core.file_store import Purpose
 from services.gateway.protocol.batches import ExpiresAfter
-from services.gateway.stores.files import Purpose
 
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _SLACK = 64 * 1024

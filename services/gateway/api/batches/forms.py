@@ -12,8 +12,8 @@ from pydantic_core import to_json
 from services.common.ids import ulid_of
 from services.gateway.api.batches.internal_client import Answer
 from services.gateway.api.batches.parts import Kind, Result
+from services.gateway.core.batch_queue import MESSAGES, ClaimedBatch, LineError
 from services.gateway.core.errors import error_payload
-from services.gateway.stores.batches import MESSAGES, ClaimedBatch, LineError
 
 Unrun = Literal["expired", "cancelled"]
 """Why a request did not run."""

@@ -12,8 +12,8 @@ from pydantic_core import to_json
 from starlette.types import Message, Scope
 
 from services.gateway.auth.principal import INTERNAL
+from services.gateway.core.batch_queue import ENDPOINTS, MESSAGES
 from services.gateway.core.errors import error_payload
-from services.gateway.stores.batches import ENDPOINTS, MESSAGES
 
 _BUSY = frozenset({429, 503})
 """Answers that another attempt may not get again."""

@@ -12,8 +12,8 @@ from services.common.queue.lua import JOB_TTL
 from services.gateway.api.batches.forms import Unrun, unrun_message
 from services.gateway.api.batches.input_file import LineSplitter, parse_line
 from services.gateway.context import Gateway
-from services.gateway.stores.batches import MESSAGES, Batch, LineError
-from services.gateway.stores.files import FileInfo, NewFile
+from services.gateway.core.batch_queue import MESSAGES, Batch, LineError
+from services.gateway.core.file_store import FileInfo, NewFile
 
 KEPT_SECONDS = JOB_TTL
 """Results: as long as the batch can be looked at."""

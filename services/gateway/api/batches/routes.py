@@ -14,8 +14,8 @@ from services.gateway.api.batches.internal_client import served_endpoints
 from services.gateway.api.batches.limits import check_unfinished
 from services.gateway.auth.principal import principal_of
 from services.gateway.context import GatewayDep
+from services.gateway.core.batch_queue import ENDPOINTS
 from services.gateway.protocol.batches import BatchList, BatchObject, BatchRequest
-from services.gateway.stores.batches import ENDPOINTS
 
 routes = router("batches")
 

@@ -24,9 +24,9 @@ from services.gateway.api.batches.forms import ResultFile, Unrun, form_of
 from services.gateway.api.batches.input_file import InputCheck, Line, LineSplitter, parse_line
 from services.gateway.api.batches.parts import Done, Parts, Result
 from services.gateway.api.batches.results import Buffer
+from services.gateway.core.batch_queue import NOW, ClaimedBatch, LineError, Stage
 from services.gateway.core.client_disconnect import cancel
-from services.gateway.stores.batches import NOW, ClaimedBatch, LineError, Stage
-from services.gateway.stores.files import FileInfo, NewFile
+from services.gateway.core.file_store import FileInfo, NewFile
 
 End = Literal["completed", "failed", "expired", "cancelled"]
 _BACKOFF_SECONDS = (0.25, 5.0)

@@ -18,8 +18,8 @@ from services.gateway.api.batches.internal_client import Caller
 from services.gateway.api.batches.parts import ROOT
 from services.gateway.api.batches.runner import BatchRun, End
 from services.gateway.context import Gateway
+from services.gateway.core.batch_queue import ClaimedBatch
 from services.gateway.core.client_disconnect import cancel
-from services.gateway.stores.batches import ClaimedBatch
 
 _CLAIM_SECONDS = 0.5
 """The longest that one look for a batch takes, and so the longest that a stop waits for it."""

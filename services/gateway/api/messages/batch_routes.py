@@ -22,6 +22,8 @@ from services.gateway.api.batches.message_files import (
 )
 from services.gateway.auth.principal import principal_of
 from services.gateway.context import GatewayDep
+from services.gateway.core.batch_queue import MESSAGES, Batch, BatchSpec
+from services.gateway.core.file_store import new_file_id
 from services.gateway.protocol.messages.batches import (
     DeletedMessageBatch,
     MessageBatch,
@@ -29,8 +31,6 @@ from services.gateway.protocol.messages.batches import (
     MessageBatchRequest,
 )
 from services.gateway.protocol.messages.response import AnthropicErrorBody
-from services.gateway.stores.batches import MESSAGES, Batch, BatchSpec
-from services.gateway.stores.files import new_file_id
 
 routes = router("batches", errors=AnthropicErrorBody)
 _ROUTE = f"{MESSAGES}/batches"

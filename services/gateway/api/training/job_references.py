@@ -14,9 +14,9 @@ from services.common.adapters.names import BASE, AdapterVersion, parse_adapter_r
 from services.common.errors import AdapterRejected, InvalidRequest, ModelNotFound, TemperError
 from services.common.jobs import GrpoJob, JobState, OpdJob, TrainingSpec
 from services.common.jobs.fields.lora import TARGET_MODULES, check_agrees, stated_shape
+from services.common.jobs.scorers.allowed_webhooks import check_webhook
+from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.pb import engine_pb2
-from services.common.scorers.allowed_webhooks import check_webhook
-from services.common.scorers.webhook import WebhookReward
 from services.gateway.context import Gateway
 
 

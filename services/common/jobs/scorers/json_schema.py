@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NoReturn
 
 from services.common.errors import InvalidRequest
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.base import ScorerSpec
-from services.common.scorers.sample import Sample, error_text
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Sample, error_text
 
 MAX_CHARACTERS = 64 * 1024
 MAX_DEPTH = 64

@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from services.common.scorers.allowed_webhooks import Webhooks, check_webhook, webhook_parts
-from services.common.scorers.base import ScorerSpec
-from services.common.scorers.sample import Scorer
+from services.common.jobs.scorers.allowed_webhooks import Webhooks, check_webhook, webhook_parts
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Scorer
 
 _URL = r'^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?([/?][!"$-\[\]-~]*)?$'
 """What ``webhook_parts`` takes, as far as a pattern can say it."""
@@ -34,6 +34,6 @@ class WebhookReward(ScorerSpec):
 
     def scorer(self, where: str, webhooks: Webhooks) -> Scorer:
         """See ScorerSpec."""
-        from services.common.scorers.webhook_client import WebhookScorer
+        from services.common.jobs.scorers.webhook_client import WebhookScorer
 
         return WebhookScorer(webhooks, self.url, where)

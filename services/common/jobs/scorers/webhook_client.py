@@ -16,8 +16,8 @@ import httpx
 import tenacity
 
 from services.common.errors import Unavailable
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.sample import Sample
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.sample import Sample
 
 TIMESTAMP_HEADER = "X-Temper-Timestamp"
 SIGNATURE_HEADER = "X-Temper-Signature"

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from services.common.errors import InvalidRequest
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.base import ScorerSpec
-from services.common.scorers.sample import Sample, as_utf8, error_text
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Sample, as_utf8, error_text
 from services.common.validation.json_rules import Rule, has
 
 MAX_PATTERN = 2000

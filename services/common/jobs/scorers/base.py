@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.sample import Scorer
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.sample import Scorer
 from services.common.validation.json_rules import Rule, Rules
 from services.common.validation.strict_models import SentModel
 

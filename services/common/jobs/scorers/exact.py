@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.base import ScorerSpec
-from services.common.scorers.sample import Sample
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Sample
 
 
 class ExactReward(ScorerSpec):

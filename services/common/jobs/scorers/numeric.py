@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.base import ScorerSpec
-from services.common.scorers.sample import Sample, as_utf8
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.sample import Sample, as_utf8
 
 _NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|[-+]?\.\d+(?:[eE][-+]?\d{1,3})?"
 """RE2 pattern of a number: it takes time linear in the text, whatever the text is."""

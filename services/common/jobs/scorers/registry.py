@@ -9,14 +9,14 @@ from typing import Annotated, TypeAlias, get_args
 from pydantic import Field
 
 from services.common.errors import InvalidRequest
-from services.common.scorers.allowed_webhooks import Webhooks
-from services.common.scorers.base import ScorerSpec
-from services.common.scorers.exact import ExactReward
-from services.common.scorers.json_schema import JsonSchemaReward
-from services.common.scorers.numeric import NumericReward
-from services.common.scorers.regex import RegexReward
-from services.common.scorers.sample import Sample
-from services.common.scorers.webhook import WebhookReward
+from services.common.jobs.scorers.allowed_webhooks import Webhooks
+from services.common.jobs.scorers.base import ScorerSpec
+from services.common.jobs.scorers.exact import ExactReward
+from services.common.jobs.scorers.json_schema import JsonSchemaReward
+from services.common.jobs.scorers.numeric import NumericReward
+from services.common.jobs.scorers.regex import RegexReward
+from services.common.jobs.scorers.sample import Sample
+from services.common.jobs.scorers.webhook import WebhookReward
 from services.common.validation.json_rules import Rule, either, has
 
 _Any: TypeAlias = RegexReward | ExactReward | NumericReward | JsonSchemaReward | WebhookReward
